@@ -1,0 +1,40 @@
+# A fresh clone needs only python3 >= 3.11 and make. The first run of `train` or `test` builds
+# .venv; it is rebuilt when pyproject.toml changes, so later runs start at once.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# OpenMP threads that spin while they wait make torch many times slower on a busy machine.
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+train: $(INSTALLED) ## train a reversible model on digits (ARGS="--help" lists the options)
+	$(BIN)/python examples/train_compiled.py $(ARGS)
+
+test: lint ## lint, then run the tests (ARGS="-m slow" runs the slow ones)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove the virtual environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  f"revcompile needs Python 3.11 or later, but $(PYTHON) is {sys.version.split()[0]}; run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test,examples]'
+	@touch $@

@@ -1,0 +1,162 @@
+"""Dataflow questions about a captured graph, answered once and kept as bit sets."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from revcompile.compiler.effects import is_effect
+from revcompile.ir import TYPE, TensorType
+
+__all__ = ["Flow", "is_add", "is_plain", "tensor_type"]
+
+_ADDS: Final = frozenset(
+    {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
+)
+
+_WEIGHTED_FUNCTIONS: Final = frozenset(
+    "linear conv1d conv2d conv3d conv_transpose2d bilinear matmul bmm mm addmm".split()
+)
+
+
+def tensor_type(node: fx.Node) -> TensorType | None:
+    """The node's type if it is a single tensor."""
+    found = node.meta.get(TYPE)
+    return found if isinstance(found, TensorType) else None
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Is the value no tensor (a size, a flag, a device)?"""
+    return node.op not in ("placeholder", "output") and not _holds_tensor(node.meta.get(TYPE))
+
+
+def _holds_tensor(found: Any) -> bool:
+    if isinstance(found, TensorType):
+        return True
+    if isinstance(found, dict):
+        return any(map(_holds_tensor, found.values()))
+    return isinstance(found, tuple) and any(map(_holds_tensor, found))
+
+
+def is_add(node: fx.Node) -> bool:
+    """Is the node a plain sum of two tensors of its own shape and type?"""
+    by_function = node.op == "call_function" and node.target in _ADDS
+    by_method = node.op == "call_method" and node.target in ("add", "add_")
+    if not (by_function or by_method) or len(node.args) != 2 or node.kwargs.get("alpha", 1) != 1:
+        return False
+    mine = tensor_type(node)
+    return mine is not None and all(
+        isinstance(arg, fx.Node) and tensor_type(arg) == mine for arg in node.args
+    )
+
+
+class Flow:
+    """Ancestors, parameter-only values and regions of one graph."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.graph = graph
+        self.root = root
+        self.nodes: list[fx.Node] = list(graph.nodes)
+        self.by_name = {n.name: n for n in self.nodes}
+        self.index = {n: i for i, n in enumerate(self.nodes)}
+        self.plain = {n for n in self.nodes if is_plain(n)}
+        self.effects = {n for n in self.nodes if is_effect(n)}
+        self._ancestors: dict[fx.Node, int] = {}
+        self.constant: set[fx.Node] = set()
+        for node in self.nodes:
+            self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        mask = 0
+        inputs = node.all_input_nodes
+        if node not in self.plain:
+            for source in inputs:
+                mask |= self._ancestors[source] | (1 << self.index[source])
+        self._ancestors[node] = mask
+        from_constants = all(i in self.constant for i in inputs) and node not in self.effects
+        is_call = node.op in ("call_function", "call_method") and bool(inputs)
+        if node.op == "get_attr" or (is_call and from_constants and not _draws_random(node)):
+            self.constant.add(node)
+
+    def depends(self, node: fx.Node, on: fx.Node) -> bool:
+        """Is `on` a tensor ancestor of `node`?"""
+        return bool(self._ancestors[node] >> self.index[on] & 1)
+
+    def latest_common_ancestor(self, a: fx.Node, b: fx.Node) -> fx.Node | None:
+        """The last value, not computed from parameters alone, that both nodes are made from."""
+        mask = self._ancestors[a] & self._ancestors[b]
+        while mask:
+            last = mask.bit_length() - 1
+            node = self.nodes[last]
+            if node not in self.constant and node not in self.plain:
+                return node
+            mask ^= 1 << last
+        return None
+
+    def region(self, x: fx.Node, ends: Iterable[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """All nodes needed to compute `ends` from `x`, and the side values they read.
+
+        Parameters, what is computed from them alone, and sizes of values inside belong to the
+        region; everything else that does not depend on `x` is a side value.
+        """
+        inside: set[fx.Node] = set()
+        sides: dict[fx.Node, None] = {}
+        work = [end for end in ends if end is not x]
+        seen = set(work)
+        while work:
+            node = work.pop()
+            if not self._belongs(node, x):
+                sides[node] = None
+                continue
+            inside.add(node)
+            for source in node.all_input_nodes:
+                if source is not x and source not in seen:
+                    seen.add(source)
+                    work.append(source)
+        return inside, sorted(sides, key=self.index.__getitem__)
+
+    def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
+        if node in self.constant:
+            return True
+        if node in self.plain:
+            return self._plain_from(node, x)
+        return self.depends(node, x)
+
+    def _plain_from(self, node: fx.Node, x: fx.Node) -> bool:
+        """Is a size computed from `x` and values after it alone?"""
+        if not node.all_input_nodes:
+            return node.op != "placeholder"
+        for source in node.all_input_nodes:
+            if source is x or source in self.constant:
+                continue
+            if source in self.plain:
+                if not self._plain_from(source, x):
+                    return False
+            elif not self.depends(source, x):
+                return False
+        return True
+
+    def weights(self, nodes: Iterable[fx.Node]) -> int:
+        """How many of the nodes multiply by a weight matrix or kernel."""
+        return sum(self.is_weighted(n) for n in nodes)
+
+    def is_weighted(self, node: fx.Node) -> bool:
+        """Does the node multiply by a weight matrix or kernel?"""
+        if node.op == "call_module":
+            module = self.root.get_submodule(str(node.target))
+            return any(p.dim() >= 2 for p in module.parameters())
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        return node.op == "call_function" and name in _WEIGHTED_FUNCTIONS
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """Users that read the value itself, not only its size."""
+        return [u for u in node.users if u not in self.plain]
+
+
+def _draws_random(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return any(word in name for word in ("rand", "bernoulli", "dropout", "multinomial", "normal_"))

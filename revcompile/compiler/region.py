@@ -1,0 +1,98 @@
+"""Building one segment's graph out of nodes of the captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from revcompile.compiler.flow import Flow
+from revcompile.ir import PATH, SOURCE, TYPE
+
+__all__ = ["ORIGIN", "Region"]
+
+ORIGIN = "revcompile_origin"
+"""`node.meta` key: the captured node a segment's node was copied from."""
+
+
+class Region:
+    """A graph in the making. Values it does not compute become inputs as they are asked for."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.graph = fx.Graph()
+        self.inputs: dict[str, fx.Node] = {}
+        self.defined: dict[str, fx.Node] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Does the region compute nothing?"""
+        return not self.defined
+
+    def bind(self, original: fx.Node, node: fx.Node) -> None:
+        """Let `node` stand for a captured value inside this region."""
+        self._copies[original] = node
+
+    def input(self, name: str, like: fx.Node | None = None) -> fx.Node:
+        """The region's placeholder for a live value."""
+        if name in self.defined:
+            return self.defined[name]
+        if name not in self.inputs:
+            last = next(reversed(self.inputs.values()), None)
+            with self.graph.inserting_after(last if last is not None else self.graph._root):
+                self.inputs[name] = self.graph.placeholder(name)
+            if like is not None:
+                describe(self.inputs[name], like)
+        return self.inputs[name]
+
+    def has(self, original: fx.Node) -> bool:
+        """Is the captured value computed or bound here?"""
+        return original in self._copies
+
+    def value(self, original: fx.Node, outside: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A captured value inside this region; what is not here comes from `outside`.
+
+        Parameters and what is computed from them alone are computed anew in each region.
+        """
+        if original in self._copies:
+            return self._copies[original]
+        if original in self.flow.constant:
+            return self.copy(original, outside)
+        self._copies[original] = outside(original)
+        return self._copies[original]
+
+    def copy(self, original: fx.Node, outside: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Compute a captured node here."""
+        for source in original.all_input_nodes:
+            self.value(source, outside)
+        new = self.graph.node_copy(original, self._copies.__getitem__)
+        new.meta[ORIGIN] = original.name
+        self._copies[original] = new
+        return new
+
+    def copy_size(self, original: fx.Node, sized: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Compute a size here; `sized` gives for each tensor one of the same shape."""
+        new = self.graph.node_copy(original, sized)
+        new.meta[ORIGIN] = original.name
+        self._copies[original] = new
+        return new
+
+    def call(self, function: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+        """Append a call that the captured graph did not have."""
+        node = self.graph.call_function(function, args)
+        describe(node, like)
+        return node
+
+    def finish(self, outputs: tuple[fx.Node, ...] | fx.Node) -> fx.Graph:
+        """Close the graph."""
+        self.graph.output(outputs)
+        self.graph.lint()
+        return self.graph
+
+
+def describe(node: fx.Node, like: fx.Node) -> None:
+    """Carry type, module path and source line over from another node."""
+    for key in (TYPE, PATH, SOURCE):
+        node.meta[key] = like.meta.get(key)

@@ -1,0 +1,326 @@
+"""find: every additive shortcut of a captured graph, accepted or refused with a reason.
+
+A sum `t1 + t2 + ...` is a residual block if one summand is an input of the others (identity),
+or if all come from one value and one of them is a single projection of it (projected).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import fx, nn
+
+from revcompile.compiler.flow import Flow, is_add, tensor_type
+from revcompile.ir import PATH, Captured, Refusal, Residual, ResidualKind
+
+__all__ = ["ACTIVATIONS", "Found", "find", "is_activation"]
+
+ACTIVATIONS: Final = frozenset(
+    "relu relu6 relu_ gelu silu silu_ swish hardswish hardsigmoid hardtanh leaky_relu elu selu "
+    "celu prelu mish softplus tanh sigmoid hard_swish hard_mish".split()
+)
+
+_MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
+_MIN_INNER_BLOCKS: Final = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `find` saw in one graph."""
+
+    residuals: tuple[Residual, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
+    """Classify every sum of the graph (by default the training graph)."""
+    flow = Flow(captured.graph if graph is None else graph, captured.root)
+    residuals: list[Residual] = []
+    refusals: list[Refusal] = []
+    for node in flow.nodes:
+        if not is_add(node) or _is_inner_add(flow, node):
+            continue
+        verdict = _judge(flow, node)
+        (residuals if isinstance(verdict, Residual) else refusals).append(verdict)  # type: ignore[arg-type]
+    kept, dropped = _resolve_nesting(flow, residuals)
+    kept = _absorb_activations(flow, kept)
+    kept, useless = _useful(flow, kept)
+    return Found(tuple(kept), tuple([*refusals, *dropped, *useless]))
+
+
+def is_activation(node: fx.Node, root: nn.Module) -> bool:
+    """Is the node an elementwise activation function?"""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        name = type(module).__name__
+        in_torch = type(module).__module__ == "torch.nn.modules.activation"
+        excluded = ("MultiheadAttention", "Softmax", "GLU", "LogSoftmax", "Softmax2d")
+        return (in_torch and name not in excluded) or name.lower() in ACTIVATIONS
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return node.op in ("call_function", "call_method") and name in ACTIVATIONS
+
+
+# -- judging one sum ------------------------------------------------------------------------------
+
+
+def _is_inner_add(flow: Flow, node: fx.Node) -> bool:
+    """A partial sum that only feeds the next addition: judged with it."""
+    users = flow.users(node)
+    return len(users) == 1 and is_add(users[0]) and len(node.users) == 1
+
+
+def _terms(flow: Flow, total: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The summands of a nested sum, and the additions that join them."""
+    terms: list[fx.Node] = []
+    adds = {total}
+    for arg in total.args[:2]:
+        assert isinstance(arg, fx.Node)
+        if is_add(arg) and _is_inner_add(flow, arg):
+            inner, more = _terms(flow, arg)
+            terms += inner
+            adds |= more
+        else:
+            terms.append(arg)
+    return terms, adds
+
+
+def _strip(flow: Flow, node: fx.Node) -> fx.Node:
+    """Look through modules that do nothing."""
+    while node.op == "call_module" and isinstance(
+        flow.root.get_submodule(str(node.target)), nn.Identity
+    ):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
+    terms, adds = _terms(flow, total)
+    path = str(total.meta.get(PATH, ""))
+    kind = tensor_type(total)
+    if kind is None or not kind.dtype.is_floating_point:
+        return Refusal(path, total.name, "a sum of integers, not of features")
+    for shortcut in terms:
+        x = _strip(flow, shortcut)
+        others = [t for t in terms if t is not shortcut]
+        if x not in flow.constant and any(flow.depends(t, x) for t in others):
+            return _identity(flow, path, total, adds, shortcut, x, others)
+    for term in terms:
+        scaled = _scaled_source(flow, term)
+        others = [t for t in terms if t is not term]
+        if scaled is None or not any(flow.depends(t, scaled[0]) for t in others):
+            continue
+        x, factor = scaled
+        if isinstance(factor, fx.Node) and tensor_type(x) == kind:
+            return _identity(flow, path, total, adds, term, x, terms)
+        return Refusal(path, total.name, f"the shortcut is scaled by {factor} before the add")
+    if len(terms) == 2:
+        return _projected(flow, path, total, adds, terms[0], terms[1])
+    return Refusal(path, total.name, "no summand is the input of the others")
+
+
+def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float] | None:
+    """`(x, factor)` where a summand is `x * factor`, the factor a number or a parameter."""
+    if term.op == "call_module":
+        module = flow.root.get_submodule(str(term.target))
+        parameters = list(module.parameters())
+        looks = "scale" in type(module).__name__.lower() and not list(module.children())
+        if looks and len(parameters) == 1 and isinstance(term.args[0], fx.Node):
+            return term.args[0], term
+        return None
+    multiplies = term.op == "call_function" and term.target in _MULTIPLY
+    if not multiplies and not (term.op == "call_method" and term.target == "mul"):
+        return None
+    left, right = term.args[:2]
+    for x, factor in ((left, right), (right, left)):
+        if not isinstance(x, fx.Node) or x in flow.constant:
+            continue
+        if isinstance(factor, (int, float)):
+            return x, float(factor)
+        if isinstance(factor, fx.Node) and factor in flow.constant:
+            return x, factor
+    return None
+
+
+def _identity(
+    flow: Flow,
+    path: str,
+    total: fx.Node,
+    adds: set[fx.Node],
+    shortcut: fx.Node,
+    x: fx.Node,
+    others: list[fx.Node],
+) -> Residual | Refusal:
+    if tensor_type(x) != tensor_type(total):
+        return Refusal(
+            path,
+            total.name,
+            f"the shortcut is {tensor_type(x)} but the sum is {tensor_type(total)}",
+        )
+    branch, sides = flow.region(x, others)
+    problem = _closed(flow, branch, adds)
+    if problem:
+        return Refusal(path, total.name, problem)
+    driven = [t for t in others if t in branch and flow.depends(t, x)]
+    parallel = len(driven) > 1 and shortcut not in others
+    return Residual(
+        path=path,
+        kind=ResidualKind.PARALLEL if parallel else ResidualKind.IDENTITY,
+        x=x.name,
+        total=total.name,
+        out=total.name,
+        terms=tuple(t.name for t in others),
+        adds=_names(adds),
+        branch=_names(branch),
+        shortcut_term="" if shortcut in others else shortcut.name,
+        sides=tuple(s.name for s in sides),
+    )
+
+
+def _projected(
+    flow: Flow, path: str, total: fx.Node, adds: set[fx.Node], a: fx.Node, b: fx.Node
+) -> Residual | Refusal:
+    x = flow.latest_common_ancestor(a, b)
+    if x is None or tensor_type(x) is None:
+        return Refusal(path, total.name, "the summands share no input: a plain sum")
+    regions = {term: flow.region(x, [term]) for term in (a, b)}
+    light, heavy = sorted((a, b), key=lambda t: flow.weights(regions[t][0]))
+    few, many = flow.weights(regions[light][0]), flow.weights(regions[heavy][0])
+    if few > 1:
+        return Refusal(path, total.name, f"both summands transform it ({few} and {many} layers)")
+    if many < 2:
+        return Refusal(path, total.name, "a sum of single layers, not of a shortcut and a branch")
+    sides = [s for _, found in regions.values() for s in found if s not in flow.plain]
+    if sides:
+        return Refusal(path, total.name, f"the summands also read {sides[0].name}")
+    problem = _closed(flow, regions[light][0] | regions[heavy][0], adds)
+    if problem:
+        return Refusal(path, total.name, problem)
+    return Residual(
+        path=path,
+        kind=ResidualKind.PROJECTED,
+        x=x.name,
+        total=total.name,
+        out=total.name,
+        terms=(heavy.name,),
+        adds=_names(adds),
+        branch=_names(regions[heavy][0]),
+        shortcut_term=light.name,
+        shortcut=_names(regions[light][0]),
+        sides=tuple(s.name for r in regions.values() for s in r[1]),
+    )
+
+
+def _closed(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> str | None:
+    """Why the region cannot be cut out, or None."""
+    for node in sorted(inside, key=flow.index.__getitem__):
+        if node in flow.effects:
+            return f"the branch writes in place ({node.name})"
+        if node in flow.constant:
+            continue
+        outside = [u for u in node.users if u not in inside and u not in adds]
+        if not outside:
+            continue
+        if node in flow.plain and all(s in flow.plain for s in outside):
+            continue
+        if node in flow.plain and not _sizes_of_interior(flow, node, inside):
+            continue
+        return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
+    return None
+
+
+def _sizes_of_interior(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Does a size come from a tensor inside the branch (and not only from its input)?"""
+    for source in node.all_input_nodes:
+        if source in flow.plain:
+            if _sizes_of_interior(flow, source, inside):
+                return True
+        elif source in inside and source not in flow.constant:
+            return True
+    return False
+
+
+def _names(nodes: Iterable[fx.Node]) -> frozenset[str]:
+    return frozenset(n.name for n in nodes)
+
+
+# -- the blocks together --------------------------------------------------------------------------
+
+
+def _resolve_nesting(
+    flow: Flow, residuals: list[Residual]
+) -> tuple[list[Residual], list[Refusal]]:
+    """Of blocks inside blocks keep the inner ones if they are a chain, else the outer one."""
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+    for block in residuals:  # inner blocks end before the block around them
+        region = block.branch | block.shortcut
+        inner = [r for r in kept if r.total in region]
+        reversible = [r for r in inner if r.kind is not ResidualKind.PROJECTED]
+        chain = len(reversible) >= _MIN_INNER_BLOCKS
+        if reversible and (chain or block.kind is ResidualKind.PROJECTED):
+            reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        kept = [r for r in kept if r not in inner]
+        dropped += [
+            Refusal(r.path, r.total, f"part of the branch of {block.path}") for r in inner
+        ]
+        kept.append(block)
+    return kept, dropped
+
+
+def _absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:
+    """Post-activation blocks: the activation after the sum belongs to the block.
+
+    A lone activation after the last sum of a pre-activation network belongs to the head: it
+    counts only if the next block starts from its result, or the block started from one.
+    """
+    result: list[Residual] = []
+    activated: set[str] = set()
+    for block in residuals:
+        total = flow.by_name[block.total]
+        users = flow.users(total)
+        if len(users) == 1 and is_activation(users[0], flow.root):
+            post = users[0]
+            if len(flow.users(post)) > 1 or block.x in activated:
+                activated.add(post.name)
+                kind = block.kind
+                if kind is ResidualKind.IDENTITY:
+                    kind = ResidualKind.POST_ACTIVATION
+                block = replace(block, kind=kind, out=post.name, post=(post.name,))
+        result.append(block)
+    return result
+
+
+def _useful(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """A projected block keeps two streams only where there are two streams to keep."""
+    by_x: dict[str, list[Residual]] = {}
+    for block in residuals:
+        by_x.setdefault(block.x, []).append(block)
+    streams: set[str] = set()
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+
+    def feeds_coupling(block: Residual) -> bool:
+        return any(
+            after.kind is not ResidualKind.PROJECTED or feeds_coupling(after)
+            for after in by_x.get(block.out, [])
+        )
+
+    for block in residuals:
+        projected = block.kind is ResidualKind.PROJECTED
+        if projected and block.x not in streams and not feeds_coupling(block):
+            reason = "a projected shortcut next to no reversible block"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        streams.add(block.out)
+        kept.append(block)
+    return kept, dropped
+
+

@@ -1,0 +1,44 @@
+"""Every error a user can meet: where it happened, what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "InputError",
+    "InversionError",
+    "PolicyError",
+    "RevcompileError",
+    "VerificationError",
+]
+
+
+class RevcompileError(Exception):
+    """Base of all errors raised on purpose by revcompile.
+
+    >>> import revcompile
+    >>> try:
+    ...     revcompile.reversify(object())
+    ... except revcompile.RevcompileError as error:
+    ...     print(error)
+    reversify: expected a torch.nn.Module, got object
+    """
+
+
+class InputError(RevcompileError, ValueError):
+    """An argument is not usable as given."""
+
+
+class PolicyError(InputError):
+    """A rewiring policy that does not exist or contradicts itself."""
+
+
+class CaptureError(RevcompileError):
+    """The model could not be turned into a graph, or the graph is not the model."""
+
+
+class InversionError(RevcompileError):
+    """A chain of couplings does not reconstruct its own input."""
+
+
+class VerificationError(RevcompileError):
+    """A pass produced something that breaks the rules of the next one: a bug in revcompile."""

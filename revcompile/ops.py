@@ -1,0 +1,49 @@
+"""The few functions generated graphs call besides torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["batch_norm", "device_of", "fuse_mean", "select", "statistics_frozen"]
+
+
+def select(training: bool, train: Any, evaluation: Any) -> Any:
+    """The value of a constant that depends on the mode.
+
+    >>> select(True, 0.1, 0.0)
+    0.1
+    """
+    return train if training else evaluation
+
+
+def fuse_mean(a: Tensor, b: Tensor) -> Tensor:
+    """One value from two streams: their mean, so that two equal streams give what one gave."""
+    return torch.lerp(a, b, 0.5) if a.is_floating_point() else (a + b) // 2
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Where a tensor lives: exported graphs ask at run time instead of remembering."""
+    return tensor.device
+
+
+statistics_frozen = False
+"""True while a branch is recomputed: functional batch norms then leave their statistics alone."""
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Batch normalisation whose running statistics stand still during a recomputation."""
+    if training and statistics_frozen:
+        mean = var = None
+    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, momentum, eps)

@@ -1,0 +1,1 @@
+"""What runs: knows segments' code and tensors, never a pass."""

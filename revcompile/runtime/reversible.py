@@ -1,0 +1,289 @@
+"""A rewired model as an ordinary `nn.Module` that trains without storing activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from revcompile.coupling import Block, Chain, _StatefulBuffers
+from revcompile.errors import InputError
+from revcompile.growth import grow
+from revcompile.ir import Body, Coupling, Live, Opaque, Rewired, Signature
+from revcompile.runtime.code import compile_graph
+
+__all__ = ["Reversible"]
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An opaque segment's code, or a chain; `drop` are values nobody reads afterwards."""
+
+    run: Callable[..., Any] | Chain
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    drop: tuple[str, ...]
+
+
+class Reversible(nn.Module):
+    """Runs a `Rewired` model. Parameters and buffers keep the original's names.
+
+    In training mode with gradients on, chains of couplings keep only their output; in eval mode
+    or under `no_grad` everything is a plain forward.
+    """
+
+    def __init__(self, rewired: Rewired, tolerance: float | None = None) -> None:
+        super().__init__()
+        root = rewired.root
+        for name, child in root._modules.items():
+            self.add_module(name, child)
+        for name, parameter in root._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, buffer in root._buffers.items():
+            persistent = name not in root._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent=persistent)
+        for name, value in root.__dict__.items():
+            if name not in self.__dict__ and isinstance(value, Tensor):
+                self.register_buffer(name, value, persistent=False)
+        self.training = root.training
+        self.__dict__["rewired"] = replace(rewired, root=self)
+        self.__dict__["tolerance"] = tolerance
+        self.__dict__["reversible"] = True
+        self.__dict__["_plans"] = {}
+        self.register_load_state_dict_pre_hook(_grow_state_dict)
+
+    rewired: Rewired
+    tolerance: float | None
+    reversible: bool
+    """Set to False to run chains as plain operations: the reference with stored activations."""
+    _plans: dict[int, tuple[_Step, ...]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model with the original's calling convention."""
+        rewired = self.rewired
+        body = rewired.body
+        if rewired.eval_body is not None and not self.training:
+            body = rewired.eval_body
+        values = bind(rewired.signature, rewired.name, args, kwargs)
+        values = self._run(body, values)
+        flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
+        return pytree.tree_unflatten(flat, rewired.signature.out_spec)
+
+    def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
+        """Forward and back through every chain: each block's relative reconstruction error."""
+        errors: list[tuple[str, float]] = []
+        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
+        with torch.no_grad():
+            self._run(self.rewired.body, values, errors)
+        return errors
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}
+
+    def _run(
+        self,
+        body: Body,
+        values: dict[str, Any],
+        errors: list[tuple[str, float]] | None = None,
+    ) -> dict[str, Any]:
+        stores_nothing = self.reversible and self.training and torch.is_grad_enabled()
+        for step in self._plan(body):
+            inputs = [values[name] for name in step.inputs]
+            if isinstance(step.run, Chain):
+                a, b, cast, narrow = _widened_streams(inputs[0], inputs[1])
+                del inputs[:2]
+                if errors is not None:
+                    a, b, found = step.run.inspect(self, a, b, inputs, cast)
+                    errors += found
+                else:
+                    run = step.run.reversible if stores_nothing else step.run.plain
+                    for name in step.drop:
+                        values.pop(name, None)
+                    a, b = run(self, a, b, inputs, cast)
+                outputs: Sequence[Any] = (a.to(narrow), b.to(narrow)) if narrow else (a, b)
+            else:
+                for name in step.drop:
+                    values.pop(name, None)
+                outputs = step.run(self, *inputs)
+            del inputs
+            values.update(zip(step.outputs, outputs, strict=True))
+        return values
+
+    def _plan(self, body: Body) -> tuple[_Step, ...]:
+        """The body's steps, compiled on first use."""
+        key = id(body)
+        if key not in self._plans:
+            self._plans[key] = _steps(body, self, self.tolerance)
+        return self._plans[key]
+
+
+def bind(
+    signature: Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The graph's input values from a call of the model."""
+    try:
+        bound = signature.forward.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"{name}{signature.forward}: {error}") from None
+    bound.apply_defaults()
+    leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
+    if spec != signature.in_spec:
+        raise InputError(
+            f"{name}: the model was captured with arguments of another structure.\n"
+            f"  expected {signature.in_spec}\n  got      {spec}\n"
+            "Capture it again with example inputs of this structure."
+        )
+    fixed = dict(signature.fixed)
+    values: dict[str, Any] = {}
+    names = iter(zip(signature.placeholders, signature.labels, strict=True))
+    for index, leaf in enumerate(leaves):
+        if index in fixed:
+            if isinstance(leaf, Tensor) or leaf != fixed[index]:
+                raise InputError(
+                    f"{name}: an argument that was {fixed[index]!r} when the model was captured "
+                    f"is {_shown(leaf)} now; capture it again with this value"
+                )
+            continue
+        placeholder, label = next(names)
+        if not isinstance(leaf, Tensor):
+            raise InputError(f"{name}: expected a tensor for {label}, got {_shown(leaf)}")
+        values[placeholder] = leaf
+    return values
+
+
+def _shown(leaf: Any) -> str:
+    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _widened_streams(
+    a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, torch.dtype | None, torch.dtype | None]:
+    """Residual streams in float32, whatever the branches compute in: bf16 streams drift.
+
+    Also returns what branches are to be given and what the streams are to be cast back to;
+    under autocast neither is needed.
+    """
+    if a.dtype not in _LOW_PRECISION:
+        return a, b, None, None
+    narrow = None if torch.is_autocast_enabled(a.device.type) else a.dtype
+    return a.float(), b.float(), narrow, narrow
+
+
+def _steps(body: Body, root: nn.Module, tolerance: float | None) -> tuple[_Step, ...]:
+    """Group couplings into chains, compile everything, and find when values die."""
+    runs = _chains(body)
+    last_use: dict[str, int] = {}
+    for index, run in enumerate(runs):
+        for segment in run:
+            for name in segment.inputs:
+                last_use[name] = index
+    kept = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
+    steps: list[_Step] = []
+    for index, run in enumerate(runs):
+        first = run[0]
+        if isinstance(first, Opaque):
+            inputs, outputs = first.inputs, first.outputs
+            code: Callable[..., Any] | Chain = compile_graph(first.graph, first.name)
+        else:
+            couplings = [s for s in run if isinstance(s, Coupling)]
+            sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
+            inputs = (*first.streams_in, *sides)
+            outputs = couplings[-1].streams_out
+            position = {name: i for i, name in enumerate(sides)}
+            blocks = tuple(_block(c, root, position) for c in couplings)
+            code = Chain(blocks, tolerance)
+        drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
+        steps.append(_Step(code, inputs, outputs, drop))
+    return tuple(steps)
+
+
+def _side_names(coupling: Coupling) -> tuple[str, ...]:
+    return (*coupling.sides, *(coupling.link.sides if coupling.link else ()))
+
+
+def _chains(body: Body) -> list[list[Coupling | Opaque]]:
+    """Runs of couplings whose streams nobody else reads; opaque segments alone."""
+    readers: dict[str, int] = {}
+    for segment in body.segments:
+        for name in segment.inputs:
+            readers[name] = readers.get(name, 0) + 1
+    for leaf in body.result:
+        if isinstance(leaf, Live):
+            readers[leaf.name] = readers.get(leaf.name, 0) + 1
+    runs: list[list[Coupling | Opaque]] = []
+    for segment in body.segments:
+        previous = runs[-1][-1] if runs else None
+        if (
+            isinstance(segment, Coupling)
+            and isinstance(previous, Coupling)
+            and previous.streams_out == segment.streams_in
+            and all(readers.get(name, 0) == 1 for name in previous.streams_out)
+        ):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs
+
+
+def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
+    modules = _modules(coupling.branch, root)
+    link = coupling.link
+    return Block(
+        name=coupling.name,
+        branch=compile_graph(coupling.branch, coupling.name),
+        sides=tuple(position[name] for name in coupling.sides),
+        link=compile_graph(link.forward, coupling.name) if link else None,
+        unlink=compile_graph(link.inverse, coupling.name) if link else None,
+        link_sides=tuple(position[name] for name in link.sides) if link else (),
+        parameters=_parameters(coupling.branch, root),
+        norms=tuple(m for m in modules if isinstance(m, _BatchNorm)),
+        stateful=_StatefulBuffers(
+            [
+                (module, name)
+                for module in modules
+                if not isinstance(module, _BatchNorm)
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+        ),
+    )
+
+
+def _modules(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:
+    called = [root.get_submodule(str(n.target)) for n in graph.find_nodes(op="call_module")]
+    return list(dict.fromkeys(inner for module in called for inner in module.modules()))
+
+
+def _parameters(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...]:
+    found: dict[nn.Parameter, None] = {}
+    for module in _modules(graph, root):
+        found.update(dict.fromkeys(module.parameters(recurse=False)))
+    for node in graph.find_nodes(op="get_attr"):
+        value: Any = root
+        for atom in str(node.target).split("."):
+            value = getattr(value, atom)
+        if isinstance(value, nn.Parameter):
+            found[value] = None
+    return tuple(found)
+
+
+def _grow_state_dict(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
+) -> None:
+    """Let a state dict of the original load: enlarge what rewiring enlarged."""
+    assert isinstance(module, Reversible)
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    grown: dict[str, Tensor] = {}
+    for name, (source, how) in module.rewired.growths.items():
+        have, original = state.get(prefix + name), state.get(prefix + source)
+        fits = have is not None and have.shape == own[name].shape
+        if not fits and original is not None:
+            grown[prefix + name] = grow(original, how)
+    state.update(grown)

@@ -1,0 +1,30 @@
+"""What every test runs under: few threads, a fixed seed, deterministic kernels on the CPU."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed the generators: 0 unless a test says `parametrize("seed", [...], indirect=True)`."""
+    value: int = getattr(request, "param", 0)
+    random.seed(value)
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture(autouse=True)
+def torch_settings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Deterministic algorithms, and no test's global settings leak into the next."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    # On CUDA some backward passes have no deterministic kernel and would raise.
+    torch.use_deterministic_algorithms(request.node.get_closest_marker("gpu") is None)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
