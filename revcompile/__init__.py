@@ -1,0 +1,21 @@
+"""revcompile: a graph compiler for reversible, pipelined training of PyTorch models."""
+
+from revcompile.api import InversionReport, ReversibleModule, check_invertible, reversify
+from revcompile.compiler.capture import capture
+from revcompile.errors import RevcompileError
+from revcompile.ir import Enter, Fuse, Leave, Policy
+
+__all__ = [
+    "Enter",
+    "Fuse",
+    "InversionReport",
+    "Leave",
+    "Policy",
+    "ReversibleModule",
+    "RevcompileError",
+    "capture",
+    "check_invertible",
+    "reversify",
+]
+
+__version__ = "0.1.0"

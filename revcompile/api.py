@@ -3,22 +3,156 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from revcompile.compiler.capture import capture, make_example
-from revcompile.compiler.check import Check, rng_kept
+from revcompile.compiler.check import Check, model_unchanged
 from revcompile.compiler.residual import find
 from revcompile.compiler.rewire import rewire
-from revcompile.errors import InputError
+from revcompile.compiler.verify import verify_rewired
+from revcompile.errors import InputError, InversionError
+from revcompile.inspect.tables import invertibility_table, summary_text
 from revcompile.ir import Policy
 from revcompile.runtime.reversible import Reversible
 
+__all__ = ["InversionReport", "ReversibleModule", "check_invertible", "reversify"]
 
-def reversify(model, example_inputs=None, example_kwargs=None, *, policy="paper", check="fast", leaf_modules=(), tolerance=None):
-    captured = capture(model, example_inputs, example_kwargs, check=check, leaf_modules=leaf_modules)
-    found = find(captured)
-    rewired = rewire(captured, found, Policy.named(policy))
-    return Reversible(rewired, tolerance)
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+class ReversibleModule(Reversible):
+    """What `reversify` returns: the rewired model as an ordinary `nn.Module`.
+
+    Parameters and buffers keep the original's names, and a state dict of the original loads.
+
+    >>> import torch, revcompile
+    >>> block = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    >>> net = revcompile.reversify(block, torch.randn(2, 5, 8))
+    >>> [segment.name for segment in net.rewired.couplings]
+    ['self_attn', 'linear1']
+    """
+
+    def summary(self) -> str:
+        """A table of the segments: what became reversible, what did not, and why."""
+        return summary_text(self.rewired)
+
+
+def reversify(
+    model: nn.Module,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: str | Policy = "paper",
+    check: str = "fast",
+    leaf_modules: Iterable[str | type[nn.Module]] = (),
+    tolerance: float | None = None,
+) -> ReversibleModule:
+    """Rewire a model so that training it stores no activations inside its residual chains.
+
+    The model itself is left alone; the result owns copies of its weights. `example_inputs` (a
+    tensor, or a tuple of positional arguments) is not needed for timm models. `policy` is
+    "paper" (PETRA's RevNets: a wider stem and head), "pretrained" (no new parameters), or a
+    `Policy`. `check` says how much of the capture is compared with the original: "full",
+    "fast" or "off". A chain that reconstructs its input worse than `tolerance` (relative;
+    1e-3 for float32) is refused.
+
+    >>> import torch, revcompile
+    >>> class Block(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.f, self.g = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    ...     def forward(self, x):
+    ...         x = x + self.f(x).tanh()
+    ...         return x + self.g(x).tanh()
+    >>> net = revcompile.reversify(Block(), torch.randn(2, 4))
+    >>> net(torch.randn(3, 4)).sum().backward()
+    >>> net.f.weight.grad.shape
+    torch.Size([4, 4])
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"reversify: expected a torch.nn.Module, got {type(model).__name__}")
+    chosen = Policy.named(policy)
+    level = Check.parse(check)
+    with model_unchanged():
+        captured = capture(
+            model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
+        )
+        found = find(captured)
+        rewired = rewire(captured, found, chosen)
+        verify_rewired(captured, rewired)
+        net = ReversibleModule(rewired, _tolerance(model, tolerance))
+        if level is not Check.OFF:
+            args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
+            _refuse_uninvertible(net, args, kwargs)
+    return net
+
+
+@dataclass(frozen=True)
+class InversionReport:
+    """Reconstruction error of every reversible block, relative to its largest input."""
+
+    errors: tuple[tuple[str, float], ...]
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Is every block within the tolerance?"""
+        return all(error <= self.tolerance for _, error in self.errors)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The block with the largest error."""
+        return max(self.errors, key=lambda entry: entry[1], default=("", 0.0))
+
+    def __str__(self) -> str:
+        return invertibility_table(self.errors, self.tolerance)
+
+
+def check_invertible(
+    model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
+) -> InversionReport:
+    """Run a model forward and back, and report each block's reconstruction error.
+
+    `model` is the result of `reversify`, or a plain model, which is then rewired first. The
+    errors accumulate along a chain from its end to its beginning, as in training.
+
+    >>> import torch, revcompile
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    >>> revcompile.check_invertible(layer, torch.randn(2, 5, 8)).ok
+    True
+    """
+    if not isinstance(model, Reversible):
+        model = reversify(model, args, kwargs, check="off")
+    limit = _tolerance(model, tolerance)
+    with model_unchanged(model):
+        errors = model.inversion_errors(*args, **kwargs)
+    return InversionReport(tuple(errors), limit)
+
+
+def _tolerance(model: nn.Module, tolerance: float | None) -> float:
+    if tolerance is not None:
+        return tolerance
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return _TOLERANCE.get(dtype, 1e-3)
+
+
+def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:
+    tensors = [*net.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
+    if any(t.is_meta for t in tensors):
+        return
+    training = net.training
+    report = check_invertible(net.train(), *args, tolerance=net.tolerance, **kwargs)
+    net.train(training)
+    if not report.ok:
+        name, error = report.worst
+        raise InversionError(
+            f"reversify: {name} reconstructs its input only to {error:.1e} "
+            f"(tolerance {report.tolerance:.1e}), so gradients behind it would be wrong. "
+            "Its branch is much larger than the stream it is added to, or it is not a function "
+            "of its input; scale the branch down, keep its module as one piece with "
+            f"leaf_modules=[...], or accept the error with tolerance={error * 2:.0e}"
+        )

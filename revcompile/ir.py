@@ -107,6 +107,7 @@ class Signature:
     """
 
     forward: inspect.Signature
+    given: tuple[str, ...]
     in_spec: pytree.TreeSpec
     fixed: tuple[tuple[int, Any], ...]
     placeholders: tuple[str, ...]

@@ -42,8 +42,11 @@ def batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    count: Tensor | None = None,
 ) -> Tensor:
     """Batch normalisation whose running statistics stand still during a recomputation."""
     if training and statistics_frozen:
         mean = var = None
+    elif training and count is not None:
+        count.add_(1)
     return torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, momentum, eps)

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.check import Check, check_capture
-from revcompile.compiler.effects import functionalize
 from revcompile.compiler.exported import export_capture
 from revcompile.compiler.modes import first_difference, merge_modes
+from revcompile.compiler.simplify import simplify
 from revcompile.compiler.tracer import Traced, Untraceable, fake_copy, trace
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir import PATH, Captured, Frontend, Signature
@@ -34,6 +34,7 @@ class Example:
     """Example arguments, flattened, at two batch sizes."""
 
     forward: inspect.Signature
+    given: tuple[str, ...]
     in_spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     grown: tuple[Any, ...]
@@ -105,7 +106,6 @@ def make_example(
             f"capture: the example inputs do not fit {type(model).__name__}.forward"
             f"{inspect.signature(model.forward)}: {error}"
         ) from None
-    bound.apply_defaults()
     parameters = tuple(bound.signature.parameters)
     with_paths, in_spec = pytree.tree_flatten_with_path((bound.args, bound.kwargs))
     leaves = [leaf for _, leaf in with_paths]
@@ -125,7 +125,7 @@ def make_example(
     labels = tuple(_label(parameters, with_paths[i][0]) for i in where)
     names = _unique(labels)
     return Example(
-        bound.signature, in_spec, tuple(leaves), tuple(grown), names, labels, (size, size + 1)
+        bound.signature, tuple(bound.arguments), in_spec, tuple(leaves), tuple(grown), names, labels, (size, size + 1)
     )
 
 
@@ -206,7 +206,7 @@ def _capture_fx(model: nn.Module, example: Example, leaf_paths: frozenset[str]) 
 
     def run(training: bool) -> Traced:
         return trace(
-            _set_mode(fake, model, training),
+            set_mode(fake, model, training),
             example.in_spec,
             example.leaves,
             example.names,
@@ -233,12 +233,12 @@ def _capture_fx(model: nn.Module, example: Example, leaf_paths: frozenset[str]) 
         leaves.add(path)
     root = copy.deepcopy(model)
     for name, tensor in train.constants.items():
-        _keep_constant(root, name, tensor)
+        keep_constant(root, name, tensor)
     return Captured(
         name=type(model).__name__,
         root=root,
-        graph=functionalize(graph if graph is not None else train.graph),
-        eval_graph=None if graph is not None else functionalize(evaluation.graph),
+        graph=simplify(graph if graph is not None else train.graph, root),
+        eval_graph=None if graph is not None else simplify(evaluation.graph, root),
         signature=signature_of(example, train.out_spec),
         frontend=Frontend.FX,
         leaves=tuple(sorted(leaves)),
@@ -252,11 +252,11 @@ def signature_of(example: Example, out_spec: pytree.TreeSpec) -> Signature:
         (i, leaf) for i, leaf in enumerate(example.leaves) if not isinstance(leaf, torch.Tensor)
     )
     return Signature(
-        example.forward, example.in_spec, fixed, example.names, example.labels, out_spec
+        example.forward, example.given, example.in_spec, fixed, example.names, example.labels, out_spec
     )
 
 
-def _set_mode(fake: nn.Module, model: nn.Module, training: bool) -> nn.Module:
+def set_mode(fake: nn.Module, model: nn.Module, training: bool) -> nn.Module:
     """Put the copy in a mode; modules the user froze in eval mode stay frozen."""
     frozen = {path for path, module in model.named_modules() if not module.training}
     for path, module in fake.named_modules():
@@ -275,7 +275,7 @@ def _mode_dependent_module(
     return None
 
 
-def _keep_constant(root: nn.Module, name: str, tensor: Any) -> None:
+def keep_constant(root: nn.Module, name: str, tensor: Any) -> None:
     """Give the private copy a tensor that tracing found, so that it moves with the module."""
     *parents, leaf = name.split(".")
     owner: Any = root

@@ -22,7 +22,7 @@ from revcompile.ir import Captured
 if TYPE_CHECKING:
     from revcompile.compiler.capture import Example
 
-__all__ = ["Check", "check_capture", "compare", "rng_kept", "run_graph"]
+__all__ = ["Check", "check_capture", "compare", "model_unchanged", "rng_kept", "run_graph"]
 
 
 class Check(enum.Enum):
@@ -221,3 +221,19 @@ def rng_kept() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextmanager
+def model_unchanged(*models: nn.Module) -> Iterator[None]:
+    """Leave random generators, and the buffers and modes of `models`, as they were found."""
+    buffers = [(b, b.detach().clone()) for m in models for b in m.buffers() if not b.is_meta]
+    modes = [(inner, inner.training) for m in models for inner in m.modules()]
+    with rng_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for inner, training in modes:
+                inner.training = training

@@ -1,2 +1,252 @@
-"""placeholder"""
-def export_capture(*a): raise NotImplementedError
+"""The second front end: `torch.export`, for models FX cannot follow.
+
+An exported graph is a record of one mode on one device. Here it learns to behave like a module:
+train and eval exports are merged, batch norms count and freeze their statistics as modules do,
+devices are asked for at run time, and assertions that break autocast are erased.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from revcompile.compiler.modes import merge_modes
+from revcompile.compiler.simplify import simplify
+from revcompile.compiler.tracer import Untraceable, fake_copy, type_of_values
+from revcompile.ir import PATH, SOURCE, TYPE, Captured, Frontend
+from revcompile.ops import batch_norm, device_of
+
+if TYPE_CHECKING:
+    from revcompile.compiler.capture import Example
+
+__all__ = ["export_capture"]
+
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+
+def export_capture(model: nn.Module, example: Example, leaf_paths: frozenset[str]) -> Captured:
+    """Export both modes and turn the result into a graph over the original's parameters."""
+    from revcompile.compiler.capture import keep_constant, set_mode, signature_of
+
+    if leaf_paths:
+        raise Untraceable("", "leaf_modules cannot be kept whole by torch.export", "?")
+    shadow = copy.deepcopy(model)
+    root = copy.deepcopy(model)
+    graphs: list[fx.Graph] = []
+    out_spec = None
+    for training in (True, False):
+        module, program = _export(set_mode(shadow, model, training), example)
+        for node in module.graph.find_nodes(op="get_attr"):
+            if not _has(root, str(node.target)):
+                keep_constant(root, str(node.target), _attribute(module, str(node.target)))
+        graph = _normalize(module.graph, example, root)
+        _infer_types(graph, root, example)
+        graphs.append(graph)
+        out_spec = program.call_spec.out_spec
+    merged = merge_modes(graphs[0], graphs[1])
+    assert out_spec is not None
+    return Captured(
+        name=type(model).__name__,
+        root=root,
+        graph=simplify(merged if merged is not None else graphs[0], root),
+        eval_graph=None if merged is not None else simplify(graphs[1], root),
+        signature=signature_of(example, out_spec),
+        frontend=Frontend.EXPORT,
+    )
+
+
+def _export(model: nn.Module, example: Example) -> tuple[fx.GraphModule, Any]:
+    args, kwargs = example.call(0)
+    grown_args, grown_kwargs = example.call(1)
+
+    def free_batch(leaf: Any, grown: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.shape != grown.shape:
+            return {0: torch.export.Dim.DYNAMIC}
+        return None
+
+    bound = example.forward.bind(*args, **kwargs)
+    other = example.forward.bind(*grown_args, **grown_kwargs)
+    shapes = pytree.tree_map(free_batch, dict(bound.arguments), dict(other.arguments))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(
+                model, args, kwargs, dynamic_shapes=shapes, strict=False
+            )
+            module = program.module(check_guards=False)
+    except Exception as error:
+        text = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise Untraceable("", f"{type(error).__name__}: {text}", _last_user_line(error)) from error
+    assert isinstance(module, fx.GraphModule)
+    return module, program
+
+
+def _last_user_line(error: BaseException) -> str:
+    import traceback
+
+    home = torch.__path__[0]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith((home, "<")) and "revcompile" not in f.filename
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
+
+
+# -- from a record to a graph like FX's ----------------------------------------------------------
+
+
+def _normalize(recorded: fx.Graph, example: Example, root: nn.Module) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    slots = iter(range(len(example.leaves)))
+    names = iter(example.names)
+    counters = _batch_counters(recorded)
+    for node in recorded.nodes:
+        if node.op == "placeholder":
+            leaf = example.leaves[next(slots)]
+            if isinstance(leaf, torch.Tensor):
+                copies[node] = graph.placeholder(next(names))
+            elif node.users:
+                raise Untraceable("", f"the fixed argument {node.name} is used as a value", "?")
+            continue
+        if node.op == "call_module" or _name(node) in _ASSERTIONS or node in counters.values():
+            continue
+        if node.op == "output":
+            flat = pytree.tree_leaves(fx.node.map_arg(node.args, lambda n: copies[n]))
+            graph.output(tuple(flat))
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        new = copies[node]
+        stack = node.meta.get("nn_module_stack") or {}
+        new.meta = {PATH: _module_path(stack), SOURCE: _source(node)}
+        _as_module_would(graph, new, copies, counters.get(node))
+    _ask_for_devices(graph, root)
+    graph.lint()
+    return graph
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def _module_path(stack: dict[str, Any]) -> str:
+    last = list(stack.values())[-1] if stack else ("", "")
+    return str(last[0]).removeprefix("L['self'].").removeprefix("L__self___").split("@")[0]
+
+
+def _source(node: fx.Node) -> str:
+    trace = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
+    if not trace:
+        return "?"
+    parts = trace[-1].split('"')
+    number = trace[-1].split("line ")[-1].split(",")[0]
+    return f"{parts[1]}:{number}" if len(parts) > 1 else "?"
+
+
+def _batch_counters(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Each batch norm's `num_batches_tracked += 1`, which becomes part of the norm."""
+    counts: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if _name(node) == "add_" and isinstance(node.args[0], fx.Node):
+            target = str(node.args[0].target)
+            if node.args[0].op == "get_attr" and target.endswith("num_batches_tracked"):
+                counts[target.rpartition(".")[0]] = node
+    found = {}
+    for node in graph.nodes:
+        if _name(node) == "batch_norm" and isinstance(node.args[3], fx.Node):
+            owner = str(node.args[3].target).rpartition(".")[0]
+            if owner in counts:
+                found[node] = counts[owner]
+    return found
+
+
+def _as_module_would(
+    graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], counter: fx.Node | None
+) -> None:
+    """Batch norms keep their books; in-place operators become methods like FX records."""
+    if _name(node) == "batch_norm" and getattr(node.target, "namespace", "") == "aten":
+        count = None
+        owner = node.args[3]
+        if isinstance(owner, fx.Node):
+            with graph.inserting_before(node):
+                target = str(owner.target).rpartition(".")[0] + ".num_batches_tracked"
+                count = graph.create_node("get_attr", target)
+                count.meta = dict(node.meta)
+        node.target = batch_norm
+        node.args = (*node.args[:8], count)
+    schema = getattr(node.target, "_schema", None)
+    name = _name(node)
+    if schema is not None and schema.is_mutable and name.endswith("_"):
+        node.op, node.target = "call_method", name
+
+
+def _ask_for_devices(graph: fx.Graph, root: nn.Module) -> None:
+    """Replace devices written down by the export with the device of the parameters."""
+    anchor = next((name for name, _ in root.named_parameters()), None)
+    for node in list(graph.nodes):
+        places = [*node.args, *node.kwargs.values()]
+        if not any(isinstance(p, torch.device) for p in places) or anchor is None:
+            continue
+        with graph.inserting_before(node):
+            parameter = graph.create_node("get_attr", anchor)
+            device = graph.call_function(device_of, (parameter,))
+        for made in (parameter, device):
+            made.meta = dict(node.meta)
+        node.args = tuple(device if isinstance(a, torch.device) else a for a in node.args)
+        node.kwargs = {
+            k: device if isinstance(v, torch.device) else v for k, v in node.kwargs.items()
+        }
+
+
+def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
+    """Types of all values from fake runs at both batch sizes."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_copy(root, mode)
+    runs = []
+    for which in (0, 1):
+        recorder = _Recorder(fake, graph)
+        inputs = [mode.from_tensor(t) for t in example.tensors(which)]
+        try:
+            with mode:
+                recorder.run(*inputs)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            message = f"the exported graph fails at batch {example.batch[which]}: {text}"
+            raise Untraceable("", message, "?") from error
+        runs.append(recorder.values)
+    for node in graph.nodes:
+        pair = runs[0].get(node), runs[1].get(node)
+        node.meta[TYPE] = type_of_values(pair[0], pair[1], example.batch)
+
+
+class _Recorder(fx.Interpreter):
+    """An interpreter that remembers every value."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(root, graph=graph, garbage_collect_values=False)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.values[n] = super().run_node(n)
+        return self.values[n]
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for atom in path.split("."):
+        root = getattr(root, atom)
+    return root
+
+
+def _has(root: nn.Module, path: str) -> bool:
+    try:
+        _attribute(root, path)
+    except AttributeError:
+        return False
+    return True

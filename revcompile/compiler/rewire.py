@@ -146,7 +146,8 @@ class _Rewiring:
                 while node.name != block.x and node not in owner:  # nn.Identity on the shortcut
                     owner[node] = block
                     node = node.all_input_nodes[0]
-        for node in [n for n in owner if n in self.flow.plain]:
+        sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in self.flow.plain]
+        for node in sizes:  # users first: a size read outside takes what it is made from along
             inside = owner[node]
             if any(u not in owner or owner[u] is not inside for u in node.users):
                 del owner[node]

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.ir import PATH, SOURCE, TYPE, TensorType
 
-__all__ = ["Traced", "Untraceable", "fake_copy", "trace"]
+__all__ = ["Traced", "Untraceable", "fake_copy", "trace", "type_of_values"]
 
 
 class Untraceable(Exception):
@@ -349,7 +349,7 @@ def trace(
     batch = _batch(examples[0]), _batch(examples[1])
     for node in graph.nodes:
         known = tracer.values.get(node)
-        node.meta[TYPE] = None if known is None else _type(known.first, known.second, batch)
+        node.meta[TYPE] = None if known is None else type_of_values(known.first, known.second, batch)
         node.meta.setdefault(PATH, "")
     _detach_no_grad(graph)
     assert tracer.out_spec is not None
@@ -385,7 +385,7 @@ def _batch(tensors: Sequence[Any]) -> int:
     return next((t.shape[0] for t in tensors if t.dim()), 0)
 
 
-def _type(first: Any, second: Any, batch: tuple[int, int]) -> Any:
+def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
     """Tensor types of a value (nested as the value is); None for anything else."""
     if isinstance(first, torch.Tensor):
         shape = tuple(int(n) for n in first.shape)
@@ -396,9 +396,9 @@ def _type(first: Any, second: Any, batch: tuple[int, int]) -> Any:
         )
         return TensorType(shape, slope, first.dtype, batch[0])
     if isinstance(first, (tuple, list)):
-        return tuple(_type(a, b, batch) for a, b in zip(first, second, strict=True))
+        return tuple(type_of_values(a, b, batch) for a, b in zip(first, second, strict=True))
     if isinstance(first, dict):
-        return {k: _type(first[k], second[k], batch) for k in first}
+        return {k: type_of_values(first[k], second[k], batch) for k in first}
     return None
 
 

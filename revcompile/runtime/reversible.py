@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -132,7 +133,7 @@ def bind(
         bound = signature.forward.bind(*args, **kwargs)
     except TypeError as error:
         raise InputError(f"{name}{signature.forward}: {error}") from None
-    bound.apply_defaults()
+    _fit_defaults(signature, bound)
     leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
     if spec != signature.in_spec:
         raise InputError(
@@ -156,6 +157,18 @@ def bind(
             raise InputError(f"{name}: expected a tensor for {label}, got {_shown(leaf)}")
         values[placeholder] = leaf
     return values
+
+
+def _fit_defaults(signature: Signature, bound: inspect.BoundArguments) -> None:
+    """Let a call that spells out a default, or leaves it out, match the captured one."""
+    for name, parameter in signature.forward.parameters.items():
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            continue
+        if name in signature.given and name not in bound.arguments:
+            bound.arguments[name] = default
+        elif name not in signature.given and bound.arguments.get(name, ...) is default:
+            del bound.arguments[name]
 
 
 def _shown(leaf: Any) -> str:

@@ -1,0 +1,265 @@
+"""What every benchmark here stands on: interleaved timing, peak memory, tables and JSON.
+
+Times are compared only within one run: the variants take turns, round by round, and a ratio is the
+median of the rounds' own ratios, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "LiveStorages",
+    "Memory",
+    "Ratio",
+    "autocast",
+    "interleave",
+    "measure_memory",
+    "mib",
+    "ratio",
+    "save",
+    "show",
+    "slope",
+    "synchronize",
+]
+
+MIB = 2**20
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int,
+    device: torch.device,
+) -> dict[str, list[float]]:
+    """Seconds of every variant in every round; who goes first moves on by one each round.
+
+    One thread on the CPU is timed by the processor time it takes: other people's load on the
+    machine then matters less.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    for _ in range(warmup):
+        for run in variants.values():
+            run()
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            synchronize(device)
+            start = clock()
+            variants[name]()
+            synchronize(device)
+            seconds[name].append(clock() - start)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much longer one variant takes than another: the rounds' median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} – {self.high:.3f})"
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Round by round `ours / theirs`.
+
+    >>> print(ratio([1.0, 2.0, 6.0], [1.0, 1.0, 2.0]))
+    2.000 (1.500 – 2.500)
+    """
+    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, _, high = quantiles(each, n=4, method="inclusive")
+    return Ratio(median(each), low, high)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one training step takes on top of parameters, their gradients and the batch.
+
+    `held` is what the forward pass leaves behind for the backward pass, `peak` the most there is at
+    any moment of the two. `largest` is what is alive at the peak by origin, on the CPU only.
+    """
+
+    held: int
+    peak: int
+    largest: tuple[tuple[str, int], ...] = ()
+
+
+def measure_memory(forward: Callable[[], Tensor], device: torch.device) -> Memory:
+    """The memory of `forward().backward()`.
+
+    A step runs first, unmeasured: it creates the parameters' gradients (which then stay, and so do
+    not count) and the libraries' workspaces.
+    """
+    forward().backward()
+    if device.type == "cuda":
+        return _measure_cuda(forward, device)
+    with LiveStorages() as storages:
+        loss = forward()
+        held = storages.live
+        loss.backward()
+    return Memory(held, storages.peak, tuple(storages.largest))
+
+
+def _measure_cuda(forward: Callable[[], Tensor], device: torch.device) -> Memory:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    loss = forward()
+    held = torch.cuda.memory_allocated(device) - before
+    loss.backward()
+    torch.cuda.synchronize(device)
+    return Memory(held, torch.cuda.max_memory_allocated(device) - before)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of all storages that operations under it create, while they are alive.
+
+    What was there before does not count, nor do views of it. Scratch space inside a kernel is not
+    seen. Counting bytes rather than asking the operating system makes the result exact and the same
+    in every run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, tuple[str, int]] = {}
+        self._at_peak: list[tuple[str, int]] = []
+
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """What was alive at the peak: bytes by the operation and shape that made them."""
+        total: Counter[str] = Counter()
+        for origin, size in self._at_peak:
+            total[origin] += size
+        return total.most_common()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._watch(leaf, "", counts=False)
+        out = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._watch(leaf, f"{func} {tuple(leaf.shape)}", counts=True)
+        if self.live > self.peak:
+            self.peak = self.live
+            self._at_peak = [entry for entry in self._known.values() if entry[1]]
+        return out
+
+    def _watch(self, tensor: Tensor, origin: str, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if counts else 0
+        self._known[key] = (origin, size)
+        self.live += size
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        _, size = self._known.pop(key)
+        self.live -= size
+
+
+def slope(depths: Sequence[int], values: Sequence[float]) -> float:
+    """Growth per added block: the least-squares line through all depths.
+
+    >>> slope([2, 4, 8], [7.0, 11.0, 19.0])
+    2.0
+    """
+    mean_depth, mean_value = sum(depths) / len(depths), sum(values) / len(values)
+    covariance = sum(
+        (d - mean_depth) * (v - mean_value) for d, v in zip(depths, values, strict=True)
+    )
+    return covariance / sum((d - mean_depth) ** 2 for d in depths)
+
+
+def mib(size: float) -> str:
+    """Bytes for a table.
+
+    >>> mib(3 * 2**19)
+    '1.50 MiB'
+    """
+    return f"{size / MIB:,.2f} MiB"
+
+
+# -- settings, tables, files -----------------------------------------------------------------------
+
+
+def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
+    """Mixed precision if `dtype` is "bf16"; nothing for "fp32"."""
+    if dtype == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table: names left, figures right."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=130).print(table)
+
+
+def save(path: Path | None, benchmark: str, device: torch.device, result: object) -> None:
+    """Write a result as JSON, with the machine it was measured on."""
+    if path is None:
+        return
+    cuda = device.type == "cuda"
+    report = {
+        "benchmark": benchmark,
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "result": result,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

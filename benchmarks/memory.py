@@ -1,0 +1,193 @@
+"""Activation memory of plain training and of `reversify`: against depth, or of one timm model.
+
+    python benchmarks/memory.py                                    # two stacks, 2 to 32 blocks, CPU
+    python benchmarks/memory.py --device cuda
+    python benchmarks/memory.py --device cuda --model vit_large_patch16_224 --batch 64
+
+Parameters, their gradients and the batch are there before a step begins and do not count. The bars:
+what a block adds is under 5 % of what it adds to the plain model, and a whole large model takes at
+least 5 times less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from benchmarks.harness import Memory, autocast, measure_memory, mib, save, show, slope
+from benchmarks.stacks import KINDS, Sizes, batch_of
+
+SLOPE_BAR = 0.05
+MODEL_BAR = 5.0
+
+# Large enough that what grows with the batch outweighs a parameter's gradient in passing.
+CPU = {"transformer": Sizes(0, 64, 64, 16), "conv": Sizes(0, 16, 32, 8)}
+CUDA = {"transformer": Sizes(0, 768, 196, 64), "conv": Sizes(0, 128, 56, 64)}
+
+
+def memory_of(
+    net: nn.Module, x: Tensor, y: Tensor, device: torch.device, dtype: str = "fp32"
+) -> Memory:
+    """One training step of `net` in training mode."""
+    net.train()
+
+    def forward() -> Tensor:
+        with autocast(device, dtype):
+            return F.cross_entropy(net(x), y)
+
+    measured = measure_memory(forward, device)
+    net.zero_grad(set_to_none=True)
+    return measured
+
+
+def against_depth(
+    kind: str, sizes: Sizes, depths: Sequence[int], policy: str, device: torch.device, dtype: str
+) -> dict[str, list[Memory]]:
+    """The memory of one stack, plain and reversible, at every depth."""
+    x, y = batch_of(kind, sizes, device)
+    found: dict[str, list[Memory]] = {"plain": [], "reversify": []}
+    for depth in depths:
+        plain = KINDS[kind](depth, sizes.width).to(device)
+        net = revcompile.reversify(plain, x[:2], policy=policy, check="off")
+        found["plain"].append(memory_of(plain, x, y, device, dtype))
+        found["reversify"].append(memory_of(net, x, y, device, dtype))
+    return found
+
+
+def slope_share(depths: Sequence[int], found: dict[str, list[Memory]], of: str) -> float:
+    """What a block adds to the reversible stack, as a share of what it adds to the plain one."""
+    grown = {name: slope(depths, [getattr(m, of) for m in all_]) for name, all_ in found.items()}
+    return grown["reversify"] / grown["plain"]
+
+
+def report_depths(
+    kind: str, sizes: Sizes, depths: Sequence[int], found: dict[str, list[Memory]]
+) -> dict[str, float]:
+    """Print one stack's table; returns its slopes' shares."""
+    what = "tokens" if kind == "transformer" else "pixels"
+    side = f"{sizes.side}" if kind == "transformer" else f"{sizes.side}x{sizes.side}"
+    rows: list[list[object]] = []
+    for index, depth in enumerate(depths):
+        plain, ours = found["plain"][index], found["reversify"][index]
+        figures = (plain.held, ours.held, plain.peak, ours.peak)
+        rows.append([depth, *map(mib, figures), f"{plain.peak / ours.peak:.1f}x"])
+    shares = {of: slope_share(depths, found, of) for of in ("held", "peak")}
+    held, peak = (
+        [slope(depths, [getattr(m, of) for m in found[name]]) for name in ("plain", "reversify")]
+        for of in ("held", "peak")
+    )
+    rows.append(["per block", mib(held[0]), mib(held[1]), mib(peak[0]), mib(peak[1]), ""])
+    columns = ("blocks", "held: plain", "held: reversify", "peak: plain", "peak: reversify", "less")
+    show(f"{kind}: width {sizes.width}, {side} {what}, batch {sizes.batch}", columns, rows)
+    verdict = "meets" if shares["peak"] < SLOPE_BAR else "MISSES"
+    print(
+        f"slope against plain: held {shares['held']:.2%}, peak {shares['peak']:.2%} "
+        f"({verdict} the bar of {SLOPE_BAR:.0%})\n"
+    )
+    return shares
+
+
+def of_model(
+    name: str, batch: int, policy: str, device: torch.device, dtype: str
+) -> dict[str, Memory]:
+    """The memory of one timm model: plain, with its own checkpointing, and reversible."""
+    import timm
+
+    def plain() -> nn.Module:
+        model: nn.Module = timm.create_model(name)
+        return model
+
+    def checkpointed() -> nn.Module:
+        model = plain()
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+        return model
+
+    def reversible() -> nn.Module:
+        return revcompile.reversify(plain(), policy=policy, check="off")
+
+    makers: dict[str, Callable[[], nn.Module]] = {"plain": plain, "reversify": reversible}
+    model = plain()
+    if hasattr(model, "set_grad_checkpointing"):
+        makers["checkpoint"] = checkpointed
+    size = tuple(getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
+    x, y = torch.randn(batch, *size, device=device), torch.zeros(batch, device=device).long()
+    found: dict[str, Memory] = {}
+    for variant, make in makers.items():
+        net = make().to(device)
+        found[variant] = memory_of(net, x, y, device, dtype)
+        del net
+        gc.collect()
+    return found
+
+
+def report_model(title: str, found: dict[str, Memory]) -> float:
+    """Print one model's table; returns how many times less memory `reversify` takes."""
+    plain = found["plain"].peak
+    rows = [[n, mib(m.held), mib(m.peak), f"{plain / m.peak:.2f}x"] for n, m in found.items()]
+    show(title, ("training", "held", "peak", "less than plain"), rows)
+    less = plain / found["reversify"].peak
+    verdict = "meets" if less >= MODEL_BAR else "MISSES"
+    print(f"{less:.2f} times less activation memory ({verdict} the bar of {MODEL_BAR:.0f})\n")
+    return less
+
+
+def explain(title: str, memory: Memory, rows: int = 12) -> None:
+    """Print what is alive at the peak (CPU only)."""
+    entries = [(origin, mib(size)) for origin, size in memory.largest[:rows]]
+    show(f"alive at the peak of {title}", ("made by", "bytes"), entries)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
+    parser.add_argument("--policy", default="paper", help="how revcompile rewires the model")
+    parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="one stack only")
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--model", help="a timm model instead of the stacks")
+    parser.add_argument("--batch", type=int, help="another batch size")
+    parser.add_argument("--explain", action="store_true", help="list what is alive at the peak")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write what was asked for."""
+    args = parse_args(argv)
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    if args.model:
+        batch = args.batch or 64
+        model = of_model(args.model, batch, args.policy, device, args.dtype)
+        title = f"{args.model}, batch {batch}, {args.dtype}, {device}"
+        less = report_model(title, model)
+        if args.explain:
+            explain(f"{args.model}, reversify", model["reversify"])
+        save(args.json, title, device, {"memory": model, "times_less": less})
+        return
+    result: dict[str, object] = {}
+    for kind in args.kind or KINDS:
+        sizes = (CUDA if device.type == "cuda" else CPU)[kind]
+        if args.batch:
+            sizes = Sizes(0, sizes.width, sizes.side, args.batch)
+        stack = against_depth(kind, sizes, args.depths, args.policy, device, args.dtype)
+        shares = report_depths(kind, sizes, args.depths, stack)
+        if args.explain:
+            explain(f"{kind}, {args.depths[-1]} blocks, reversify", stack["reversify"][-1])
+        result[kind] = {"depths": args.depths, "memory": stack, "slope_shares": shares}
+    save(args.json, f"memory against depth, {args.dtype}", device, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The form every captured graph is brought to: no in-place writes, no calls that do nothing."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from revcompile.compiler.effects import functionalize
+
+__all__ = ["simplify"]
+
+
+def simplify(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """Functionalize, and drop `nn.Identity` calls, which hide where a block begins."""
+    return _without_identities(functionalize(graph), root)
+
+
+def _without_identities(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A copy of the graph in which readers of an identity read its input."""
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = node.args[0] if node.args else None
+        if _is_identity(node, root) and isinstance(source, fx.Node):
+            copies[node] = copies[source]
+        else:
+            copies[node] = result.node_copy(node, copies.__getitem__)
+    return result
+
+
+def _is_identity(node: fx.Node, root: nn.Module) -> bool:
+    if node.op != "call_module" or len(node.args) != 1:
+        return False
+    module = root.get_submodule(str(node.target))
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Identity and not hooked

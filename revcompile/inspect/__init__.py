@@ -1,0 +1,1 @@
+"""What people see: tables (drawings and traces come with the stages)."""
