@@ -24,12 +24,14 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "LiveStorages",
     "Memory",
     "Ratio",
     "autocast",
+    "count_flops",
     "interleave",
     "measure_memory",
     "mib",
@@ -98,6 +100,31 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(median(each), low, high)
 
 
+def count_flops(run: Callable[[], object]) -> int:
+    """Floating-point operations of matrix products, convolutions and attention in one run."""
+    with _Flops() as counter:
+        run()
+    total: int = counter.total
+    return total
+
+
+class _Flops(TorchDispatchMode):
+    """torch's formulas; `FlopCounterMode` itself forbids `autograd.grad` in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if formula := flop_registry.get(func.overloadpacket):
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything asked of it."""
     if device.type == "cuda":
@@ -157,7 +184,7 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._known: dict[int, tuple[str, int]] = {}

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import revcompile
-from benchmarks.harness import autocast, interleave, ratio, save, show
+from benchmarks.harness import autocast, count_flops, interleave, ratio, save, show
 from benchmarks.stacks import KINDS, Block, Sizes, Stack, batch_of
 
 CPU = {
@@ -63,12 +63,16 @@ class MemcnnStack(nn.Module):
         x = torch.cat([x, x])
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(torch.lerp(*x.chunk(2), 0.5))
+        first, second = x.chunk(2)
+        out: Tensor = self.head(torch.lerp(first, second, 0.5))
         return out
 
 
-def import_memcnn() -> Any:
+def import_memcnn(dtype: str) -> Any:
     """The package, or None with the reason printed."""
+    if dtype != "fp32":
+        print("memcnn is left out: it does not replay autocast in its backward")
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -120,7 +124,7 @@ def assert_same_work(
     nets: dict[str, nn.Module], steps: dict[str, Callable[[], Tensor]], dtype: str
 ) -> None:
     """Variants that share a formula must give one loss and one gradient of the stem."""
-    tolerance = 1e-3 if dtype == "fp32" else 0.05
+    tolerance = 1e-3 if dtype == "fp32" else 0.1
     groups = (("plain", "checkpoint", "checkpoint, all"), (OURS, "rewired, stored", "memcnn"))
     for group in groups:
         found = {}
@@ -131,21 +135,22 @@ def assert_same_work(
                 assert stem.grad is not None
                 found[name] = torch.cat([loss.reshape(1), stem.grad.flatten()])
         first = found[group[0]]
-        allowed = tolerance * float(first.abs().max())
         for name, value in found.items():
-            torch.testing.assert_close(
-                value, first, rtol=tolerance, atol=allowed, msg=f"{name} differs from {group[0]}"
-            )
+            deviation = float((value - first).norm() / first.norm())
+            if deviation > tolerance:
+                raise AssertionError(f"{name} differs from {group[0]} by {deviation:.1e}")
 
 
-def report(title: str, seconds: dict[str, list[float]]) -> dict[str, object]:
+def report(title: str, seconds: dict[str, list[float]], flops: dict[str, int]) -> dict[str, object]:
     """Print the table and the bars' verdicts; returns the figures."""
     rows = []
     for name, times in seconds.items():
         of_plain = ratio(times, seconds["plain"])
         ours = ratio(seconds[OURS], times)
-        rows.append((name, f"{median(times) * 1e3:.2f} ms", of_plain, ours))
-    show(title, ("variant", "median", "time / plain", "reversify / this"), rows)
+        work = f"{flops[name] / flops['plain']:.2f}"
+        rows.append((name, f"{median(times) * 1e3:.2f} ms", work, of_plain, ours))
+    columns = ("variant", "median", "FLOPs / plain", "time / plain", "reversify / this")
+    show(title, columns, rows)
     bars = {}
     for rival in ("checkpoint", "checkpoint, all", "memcnn"):
         if rival in seconds:
@@ -153,7 +158,7 @@ def report(title: str, seconds: dict[str, list[float]]) -> dict[str, object]:
             verdict = "meets" if bars[rival].median <= 1 else "MISSES"
             print(f"no slower than {rival}: {bars[rival]} ({verdict} the bar of 1)")
     print()
-    return {"seconds": seconds, "reversify_over": bars}
+    return {"seconds": seconds, "flops": flops, "reversify_over": bars}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(args.device)
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    memcnn = import_memcnn()
+    memcnn = import_memcnn(args.dtype)
     result: dict[str, object] = {}
     for kind in args.kind or KINDS:
         default = (CUDA if device.type == "cuda" else CPU)[kind]
@@ -192,7 +197,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps = {name: step_of(name, net, x, y, args.dtype) for name, net in nets.items()}
         assert_same_work(nets, steps, args.dtype)
         seconds = interleave(steps, args.rounds, args.warmup, device)
-        result[kind] = {"sizes": sizes, **report(f"{kind}: {sizes}, {args.dtype}", seconds)}
+        flops = {name: count_flops(step) for name, step in steps.items()}
+        figures = report(f"{kind}: {sizes}, {args.dtype}", seconds, flops)
+        result[kind] = {"sizes": sizes, **figures}
     save(args.json, f"step time, {args.dtype}", device, result)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "PATH",
     "SOURCE",
     "TYPE",
+    "VALUE",
     "Body",
     "Captured",
     "Coupling",
@@ -46,6 +47,9 @@ __all__ = [
 
 TYPE: Final = "revcompile_type"
 """`node.meta` key: the node's `TensorType`, or a tuple/dict of them, or None for plain values."""
+
+VALUE: Final = "revcompile_value"
+"""`node.meta` key: a size's values at the example's batch size and at one more."""
 
 PATH: Final = "revcompile_path"
 """`node.meta` key: the dotted path of the module whose `forward` created the node."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batch_norm", "device_of", "fuse_mean", "select", "statistics_frozen"]
+__all__ = ["batch_norm", "device_of", "fuse_mean", "select", "shape", "statistics_frozen", "with_item"]
 
 
 def select(training: bool, train: Any, evaluation: Any) -> Any:
@@ -17,6 +17,18 @@ def select(training: bool, train: Any, evaluation: Any) -> Any:
     0.1
     """
     return train if training else evaluation
+
+
+def shape(*dims: int) -> torch.Size:
+    """A shape from its numbers."""
+    return torch.Size(dims)
+
+
+def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """`tensor[index] = value`, out of place."""
+    result = tensor.clone()
+    result[index] = value
+    return result
 
 
 def fuse_mean(a: Tensor, b: Tensor) -> Tensor:

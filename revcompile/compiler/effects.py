@@ -19,6 +19,7 @@ from torch import fx
 from torch.nn import functional
 
 from revcompile.ir import PATH, SOURCE, TYPE, TensorType
+from revcompile.ops import with_item
 
 __all__ = ["functionalize", "is_effect", "is_view"]
 
@@ -109,7 +110,8 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
     kind, function, args, kwargs = twin
     with graph.inserting_before(node):
         new = graph.create_node(kind, function, args, kwargs)
-    new.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE)})
+    new.meta.update({k: node.meta.get(k) for k in (PATH, SOURCE)})
+    new.meta[TYPE] = after if after is not None else before
     order[new] = order[node]
     node.replace_all_uses_with(new)
     for user in [u for u in target.users if order[u] > order[node]]:
@@ -123,6 +125,8 @@ def _twin(node: fx.Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | N
     if node.op == "call_function":
         if node.target in _OPERATORS:
             return "call_function", _OPERATORS[node.target], args, kwargs
+        if node.target is operator.setitem:
+            return "call_function", with_item, args, kwargs
         if kwargs.pop("inplace", False):
             return "call_function", node.target, args, kwargs
         name = getattr(node.target, "__name__", "")

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.modes import merge_modes
 from revcompile.compiler.simplify import simplify
-from revcompile.compiler.tracer import Untraceable, fake_copy, type_of_values
-from revcompile.ir import PATH, SOURCE, TYPE, Captured, Frontend
+from revcompile.compiler.tracer import Untraceable, fake_copy, size_of_values, type_of_values
+from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
 from revcompile.ops import batch_norm, device_of
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
     for node in graph.nodes:
         pair = runs[0].get(node), runs[1].get(node)
         node.meta[TYPE] = type_of_values(pair[0], pair[1], example.batch)
+        node.meta[VALUE] = size_of_values(pair[0], pair[1])
 
 
 class _Recorder(fx.Interpreter):

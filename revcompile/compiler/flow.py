@@ -67,6 +67,7 @@ class Flow:
         self.effects = {n for n in self.nodes if is_effect(n)}
         self._ancestors: dict[fx.Node, int] = {}
         self.constant: set[fx.Node] = set()
+        self.derived: set[fx.Node] = set()
         for node in self.nodes:
             self._visit(node)
 
@@ -77,10 +78,19 @@ class Flow:
             for source in inputs:
                 mask |= self._ancestors[source] | (1 << self.index[source])
         self._ancestors[node] = mask
-        from_constants = all(i in self.constant for i in inputs) and node not in self.effects
+        from_constants = all(i in self.constant for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
-        if node.op == "get_attr" or (is_call and from_constants and not _draws_random(node)):
+        is_call = is_call and node not in self.effects and not _draws_random(node)
+        if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
+        elif is_call and node not in self.plain:
+            known = self.constant | self.plain | self.derived
+            if all(i in known for i in inputs):
+                self.derived.add(node)
+
+    def anywhere(self, node: fx.Node) -> bool:
+        """Can the value be computed anew wherever it is needed: from parameters and sizes?"""
+        return node in self.constant or node in self.derived
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """Is `on` a tensor ancestor of `node`?"""
@@ -92,7 +102,7 @@ class Flow:
         while mask:
             last = mask.bit_length() - 1
             node = self.nodes[last]
-            if node not in self.constant and node not in self.plain:
+            if node not in self.plain and not self.anywhere(node):
                 return node
             mask ^= 1 << last
         return None
@@ -120,7 +130,7 @@ class Flow:
         return inside, sorted(sides, key=self.index.__getitem__)
 
     def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
-        if node in self.constant:
+        if self.anywhere(node):
             return True
         if node in self.plain:
             return self._plain_from(node, x)
@@ -131,7 +141,7 @@ class Flow:
         if not node.all_input_nodes:
             return node.op != "placeholder"
         for source in node.all_input_nodes:
-            if source is x or source in self.constant:
+            if source is x or self.anywhere(source):
                 continue
             if source in self.plain:
                 if not self._plain_from(source, x):
@@ -151,6 +161,17 @@ class Flow:
             return any(p.dim() >= 2 for p in module.parameters())
         name = getattr(node.target, "__name__", "").split(".")[0]
         return node.op == "call_function" and name in _WEIGHTED_FUNCTIONS
+
+    def parameter_count(self, node: fx.Node) -> int:
+        """How many parameters the node itself brings in."""
+        if node.op == "call_module":
+            return sum(p.numel() for p in self.root.get_submodule(str(node.target)).parameters())
+        if node.op != "get_attr":
+            return 0
+        value: Any = self.root
+        for atom in str(node.target).split("."):
+            value = getattr(value, atom)
+        return value.numel() if isinstance(value, nn.Parameter) else 0
 
     def users(self, node: fx.Node) -> list[fx.Node]:
         """Users that read the value itself, not only its size."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from revcompile.compiler.effects import is_effect
 from revcompile.compiler.flow import Flow
 from revcompile.ir import PATH, SOURCE, TYPE
 
@@ -24,6 +25,7 @@ class Region:
         self.graph = fx.Graph()
         self.inputs: dict[str, fx.Node] = {}
         self.defined: dict[str, fx.Node] = {}
+        self.keep: fx.Node | None = None
         self._copies: dict[fx.Node, fx.Node] = {}
 
     @property
@@ -86,8 +88,13 @@ class Region:
         return node
 
     def finish(self, outputs: tuple[fx.Node, ...] | fx.Node) -> fx.Graph:
-        """Close the graph."""
+        """Close the graph; what was placed here but is not needed goes."""
         self.graph.output(outputs)
+        for node in reversed(list(self.graph.nodes)):
+            kept = node.op in ("call_module", "output") or is_effect(node)
+            if not kept and not node.users and node is not self.keep:
+                self.graph.erase_node(node)
+                self.inputs = {k: v for k, v in self.inputs.items() if v is not node}
         self.graph.lint()
         return self.graph
 

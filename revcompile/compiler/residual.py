@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from revcompile.compiler.flow import Flow, is_add, tensor_type
-from revcompile.ir import PATH, Captured, Refusal, Residual, ResidualKind
+from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
 __all__ = ["ACTIVATIONS", "Found", "find", "is_activation"]
 
@@ -26,6 +26,7 @@ ACTIVATIONS: Final = frozenset(
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
 _MIN_INNER_BLOCKS: Final = 2
+_INNER_SHARE: Final = 0.8
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ def _identity(
     problem = _closed(flow, branch, adds)
     if problem:
         return Refusal(path, total.name, problem)
+    if not any(flow.parameter_count(node) for node in branch):
+        return Refusal(path, total.name, "the branch has no parameters: a formula, not a block")
     driven = [t for t in others if t in branch and flow.depends(t, x)]
     parallel = len(driven) > 1 and shortcut not in others
     return Residual(
@@ -221,28 +224,23 @@ def _closed(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> str | None:
     for node in sorted(inside, key=flow.index.__getitem__):
         if node in flow.effects:
             return f"the branch writes in place ({node.name})"
-        if node in flow.constant:
+        if flow.anywhere(node) or (node in flow.plain and _known_elsewhere(flow, node, inside)):
             continue
         outside = [u for u in node.users if u not in inside and u not in adds]
-        if not outside:
-            continue
-        if node in flow.plain and all(s in flow.plain for s in outside):
-            continue
-        if node in flow.plain and not _sizes_of_interior(flow, node, inside):
+        if all(u in flow.plain and u.meta.get(VALUE) for u in outside):
             continue
         return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
     return None
 
 
-def _sizes_of_interior(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Does a size come from a tensor inside the branch (and not only from its input)?"""
-    for source in node.all_input_nodes:
-        if source in flow.plain:
-            if _sizes_of_interior(flow, source, inside):
-                return True
-        elif source in inside and source not in flow.constant:
-            return True
-    return False
+def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Can a size be had outside the branch: from its input, or because its value is known?"""
+    if node.meta.get(VALUE):
+        return True
+    return all(
+        _known_elsewhere(flow, source, inside) if source in flow.plain else source not in inside
+        for source in node.all_input_nodes
+    )
 
 
 def _names(nodes: Iterable[fx.Node]) -> frozenset[str]:
@@ -262,7 +260,7 @@ def _resolve_nesting(
         region = block.branch | block.shortcut
         inner = [r for r in kept if r.total in region]
         reversible = [r for r in inner if r.kind is not ResidualKind.PROJECTED]
-        chain = len(reversible) >= _MIN_INNER_BLOCKS
+        chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
         if reversible and (chain or block.kind is ResidualKind.PROJECTED):
             reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
             dropped.append(Refusal(block.path, block.total, reason))
@@ -273,6 +271,15 @@ def _resolve_nesting(
         ]
         kept.append(block)
     return kept, dropped
+
+
+def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
+    """Do the inner blocks hold most of the outer block's parameters?"""
+
+    def size(block: Residual) -> int:
+        return sum(flow.parameter_count(flow.by_name[name]) for name in block.branch)
+
+    return sum(map(size, inner)) >= _INNER_SHARE * size(outer)
 
 
 def _absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:

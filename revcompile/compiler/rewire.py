@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +24,7 @@ from revcompile.compiler.residual import Found, find
 from revcompile.compiler.surgery import Surgeon, own_copy
 from revcompile.ir import (
     TYPE,
+    VALUE,
     Body,
     Captured,
     Coupling,
@@ -38,7 +40,7 @@ from revcompile.ir import (
     Rewired,
     Segment,
 )
-from revcompile.ops import fuse_mean
+from revcompile.ops import fuse_mean, shape
 
 __all__ = ["rewire"]
 
@@ -90,7 +92,6 @@ class _Rewiring:
         self.pairs: dict[fx.Node, Pair] = {}
         self.levels: dict[fx.Node, int] = {}
         self.regions = [Region(flow) for _ in range(len(self.blocks) + 1)]
-        self.reasons: list[str] = [""] * len(self.regions)
         self.types: dict[str, object] = {}
         self.notes: list[str] = []
         self.names = _block_names(flow, self.blocks)
@@ -102,6 +103,7 @@ class _Rewiring:
             x: split
             for x in self._entries()
             if self.policy.enter is Enter.WIDEN
+            and not any(self.flow.depends(x, out) for out in self.by_out)
             and all(self._reads_pair(u, x) for u in x.users)
             and (split := enter_widened(self.flow, self.surgeon, x)) is not None
         }
@@ -127,7 +129,7 @@ class _Rewiring:
                 self.levels[node] = len(units)
             elif node in self.links and self._link_only(node):
                 self.levels[node] = self.levels[self.links[node][0]]
-            elif node not in self.owner and node not in self.flow.constant:
+            elif node not in self.owner and not self._block_only(node):
                 self._place(node)
         return self._assemble(units, result)
 
@@ -146,7 +148,8 @@ class _Rewiring:
                 while node.name != block.x and node not in owner:  # nn.Identity on the shortcut
                     owner[node] = block
                     node = node.all_input_nodes[0]
-        sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in self.flow.plain]
+        shared = self.flow.plain | self.flow.derived
+        sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in shared]
         for node in sizes:  # users first: a size read outside takes what it is made from along
             inside = owner[node]
             if any(u not in owner or owner[u] is not inside for u in node.users):
@@ -171,6 +174,12 @@ class _Rewiring:
         """Is a linked value read by blocks alone (no need to compute it outside)?"""
         return all(self._reads_pair(u, node) for u in node.users)
 
+    def _block_only(self, node: fx.Node) -> bool:
+        """Is the value computed anew wherever it is read?"""
+        if node in self.flow.constant:
+            return True
+        return node in self.flow.derived and all(u in self.owner for u in node.users)
+
     def _reads_pair(self, user: fx.Node, node: fx.Node) -> bool:
         block = self.owner.get(user)
         return block is not None and block.x == node.name
@@ -185,17 +194,50 @@ class _Rewiring:
         """Compute a node outside the blocks, as early as its inputs allow."""
         if not node.users and node.op != "call_module" and node not in self.flow.effects:
             return
-        is_size = node in self.flow.plain
-        inputs = [self._same_shape(i) if is_size else i for i in node.all_input_nodes]
-        level = max((self._level(i) for i in inputs), default=0)
+        if node in self.flow.plain:
+            self._place_size(node)
+            return
+        level = max((self._level(i) for i in node.all_input_nodes), default=0)
         self.levels[node] = level
         region = self.regions[level]
-        if is_size:
-            copy = region.copy_size(node, lambda n: self._sized(region, level, n))
-        else:
-            copy = region.copy(node, lambda n: self._outside(region, level, n))
+        copy = region.copy(node, lambda n: self._outside(region, level, n))
         region.defined[node.name] = copy
         self.types[node.name] = node.meta.get(TYPE)
+
+    def _place_size(self, node: fx.Node) -> None:
+        """Sizes of streams and of values inside blocks are had without touching those."""
+        sources = [self._same_shape(i) for i in node.all_input_nodes]
+        free = all(
+            s in self.levels and s not in self.by_out or self.flow.anywhere(s) for s in sources
+        )
+        values = node.meta.get(VALUE)
+        if not free and values is not None:
+            level = 0
+            copy = self._known_size(values, like=node)
+        else:
+            level = max((self._level(s) for s in sources), default=0)
+            region = self.regions[level]
+            copy = region.copy_size(node, lambda n: self._sized(region, level, n))
+        self.levels[node] = level
+        self.regions[level].bind(node, copy)
+        self.regions[level].defined[node.name] = copy
+        self.types[node.name] = None
+
+    def _known_size(self, values: tuple[Any, Any], like: fx.Node) -> fx.Node:
+        """A size from the batch size alone: `k * batch + r`, as seen at two batch sizes."""
+        region = self.regions[0]
+        if isinstance(values[0], tuple):
+            dims = [self._known_size(pair, like) for pair in zip(*values, strict=True)]
+            return region.call(shape, *dims, like=like)
+        slope = values[1] - values[0]
+        if not slope:
+            return region.call(int, values[0], like=like)
+        first = next(n for n in self.flow.nodes if n.op == "placeholder")
+        size = region.call(torch.Tensor.size, region.input(first.name, like=first), 0, like=like)
+        kind = tensor_type(first)
+        assert kind is not None
+        scaled = region.call(operator.mul, size, slope, like=like)
+        return region.call(operator.add, scaled, values[0] - slope * kind.batch, like=like)
 
     def _level(self, node: fx.Node) -> int:
         """How many units must have run before the value is there."""
@@ -206,7 +248,10 @@ class _Rewiring:
     def _same_shape(self, node: fx.Node) -> fx.Node:
         """An earlier value of the same shape: asking for a size must not break a chain."""
         while node in self.by_out and self.by_out[node].kind is not ResidualKind.PROJECTED:
-            node = self.flow.by_name[self.by_out[node].x]
+            x = self.flow.by_name[self.by_out[node].x]
+            if x in self.links and x not in self.levels:
+                break
+            node = x
         return node
 
     def _sized(self, region: Region, level: int, node: fx.Node) -> fx.Node:
@@ -298,7 +343,7 @@ class _Rewiring:
     ) -> tuple[fx.Graph, tuple[str, ...]]:
         """F as a graph: `(b, *sides) -> addend`, a post-activation inside."""
         region = Region(self.flow)
-        b = region.input("b", like=x)
+        b = region.keep = region.input("b", like=x)
         region.bind(x, b)
         value = self._side_reader(region, index)
         self._copy_all(region, block.branch, value)
@@ -310,8 +355,8 @@ class _Rewiring:
         if not block.shortcut_term:  # a scaled shortcut: s*x + F(x) = x + (s*x + F(x) - x)
             addend = region.call(torch.sub, addend, b, like=x)
         addend = self._post(region, block, addend)
-        sides = tuple(name for name in region.inputs if name != "b")
-        return region.finish(addend), sides
+        graph = region.finish(addend)
+        return graph, tuple(name for name in region.inputs if name != "b")
 
     def _side_reader(self, region: Region, index: int) -> Callable[[fx.Node], fx.Node]:
         """Side values of a unit; those that are pairs are fused in the region before it."""
@@ -366,12 +411,12 @@ class _Rewiring:
         second = region.call(
             torch.add, projected, self._post(region, block, branch), like=total
         )
-        inputs = tuple(region.inputs)
+        graph = region.finish((first, second))
         return Opaque(
             name=self.names[block.total],
-            inputs=inputs,
+            inputs=tuple(region.inputs),
             outputs=(new.a, new.b),
-            graph=region.finish((first, second)),
+            graph=graph,
             reason="its shortcut is projected to another shape",
         )
 
@@ -434,32 +479,23 @@ class _Rewiring:
     # -- putting it together ------------------------------------------------------------------
 
     def _assemble(self, units: list[Segment], result: tuple[object, ...]) -> Body:
-        used_later: list[set[str]] = [set() for _ in self.regions]
+        """Close the regions from the last to the first, each with the outputs still needed."""
         needed = {leaf.name for leaf in result if isinstance(leaf, Live)}
-        for index in reversed(range(len(self.regions))):
-            used_later[index] = set(needed)
-            needed |= set(self.regions[index].inputs)
-            if index:
-                needed |= set(units[index - 1].inputs)
-                used_later[index - 1] |= needed
         segments: list[Segment] = []
-        for index, region in enumerate(self.regions):
-            later = used_later[index] | (set(units[index].inputs) if index < len(units) else set())
-            outputs = tuple(name for name in region.defined if name in later)
-            if outputs or _has_effect(region):
-                values = tuple(region.defined[name] for name in outputs)
-                segments.append(
-                    Opaque(
-                        name=self._region_name(index, region),
-                        inputs=tuple(region.inputs),
-                        outputs=outputs,
-                        graph=region.finish(values),
-                        reason="no additive shortcut",
-                    )
-                )
+        for index in reversed(range(len(self.regions))):
             if index < len(units):
                 segments.append(units[index])
-        return Body(tuple(segments), result, dict(self.types))
+                needed |= set(units[index].inputs)
+            region = self.regions[index]
+            outputs = tuple(name for name in region.defined if name in needed)
+            graph = region.finish(tuple(region.defined[name] for name in outputs))
+            if not outputs and not _has_effect(region):
+                continue
+            name = self._region_name(index, region)
+            inputs = tuple(region.inputs)
+            segments.append(Opaque(name, inputs, outputs, graph, "no additive shortcut"))
+            needed |= set(inputs)
+        return Body(tuple(reversed(segments)), result, dict(self.types))
 
     def _region_name(self, index: int, region: Region) -> str:
         if index == 0:
@@ -498,11 +534,10 @@ def _finer(flow: Flow, block: Residual) -> str | None:
     weight: dict[str, int] = {}
     prefix = f"{block.path}." if block.path else ""
     for name in block.branch:
-        node = flow.by_name[name]
-        if node.op == "call_module" and str(node.target).startswith(prefix):
-            child = prefix + str(node.target)[len(prefix) :].split(".")[0]
-            module = flow.root.get_submodule(str(node.target))
-            size = sum(p.numel() for p in module.parameters())
+        target = str(flow.by_name[name].target)
+        size = flow.parameter_count(flow.by_name[name])
+        if size and target.startswith(prefix):
+            child = prefix + target[len(prefix) :].split(".")[0]
             weight[child] = weight.get(child, 0) + size
     return max(weight, key=weight.__getitem__) if weight else None
 

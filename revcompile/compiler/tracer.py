@@ -11,6 +11,7 @@ and custom autograd functions make their module a leaf.
 
 from __future__ import annotations
 
+import builtins
 import copy
 import math
 import operator
@@ -26,9 +27,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from revcompile.ir import PATH, SOURCE, TYPE, TensorType
+from revcompile.ir import PATH, SOURCE, TYPE, VALUE, TensorType
 
-__all__ = ["Traced", "Untraceable", "fake_copy", "trace", "type_of_values"]
+__all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 
 
 class Untraceable(Exception):
@@ -112,10 +113,12 @@ class ShapedProxy(fx.Proxy):
     def _values(self) -> _Values:
         return self.tracer.values[self.node]
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        values = object.__getattribute__(self, "tracer").values
-        known = values.get(object.__getattribute__(self, "node"))
+    def _seen_type(self) -> type:
+        """What `isinstance` is to believe: the type of the value this stands for.
+
+        (Overriding `__class__` would fool torch's C++ argument parser too, which crashes.)
+        """
+        known = self.tracer.values.get(self.node)
         if known is None:
             return ShapedProxy
         if isinstance(known.first, torch.Tensor):
@@ -350,6 +353,7 @@ def trace(
     for node in graph.nodes:
         known = tracer.values.get(node)
         node.meta[TYPE] = None if known is None else type_of_values(known.first, known.second, batch)
+        node.meta[VALUE] = None if known is None else size_of_values(known.first, known.second)
         node.meta.setdefault(PATH, "")
     _detach_no_grad(graph)
     assert tracer.out_spec is not None
@@ -399,6 +403,15 @@ def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
         return tuple(type_of_values(a, b, batch) for a, b in zip(first, second, strict=True))
     if isinstance(first, dict):
         return {k: type_of_values(first[k], second[k], batch) for k in first}
+    return None
+
+
+def size_of_values(first: Any, second: Any) -> tuple[Any, Any] | None:
+    """The pair itself if it is a number or a shape."""
+    if type(first) is int and type(second) is int:
+        return first, second
+    if isinstance(first, tuple) and first and all(type(n) is int for n in (*first, *second)):
+        return tuple(first), tuple(second)
     return None
 
 
@@ -484,12 +497,21 @@ def _patched(tracer: _Tracer) -> Iterator[None]:
             raise fx.proxy.TraceError(f"the custom autograd function {cls.__name__}")
         return apply.__func__(cls, *args, **kwargs)
 
+    is_instance = builtins.isinstance
+
+    def seen_instance(value: Any, classes: Any) -> bool:
+        if is_instance(value, classes):
+            return True
+        return type(value) is ShapedProxy and issubclass(value._seen_type(), classes)
+
     try:
+        builtins.isinstance = seen_instance  # type: ignore[assignment]
         for name, function in originals.items():
             setattr(torch, name, recorder(function))
         torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
         yield
     finally:
+        builtins.isinstance = is_instance
         for name, function in originals.items():
             setattr(torch, name, function)
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
