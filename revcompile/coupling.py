@@ -31,13 +31,15 @@ class Block:
     """An executable coupling.
 
     `branch(root, b, *sides)` is F. `sides` are the positions of the block's side values among
-    the chain's. `link(root, stream, *sizes) -> (stream, shapes)` and
+    the chain's. With `has_extras` it returns `(F(b), *extras)`: values read outside the block,
+    which end a chain. `link(root, stream, *sizes) -> (stream, shapes)` and
     `unlink(root, stream, shapes)` rearrange a stream, where needed.
     """
 
     name: str
-    branch: Callable[..., Tensor]
+    branch: Callable[..., Any]
     sides: tuple[int, ...] = ()
+    has_extras: bool = False
     link: Callable[..., tuple[Tensor, Any]] | None = None
     unlink: Callable[..., Tensor] | None = None
     link_sides: tuple[int, ...] = ()
@@ -53,21 +55,27 @@ def couple(
     b: Tensor,
     sides: Sequence[Any],
     cast: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Any]:
-    """`(a, b) -> (b, a + F(b))`, after the block's link. Also returns the shapes to unlink."""
+) -> tuple[Tensor, Tensor, Any, tuple[Tensor, ...]]:
+    """`(a, b) -> (b, a + F(b))`, after the block's link.
+
+    Also returns the shapes to unlink, and the block's extras.
+    """
     shapes: Any = ()
     if block.link is not None:
         sizes = [sides[i] for i in block.link_sides]
         a, shapes = block.link(root, a, *sizes)
         b, _ = block.link(root, b, *sizes)
-    return b, a + run_branch(root, block, b, sides, cast), shapes
+    addend, extras = run_branch(root, block, b, sides, cast)
+    return b, a + addend, shapes, extras
 
 
 def run_branch(
     root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
-) -> Tensor:
-    """F(b). Streams wider than the model's own type are cast on the way in."""
-    return block.branch(root, b if cast is None else b.to(cast), *(sides[i] for i in block.sides))
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """F(b) and the extras. Streams wider than the model's own type are cast on the way in."""
+    b = b if cast is None else b.to(cast)
+    found = block.branch(root, b, *(sides[i] for i in block.sides))
+    return (found[0], tuple(found[1:])) if block.has_extras else (found, ())
 
 
 def uncouple(
@@ -80,7 +88,7 @@ def uncouple(
     cast: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(b, y) -> (y - F(b), b)`, then back through the block's link."""
-    a = y - run_branch(root, block, b, sides, cast)
+    a = y - run_branch(root, block, b, sides, cast)[0]
     if block.unlink is not None:
         a, b = block.unlink(root, a, shapes), block.unlink(root, b, shapes)
     return a, b
@@ -107,11 +115,12 @@ class Chain:
         b: Tensor,
         sides: Sequence[Any],
         cast: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
+        extras: tuple[Tensor, ...] = ()
         for block in self.blocks:
-            a, b, _ = couple(root, block, a, b, sides, cast)
-        return a, b
+            a, b, _, extras = couple(root, block, a, b, sides, cast)
+        return a, b, *extras
 
     def reversible(
         self,
@@ -120,7 +129,7 @@ class Chain:
         b: Tensor,
         sides: Sequence[Any],
         cast: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The chain keeping only its output for the backward pass."""
         parameters = tuple(p for p in self.parameters if p.requires_grad)
         tensors = [s for s in sides if isinstance(s, Tensor)]
@@ -135,14 +144,15 @@ class Chain:
         b: Tensor,
         sides: Sequence[Any],
         cast: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor, list[tuple[str, float]]]:
+    ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
         states, replays, shapes_of = [], [], []
+        extras: tuple[Tensor, ...] = ()
         with torch.no_grad():
             for block in self.blocks:
                 replay = _Replay(block, a)
                 states.append((a, b))
-                a, b, shapes = couple(root, block, a, b, sides, cast)
+                a, b, shapes, extras = couple(root, block, a, b, sides, cast)
                 replays.append(replay.settle())
                 shapes_of.append(shapes)
             x, y, errors = a, b, []
@@ -152,12 +162,12 @@ class Chain:
                 with replay.playing():
                     x, y = uncouple(root, block, x, y, sides, shapes, cast)
                 errors.append((block.name, max(relative_error(a0, x), relative_error(b0, y))))
-        return a, b, list(reversed(errors))
+        return (a, b, *extras), list(reversed(errors))
 
 
 @torch.compiler.disable
-def _apply(call: _Call, a: Tensor, b: Tensor, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = _Reversible.apply(call, a, b, *tensors, *call.parameters)
+def _apply(call: _Call, a: Tensor, b: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = _Reversible.apply(call, a, b, *tensors, *call.parameters)
     return out
 
 
@@ -192,18 +202,19 @@ class _Reversible(torch.autograd.Function):
         if chain.tolerance is not None and chain._calls % chain.check_every == 0:
             call.probe = (_probe(a), _probe(b))
         chain._calls += 1
+        extras: tuple[Tensor, ...] = ()
         for block in chain.blocks:
             replay = _Replay(block, a)
-            a, b, shapes = couple(call.root, block, a, b, sides, call.cast)
+            a, b, shapes, extras = couple(call.root, block, a, b, sides, call.cast)
             call.replays.append(replay.settle())
             call.shapes.append(shapes)
         ctx.call = call
         ctx.save_for_backward(a, b, *tensors)
-        return a, b
+        return a, b, *extras
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_a: Tensor, grad_b: Tensor) -> Any:
+    def backward(ctx: Any, grad_a: Tensor, grad_b: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
         b, y, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
@@ -218,8 +229,17 @@ class _Reversible(torch.autograd.Function):
                 for t, need in zip(tensors, needs, strict=False)
             ]
             b, y, grad_a, grad_b = _step_back(
-                call, block, replay, shapes, b, y, grad_a, grad_b, live, of_sides, of_parameters
+                call,
+                block,
+                replay,
+                shapes,
+                (b, y),
+                (grad_a, grad_b, *grad_extras),
+                live,
+                of_sides,
+                of_parameters,
             )
+            grad_extras = ()
         if call.probe is not None:
             _compare_probe(chain, call.probe, b, y)
         gradients = [of_parameters.get(p) for p in call.parameters]
@@ -231,28 +251,30 @@ def _step_back(
     block: Block,
     replay: _Replay,
     shapes: Any,
-    b: Tensor,
-    y: Tensor,
-    grad_b: Tensor,
-    grad_y: Tensor,
+    outputs: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, ...],
     live: list[Tensor],
     of_sides: list[Tensor | None],
     of_parameters: dict[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Reconstruct one block's input and its gradients (PETRA, Eq. 4) with one graph of F."""
+    b, y = outputs
+    grad_b, grad_y, *grad_extras = gradients
     sides = call.sides(live)
     used = [sides[i] for i in block.sides]
     with torch.enable_grad(), replay.playing():
         b = b.detach().requires_grad_()
-        addend = run_branch(call.root, block, b, sides, call.cast)
+        addend, extras = run_branch(call.root, block, b, sides, call.cast)
     a = y - addend.detach()
     wanted = [b]
     wanted += [t for t in dict.fromkeys(used) if isinstance(t, Tensor) and t.requires_grad]
     wanted += [p for p in block.parameters if p.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(wanted)
-    if addend.requires_grad:
-        seed = grad_y.to(addend.dtype)
-        found = torch.autograd.grad(addend, wanted, seed, allow_unused=True)
+    seeds = zip((addend, *extras), (grad_y, *grad_extras), strict=True)
+    seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]
+    if seeded:
+        ends, starts = zip(*seeded, strict=True)
+        found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
     position = {id(t): i for i, t in enumerate(live)}
     for tensor, gradient in zip(wanted[1:], found[1:], strict=True):
         if gradient is None:

@@ -152,7 +152,8 @@ class Residual:
     """An additive shortcut that rewiring can use: `out = post(shortcut(x) + branch(x, sides))`.
 
     `x`, `out` and `terms` name nodes of the captured graph. `branch` holds every node between
-    `x` and the sum that only this block needs; `shortcut` those of a projected shortcut.
+    `x` and the sum; `shortcut` those of a projected shortcut; `extras` are values of the branch
+    that are also read outside the block.
     """
 
     path: str
@@ -167,6 +168,7 @@ class Residual:
     shortcut: frozenset[str] = frozenset()
     post: tuple[str, ...] = ()
     sides: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path or '(top level)'}: {self.kind.value}"
@@ -290,8 +292,9 @@ class Link:
 class Coupling:
     """A reversible segment: `(a, b) -> (b, a + F(b, *sides))`, PETRA Fig. 2.
 
-    `branch` is F. Where the block works on another arrangement of the stream than the block
-    before it, `link` is applied to both streams first.
+    `branch` is F; where values inside it are read elsewhere it returns `(F(b), *extras)`. Where
+    the block works on another arrangement of the stream than the block before it, `link` is
+    applied to both streams first.
     """
 
     name: str
@@ -301,6 +304,7 @@ class Coupling:
     sides: tuple[str, ...]
     branch: fx.Graph
     link: Link | None = None
+    extras: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -311,7 +315,7 @@ class Coupling:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Every live value the segment defines."""
-        return self.streams_out
+        return (*self.streams_out, *self.extras)
 
 
 Segment = Coupling | Opaque

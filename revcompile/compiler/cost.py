@@ -77,7 +77,9 @@ class _Values:
                 a = fx.Interpreter(root, graph=segment.link.forward).run(a, *sizes)[0]
                 b = fx.Interpreter(root, graph=segment.link.forward).run(b, *sizes)[0]
             sides = [self.live[name] for name in segment.sides]
-            outputs = (b, a + fx.Interpreter(root, graph=segment.branch).run(b, *sides))
+            found = fx.Interpreter(root, graph=segment.branch).run(b, *sides)
+            addend, *extras = found if segment.extras else (found,)
+            outputs = (b, a + addend, *extras)
         else:
             inputs = [self.live[name] for name in segment.inputs]
             outputs = fx.Interpreter(root, graph=segment.graph).run(*inputs)

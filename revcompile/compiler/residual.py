@@ -7,7 +7,7 @@ or if all come from one value and one of them is a single projection of it (proj
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -17,7 +17,7 @@ from torch import fx, nn
 from revcompile.compiler.flow import Flow, is_add, tensor_type
 from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
-__all__ = ["ACTIVATIONS", "Found", "find", "is_activation"]
+__all__ = ["ACTIVATIONS", "Found", "find", "is_activation", "ready_times"]
 
 ACTIVATIONS: Final = frozenset(
     "relu relu6 relu_ gelu silu silu_ swish hardswish hardsigmoid hardtanh leaky_relu elu selu "
@@ -50,7 +50,8 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
     kept, dropped = _resolve_nesting(flow, residuals)
     kept = _absorb_activations(flow, kept)
     kept, useless = _useful(flow, kept)
-    return Found(tuple(kept), tuple([*refusals, *dropped, *useless]))
+    kept, entangled = _in_order(flow, kept)
+    return Found(tuple(kept), tuple([*refusals, *dropped, *useless, *entangled]))
 
 
 def is_activation(node: fx.Node, root: nn.Module) -> bool:
@@ -164,9 +165,9 @@ def _identity(
             f"the shortcut is {tensor_type(x)} but the sum is {tensor_type(total)}",
         )
     branch, sides = flow.region(x, others)
-    problem = _closed(flow, branch, adds)
-    if problem:
-        return Refusal(path, total.name, problem)
+    extras = _escapes(flow, branch, adds)
+    if isinstance(extras, str):
+        return Refusal(path, total.name, extras)
     if not any(flow.parameter_count(node) for node in branch):
         return Refusal(path, total.name, "the branch has no parameters: a formula, not a block")
     driven = [t for t in others if t in branch and flow.depends(t, x)]
@@ -182,6 +183,7 @@ def _identity(
         branch=_names(branch),
         shortcut_term="" if shortcut in others else shortcut.name,
         sides=tuple(s.name for s in sides),
+        extras=tuple(e.name for e in extras),
     )
 
 
@@ -201,9 +203,10 @@ def _projected(
     sides = [s for _, found in regions.values() for s in found if s not in flow.plain]
     if sides:
         return Refusal(path, total.name, f"the summands also read {sides[0].name}")
-    problem = _closed(flow, regions[light][0] | regions[heavy][0], adds)
-    if problem:
-        return Refusal(path, total.name, problem)
+    extras = _escapes(flow, regions[light][0] | regions[heavy][0], adds)
+    if extras:
+        reason = extras if isinstance(extras, str) else f"{extras[0].name} is used elsewhere too"
+        return Refusal(path, total.name, reason)
     return Residual(
         path=path,
         kind=ResidualKind.PROJECTED,
@@ -219,18 +222,29 @@ def _projected(
     )
 
 
-def _closed(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> str | None:
-    """Why the region cannot be cut out, or None."""
+def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node] | str:
+    """Values of a region that are also read outside it, or why it cannot be cut out.
+
+    Elements of a tuple that are picked outside are taken into the region.
+    """
+    extras: list[fx.Node] = []
     for node in sorted(inside, key=flow.index.__getitem__):
         if node in flow.effects:
             return f"the branch writes in place ({node.name})"
         if flow.anywhere(node) or (node in flow.plain and _known_elsewhere(flow, node, inside)):
             continue
         outside = [u for u in node.users if u not in inside and u not in adds]
-        if all(u in flow.plain and u.meta.get(VALUE) for u in outside):
+        outside = [u for u in outside if not (u in flow.plain and u.meta.get(VALUE))]
+        if not outside:
             continue
-        return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
-    return None
+        if tensor_type(node) is not None:
+            extras.append(node)
+        elif all(u.target is operator.getitem and tensor_type(u) for u in outside):
+            inside.update(outside)
+            extras += outside
+        else:
+            return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
+    return extras
 
 
 def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
@@ -331,3 +345,39 @@ def _useful(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list
     return kept, dropped
 
 
+
+
+def _in_order(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Drop blocks whose extras are needed before the block itself can be complete."""
+    dropped: list[Refusal] = []
+    while True:
+        ready = ready_times(flow, residuals)
+        late = {
+            side
+            for block in residuals
+            for side in block.sides
+            if ready[flow.by_name[side]] >= flow.index[flow.by_name[block.out]]
+        }
+        if not late:
+            return residuals, dropped
+        entangled = [r for r in residuals if r.extras]
+        if not entangled:
+            entangled = [r for r in residuals if late & set(r.sides)]
+        reason = "blocks read each other's branches, so none can come first"
+        dropped += [Refusal(r.path, r.total, reason) for r in entangled]
+        residuals = [r for r in residuals if r not in entangled]
+
+
+def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]:
+    """When each value is there, if a block's values appear all at once with its output."""
+    block_of = {flow.by_name[n]: r for r in residuals for n in (*r.branch, *r.adds, *r.post)}
+    ready: dict[fx.Node, int] = {}
+    for node in flow.nodes:
+        block = block_of.get(node)
+        if block is not None and not flow.anywhere(node) and node not in flow.plain:
+            ready[node] = flow.index[flow.by_name[block.out]]
+        else:
+            times = [ready[i] for i in node.all_input_nodes if i not in flow.plain]
+            known = node in flow.plain and node.meta.get(VALUE) is not None
+            ready[node] = max([flow.index[node], *(() if known else times)])
+    return ready

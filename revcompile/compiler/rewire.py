@@ -20,7 +20,7 @@ from revcompile.compiler.border import enter_widened, leave_concatenated
 from revcompile.compiler.flow import Flow, tensor_type
 from revcompile.compiler.links import build_link, link_source
 from revcompile.compiler.region import Region
-from revcompile.compiler.residual import Found, find
+from revcompile.compiler.residual import Found, find, ready_times
 from revcompile.compiler.surgery import Surgeon, own_copy
 from revcompile.ir import (
     TYPE,
@@ -87,6 +87,7 @@ class _Rewiring:
             found.residuals, key=lambda r: flow.index[flow.by_name[r.out]]
         )
         self.by_out = {flow.by_name[b.out]: b for b in self.blocks}
+        self.extras = {flow.by_name[n] for b in self.blocks for n in b.extras}
         self.owner = self._owners()
         self.links: dict[fx.Node, tuple[fx.Node, Link]] = {}
         self.pairs: dict[fx.Node, Pair] = {}
@@ -118,7 +119,12 @@ class _Rewiring:
         )
         units: list[Segment] = []
         result: tuple[object, ...] = ()
-        for node in self.flow.nodes:
+        ready = ready_times(self.flow, self.blocks)
+
+        def turn(node: fx.Node) -> tuple[int, bool, int]:
+            return ready[node], node not in self.by_out, self.flow.index[node]
+
+        for node in sorted(self.flow.nodes, key=turn):
             if node.op == "output":
                 result = tuple(self._result(leaf) for leaf in node.args[0])  # type: ignore[union-attr]
             elif node.op == "placeholder":
@@ -127,6 +133,8 @@ class _Rewiring:
             elif node in self.by_out:
                 units.append(self._unit(self.by_out[node], len(units)))
                 self.levels[node] = len(units)
+            elif node in self.extras:
+                continue
             elif node in self.links and self._link_only(node):
                 self.levels[node] = self.levels[self.links[node][0]]
             elif node not in self.owner and not self._block_only(node):
@@ -328,6 +336,9 @@ class _Rewiring:
         if block.kind is ResidualKind.PROJECTED:
             return self._transition(block, index, pair, link, new)
         branch, sides = self._branch(block, index, x)
+        for name in block.extras:
+            self.levels[self.flow.by_name[name]] = index + 1
+            self.types[name] = self.flow.by_name[name].meta.get(TYPE)
         return Coupling(
             name=self.names[block.total],
             kind=block.kind,
@@ -336,6 +347,7 @@ class _Rewiring:
             sides=sides,
             branch=branch,
             link=link,
+            extras=block.extras,
         )
 
     def _branch(
@@ -355,7 +367,8 @@ class _Rewiring:
         if not block.shortcut_term:  # a scaled shortcut: s*x + F(x) = x + (s*x + F(x) - x)
             addend = region.call(torch.sub, addend, b, like=x)
         addend = self._post(region, block, addend)
-        graph = region.finish(addend)
+        extras = [region.value(self.flow.by_name[name], value) for name in block.extras]
+        graph = region.finish((addend, *extras) if extras else addend)
         return graph, tuple(name for name in region.inputs if name != "b")
 
     def _side_reader(self, region: Region, index: int) -> Callable[[fx.Node], fx.Node]:

@@ -101,14 +101,16 @@ class Reversible(nn.Module):
                 a, b, cast, narrow = _widened_streams(inputs[0], inputs[1])
                 del inputs[:2]
                 if errors is not None:
-                    a, b, found = step.run.inspect(self, a, b, inputs, cast)
+                    (a, b, *extras), found = step.run.inspect(self, a, b, inputs, cast)
                     errors += found
                 else:
                     run = step.run.reversible if stores_nothing else step.run.plain
                     for name in step.drop:
                         values.pop(name, None)
-                    a, b = run(self, a, b, inputs, cast)
-                outputs: Sequence[Any] = (a.to(narrow), b.to(narrow)) if narrow else (a, b)
+                    a, b, *extras = run(self, a, b, inputs, cast)
+                if narrow is not None:
+                    a, b = a.to(narrow), b.to(narrow)
+                outputs: Sequence[Any] = (a, b, *extras)
             else:
                 for name in step.drop:
                     values.pop(name, None)
@@ -208,7 +210,7 @@ def _steps(body: Body, root: nn.Module, tolerance: float | None) -> tuple[_Step,
             couplings = [s for s in run if isinstance(s, Coupling)]
             sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
             inputs = (*first.streams_in, *sides)
-            outputs = couplings[-1].streams_out
+            outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
             code = Chain(blocks, tolerance)
@@ -237,6 +239,7 @@ def _chains(body: Body) -> list[list[Coupling | Opaque]]:
             isinstance(segment, Coupling)
             and isinstance(previous, Coupling)
             and previous.streams_out == segment.streams_in
+            and not previous.extras
             and all(readers.get(name, 0) == 1 for name in previous.streams_out)
         ):
             runs[-1].append(segment)
@@ -254,6 +257,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         sides=tuple(position[name] for name in coupling.sides),
         link=compile_graph(link.forward, coupling.name) if link else None,
         unlink=compile_graph(link.inverse, coupling.name) if link else None,
+        has_extras=bool(coupling.extras),
         link_sides=tuple(position[name] for name in link.sides) if link else (),
         parameters=_parameters(coupling.branch, root),
         norms=tuple(m for m in modules if isinstance(m, _BatchNorm)),
