@@ -257,7 +257,7 @@ class _Rewiring:
         """An earlier value of the same shape: asking for a size must not break a chain."""
         while node in self.by_out and self.by_out[node].kind is not ResidualKind.PROJECTED:
             x = self.flow.by_name[self.by_out[node].x]
-            if x in self.links and x not in self.levels:
+            if x in self.links and self._link_only(x):
                 break
             node = x
         return node

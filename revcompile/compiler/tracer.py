@@ -127,16 +127,23 @@ class ShapedProxy(fx.Proxy):
         return type(known.first) if type(known.first) in (int, float, bool) else ShapedProxy
 
     def __bool__(self) -> bool:
-        return bool(self._values.plain())
+        return bool(self._plain())
 
     def __index__(self) -> int:
-        return operator.index(self._values.plain())
+        return operator.index(self._plain())
 
     def __int__(self) -> int:
-        return int(self._values.plain())
+        return int(self._plain())
 
     def __float__(self) -> float:
-        return float(self._values.plain())
+        return float(self._plain())
+
+    def _plain(self) -> Any:
+        """The Python value, where it depends neither on the batch nor on the data."""
+        if isinstance(self._values.first, torch.Tensor):
+            folded = [self.tracer.fold(self.node, which) for which in (0, 1)]
+            return _Values(folded[0].tolist(), folded[1].tolist()).plain()
+        return self._values.plain()
 
     def __len__(self) -> int:
         a, b = len(self._values.first), len(self._values.second)
@@ -309,6 +316,19 @@ class _Tracer(fx.Tracer):
                 return node.target(*args, **kwargs)
         finally:
             self._evaluating = False
+
+    def fold(self, node: fx.Node, which: int) -> Any:
+        """The real value of a node that is made from sizes alone (a mask of no padding)."""
+        if node.op in ("placeholder", "get_attr", "call_module"):
+            raise fx.proxy.TraceError("control flow depends on the contents of a tensor")
+        known = (self.values[node].first, self.values[node].second)[which]
+        if not isinstance(known, (torch.Tensor, tuple, list)):
+            return known
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.fold(n, which))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
 
     def _refuse_lost_values(self, tensor: torch.Tensor) -> None:
         """A fake tensor that is no attribute of the model has lost its numbers."""
