@@ -5,23 +5,21 @@
 
 A chain keeps nothing but its output. Its backward walks from the last block to the first: it
 reconstructs a block's input *keeping the graph of F*, and takes the gradient through that very
-graph (4N work, not 5N). Randomness, autocast and stateful buffers are replayed as they were.
+graph (4N work, not 5N). Randomness, autocast and buffers are replayed as they were (`replay`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from revcompile import ops
 from revcompile.errors import InversionError
+from revcompile.replay import Circumstances, Replay
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
 
@@ -44,8 +42,7 @@ class Block:
     unlink: Callable[..., Tensor] | None = None
     link_sides: tuple[int, ...] = ()
     parameters: tuple[nn.Parameter, ...] = ()
-    norms: tuple[nn.Module, ...] = ()
-    stateful: _StatefulBuffers = field(default_factory=lambda: _StatefulBuffers(()))
+    circumstances: Circumstances = field(default_factory=Circumstances)
 
 
 def couple(
@@ -135,7 +132,10 @@ class Chain:
         tensors = [s for s in sides if isinstance(s, Tensor)]
         layout = [isinstance(s, Tensor) for s in sides]
         rest = [s for s in sides if not isinstance(s, Tensor)]
-        return _apply(_Call(self, root, layout, rest, parameters, cast), a, b, tensors)
+        out: tuple[Tensor, ...] = _apply(
+            _Call(self, root, layout, rest, parameters, cast), a, b, tensors
+        )
+        return out
 
     def inspect(
         self,
@@ -150,7 +150,7 @@ class Chain:
         extras: tuple[Tensor, ...] = ()
         with torch.no_grad():
             for block in self.blocks:
-                replay = _Replay(block, a)
+                replay = Replay(block.circumstances, a)
                 states.append((a, b))
                 a, b, shapes, extras = couple(root, block, a, b, sides, cast)
                 replays.append(replay.settle())
@@ -165,7 +165,7 @@ class Chain:
         return (a, b, *extras), list(reversed(errors))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply(call: _Call, a: Tensor, b: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     out: tuple[Tensor, ...] = _Reversible.apply(call, a, b, *tensors, *call.parameters)
     return out
@@ -181,7 +181,7 @@ class _Call:
     rest: list[Any]
     parameters: tuple[nn.Parameter, ...]
     cast: torch.dtype | None
-    replays: list[_Replay] = field(default_factory=list)
+    replays: list[Replay] = field(default_factory=list)
     shapes: list[Any] = field(default_factory=list)
     probe: tuple[Tensor, Tensor] | None = None
 
@@ -204,7 +204,7 @@ class _Reversible(torch.autograd.Function):
         chain._calls += 1
         extras: tuple[Tensor, ...] = ()
         for block in chain.blocks:
-            replay = _Replay(block, a)
+            replay = Replay(block.circumstances, a)
             a, b, shapes, extras = couple(call.root, block, a, b, sides, call.cast)
             call.replays.append(replay.settle())
             call.shapes.append(shapes)
@@ -249,7 +249,7 @@ class _Reversible(torch.autograd.Function):
 def _step_back(
     call: _Call,
     block: Block,
-    replay: _Replay,
+    replay: Replay,
     shapes: Any,
     outputs: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, ...],
@@ -283,7 +283,7 @@ def _step_back(
         if index is not None:
             of_sides[index] = _plus(of_sides[index], gradient)
         else:
-            of_parameters[tensor] = _plus(of_parameters.get(tensor), gradient)  # type: ignore[assignment]
+            of_parameters[tensor] = _plus(of_parameters.get(tensor), gradient)
     b = b.detach()
     grad_a = grad_y
     if found[0] is not None:
@@ -325,133 +325,3 @@ def _compare_probe(chain: Chain, probe: tuple[Tensor, Tensor], a: Tensor, b: Ten
             "revcompile.check_invertible(model, x) shows which block loses the precision; "
             "keep the streams in float32, lower the scale of that branch, or raise tolerance="
         )
-
-
-# -- replaying a branch as it was ----------------------------------------------------------------
-
-
-class _Replay:
-    """The circumstances of one run of a branch: random state, autocast, buffers before it."""
-
-    def __init__(self, block: Block, like: Tensor) -> None:
-        self.block = block
-        self.device = like.device
-        self.autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in {"cpu", self.device.type} - {"meta"}
-        ]
-        self.cached = torch.is_autocast_cache_enabled()
-        self.random: tuple[Tensor, Tensor | None] | None = _random_state(self.device)
-        self.buffers = block.stateful.before()
-
-    def settle(self) -> _Replay:
-        """Forget the random state if the branch drew nothing."""
-        assert self.random is not None
-        if _same_state(self.random, _random_state(self.device)):
-            self.random = None
-        self.buffers = self.block.stateful.after(self.buffers)
-        return self
-
-    @contextmanager
-    def playing(self) -> Iterator[None]:
-        """Make the circumstances hold again, and statistics stand still."""
-        with ExitStack() as stack:
-            for device, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(
-                        torch.autocast(device, dtype, enabled, cache_enabled=self.cached)
-                    )
-            if self.random is not None:
-                stack.enter_context(_random_set(self.device, self.random))
-            stack.enter_context(self.block.stateful.replayed(self.buffers))
-            stack.enter_context(_statistics_frozen(self.block.norms))
-            yield
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
-
-
-def _same_state(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:
-    same_device = a[1] is None or (b[1] is not None and torch.equal(a[1], b[1]))
-    return same_device and torch.equal(a[0], b[0])
-
-
-@contextmanager
-def _random_set(device: torch.device, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    now = _random_state(device)
-
-    def load(wanted: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(wanted[0])
-        if wanted[1] is not None:
-            torch.cuda.set_rng_state(wanted[1], device)
-
-    load(state)
-    try:
-        yield
-    finally:
-        load(now)
-
-
-@contextmanager
-def _statistics_frozen(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Batch norms use batch statistics and leave their running statistics alone."""
-    moving = [n for n in norms if isinstance(n, _BatchNorm) and n.training]
-    moving = [n for n in moving if n.track_running_stats]
-    before = ops.statistics_frozen
-    ops.statistics_frozen = True
-    for norm in moving:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        ops.statistics_frozen = before
-        for norm in moving:
-            norm.track_running_stats = True
-
-
-class _StatefulBuffers:
-    """Buffers a branch changes while it runs (spectral norm's vectors, for one).
-
-    Which ones do is learned from the first run; from then on only those are kept per call.
-    """
-
-    def __init__(self, candidates: Sequence[tuple[nn.Module, str]]) -> None:
-        self._watched = list(candidates)
-        self._learned = False
-
-    def before(self) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
-        """A snapshot of the watched buffers."""
-        found = []
-        for module, name in self._watched:
-            buffer = module._buffers[name]
-            if buffer is not None:
-                found.append((module, name, buffer, buffer._version, buffer.detach().clone()))
-        return found
-
-    def after(
-        self, before: list[tuple[nn.Module, str, Tensor, int, Tensor]]
-    ) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
-        """Those of the snapshots whose buffer has changed since."""
-        changed = [
-            entry
-            for entry in before
-            if entry[0]._buffers[entry[1]] is not entry[2] or entry[2]._version != entry[3]
-        ]
-        if not self._learned:
-            self._watched = [(entry[0], entry[1]) for entry in changed]
-            self._learned = True
-        return changed
-
-    @contextmanager
-    def replayed(self, before: list[tuple[nn.Module, str, Tensor, int, Tensor]]) -> Iterator[None]:
-        """Put the buffers back as they were before the run, for the time being."""
-        current = [(module, name, module._buffers[name]) for module, name, *_ in before]
-        for module, name, _, _, snapshot in before:
-            module._buffers[name] = snapshot.clone()
-        try:
-            yield
-        finally:
-            for module, name, buffer in current:
-                module._buffers[name] = buffer

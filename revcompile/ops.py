@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batch_norm", "device_of", "fuse_mean", "select", "shape", "statistics_frozen", "with_item"]
+__all__ = [
+    "batch_norm",
+    "device_of",
+    "fuse_mean",
+    "select",
+    "shape",
+    "statistics_frozen",
+    "with_item",
+]
 
 
 def select(training: bool, train: Any, evaluation: Any) -> Any:

@@ -34,7 +34,7 @@ _CHANNELWISE: Final = (
     nn.Flatten,
 )
 _CHANNELWISE_FUNCTIONS: Final = frozenset(
-    "dropout max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_avg_pool1d".split()
+    ["dropout", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_avg_pool1d"]
 )
 
 
@@ -158,5 +158,3 @@ def _is_spatial(node: fx.Node) -> bool:
         listed = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
         return listed in ((2, 3), (-2, -1), (-1, -2), (2, 3, 4)) and _rank(node) == 2
     return False
-
-

@@ -76,9 +76,7 @@ def _export(model: nn.Module, example: Example) -> tuple[fx.GraphModule, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(
-                model, args, kwargs, dynamic_shapes=shapes, strict=False
-            )
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             module = program.module(check_guards=False)
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "")

@@ -19,7 +19,18 @@ _ADDS: Final = frozenset(
 )
 
 _WEIGHTED_FUNCTIONS: Final = frozenset(
-    "linear conv1d conv2d conv3d conv_transpose2d bilinear matmul bmm mm addmm".split()
+    [
+        "linear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose2d",
+        "bilinear",
+        "matmul",
+        "bmm",
+        "mm",
+        "addmm",
+    ]
 )
 
 

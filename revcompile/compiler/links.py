@@ -18,8 +18,8 @@ from revcompile.ir import Link
 
 __all__ = ["build_link", "link_source"]
 
-_RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze".split())
-_COPIES = frozenset("contiguous clone".split())
+_RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
+_COPIES = frozenset(["contiguous", "clone"])
 
 
 def link_source(flow: Flow, node: fx.Node) -> fx.Node | None:
@@ -95,23 +95,21 @@ def _inverse(flow: Flow, steps: list[fx.Node]) -> fx.Graph | None:
         if name in _COPIES and step.op != "call_module":
             continue
         if name == "permute":
-            dims = _flat(arguments) or _flat((step.kwargs.get("dims", ()),))
-            if any(isinstance(d, fx.Node) for d in dims):
+            axes = _flat(arguments) or _flat((step.kwargs.get("dims", ()),))
+            if not all(isinstance(axis, int) for axis in axes):
                 return None
-            rank = len(dims)
-            order = sorted(range(rank), key=lambda i: dims[i] % rank)  # noqa: B023
+            places = [axis % len(axes) for axis in axes]
+            order = [places.index(axis) for axis in range(len(axes))]
             value = graph.call_function(torch.permute, (value, order))
         elif name == "transpose" and not step.kwargs:
             value = graph.call_function(torch.transpose, (value, *arguments))
         elif name == "roll":
-            shifts = step.kwargs.get("shifts", arguments[0] if arguments else None)
+            shifts = _flat((step.kwargs.get("shifts", arguments[0] if arguments else ()),))
             dims = step.kwargs.get("dims", arguments[1] if len(arguments) > 1 else None)
-            if dims is None or isinstance(shifts, fx.Node):
+            if dims is None or not all(isinstance(s, int) for s in shifts):
                 return None
-            shifts = tuple(shifts) if isinstance(shifts, (tuple, list)) else (shifts,)
-            if any(isinstance(s, fx.Node) for s in shifts):
-                return None
-            value = graph.call_function(torch.roll, (value, tuple(-s for s in shifts), dims))
+            back = tuple(-s for s in shifts)
+            value = graph.call_function(torch.roll, (value, back, dims))
         elif name in _RESHAPES or step.op == "call_module":
             shape = graph.call_function(operator.getitem, (shapes, index))
             value = graph.call_function(torch.reshape, (value, shape))

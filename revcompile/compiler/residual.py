@@ -20,8 +20,29 @@ from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 __all__ = ["ACTIVATIONS", "Found", "find", "is_activation", "ready_times"]
 
 ACTIVATIONS: Final = frozenset(
-    "relu relu6 relu_ gelu silu silu_ swish hardswish hardsigmoid hardtanh leaky_relu elu selu "
-    "celu prelu mish softplus tanh sigmoid hard_swish hard_mish".split()
+    [
+        "relu",
+        "relu6",
+        "relu_",
+        "gelu",
+        "silu",
+        "silu_",
+        "swish",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "leaky_relu",
+        "elu",
+        "selu",
+        "celu",
+        "prelu",
+        "mish",
+        "softplus",
+        "tanh",
+        "sigmoid",
+        "hard_swish",
+        "hard_mish",
+    ]
 )
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
@@ -51,7 +72,7 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
     kept = _absorb_activations(flow, kept)
     kept, useless = _useful(flow, kept)
     kept, entangled = _in_order(flow, kept)
-    return Found(tuple(kept), tuple([*refusals, *dropped, *useless, *entangled]))
+    return Found(tuple(kept), (*refusals, *dropped, *useless, *entangled))
 
 
 def is_activation(node: fx.Node, root: nn.Module) -> bool:
@@ -264,9 +285,7 @@ def _names(nodes: Iterable[fx.Node]) -> frozenset[str]:
 # -- the blocks together --------------------------------------------------------------------------
 
 
-def _resolve_nesting(
-    flow: Flow, residuals: list[Residual]
-) -> tuple[list[Residual], list[Refusal]]:
+def _resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
     """Of blocks inside blocks keep the inner ones if they are a chain, else the outer one."""
     kept: list[Residual] = []
     dropped: list[Refusal] = []
@@ -280,9 +299,7 @@ def _resolve_nesting(
             dropped.append(Refusal(block.path, block.total, reason))
             continue
         kept = [r for r in kept if r not in inner]
-        dropped += [
-            Refusal(r.path, r.total, f"part of the branch of {block.path}") for r in inner
-        ]
+        dropped += [Refusal(r.path, r.total, f"part of the branch of {block.path}") for r in inner]
         kept.append(block)
     return kept, dropped
 
@@ -343,8 +360,6 @@ def _useful(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list
         streams.add(block.out)
         kept.append(block)
     return kept, dropped
-
-
 
 
 def _in_order(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:

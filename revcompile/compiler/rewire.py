@@ -83,9 +83,7 @@ class _Rewiring:
 
     def __init__(self, flow: Flow, found: Found, policy: Policy, surgeon: Surgeon) -> None:
         self.flow, self.policy, self.surgeon = flow, policy, surgeon
-        self.blocks = sorted(
-            found.residuals, key=lambda r: flow.index[flow.by_name[r.out]]
-        )
+        self.blocks = sorted(found.residuals, key=lambda r: flow.index[flow.by_name[r.out]])
         self.by_out = {flow.by_name[b.out]: b for b in self.blocks}
         self.extras = {flow.by_name[n] for b in self.blocks for n in b.extras}
         self.owner = self._owners()
@@ -216,7 +214,7 @@ class _Rewiring:
         """Sizes of streams and of values inside blocks are had without touching those."""
         sources = [self._same_shape(i) for i in node.all_input_nodes]
         free = all(
-            s in self.levels and s not in self.by_out or self.flow.anywhere(s) for s in sources
+            (s in self.levels and s not in self.by_out) or self.flow.anywhere(s) for s in sources
         )
         values = node.meta.get(VALUE)
         if not free and values is not None:
@@ -350,9 +348,7 @@ class _Rewiring:
             extras=block.extras,
         )
 
-    def _branch(
-        self, block: Residual, index: int, x: fx.Node
-    ) -> tuple[fx.Graph, tuple[str, ...]]:
+    def _branch(self, block: Residual, index: int, x: fx.Node) -> tuple[fx.Graph, tuple[str, ...]]:
         """F as a graph: `(b, *sides) -> addend`, a post-activation inside."""
         region = Region(self.flow)
         b = region.keep = region.input("b", like=x)
@@ -421,9 +417,7 @@ class _Rewiring:
         projected = self._project(region, block, x, a, value, copied=False)
         total = self.flow.by_name[block.total]
         branch = region.value(self.flow.by_name[block.terms[0]], value)
-        second = region.call(
-            torch.add, projected, self._post(region, block, branch), like=total
-        )
+        second = region.call(torch.add, projected, self._post(region, block, branch), like=total)
         graph = region.finish((first, second))
         return Opaque(
             name=self.names[block.total],

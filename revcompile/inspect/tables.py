@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,17 +15,10 @@ __all__ = ["invertibility_table", "summary_text"]
 
 def render(*parts: object, width: int = 110) -> str:
     """Rich renderables as plain text."""
-    console = Console(width=width, record=True, file=open_null(), force_terminal=False)
+    console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
     for part in parts:
         console.print(part)
     return console.export_text().rstrip()
-
-
-def open_null() -> object:
-    """A file that keeps nothing."""
-    import io
-
-    return io.StringIO()
 
 
 def summary_text(rewired: Rewired) -> str:

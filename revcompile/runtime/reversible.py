@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from revcompile.coupling import Block, Chain, _StatefulBuffers
+from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Live, Opaque, Rewired, Signature
+from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.code import compile_graph
 
 __all__ = ["Reversible"]
@@ -58,7 +59,7 @@ class Reversible(nn.Module):
         self.__dict__["tolerance"] = tolerance
         self.__dict__["reversible"] = True
         self.__dict__["_plans"] = {}
-        self.register_load_state_dict_pre_hook(_grow_state_dict)
+        self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
     tolerance: float | None
@@ -260,17 +261,15 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         has_extras=bool(coupling.extras),
         link_sides=tuple(position[name] for name in link.sides) if link else (),
         parameters=_parameters(coupling.branch, root),
-        norms=tuple(m for m in modules if isinstance(m, _BatchNorm)),
-        stateful=_StatefulBuffers(
-            [
-                (module, name)
-                for module in modules
-                if not isinstance(module, _BatchNorm)
-                for name, buffer in module._buffers.items()
-                if buffer is not None
-            ]
-        ),
+        circumstances=_circumstances(modules),
     )
+
+
+def _circumstances(modules: Sequence[nn.Module]) -> Circumstances:
+    norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
+    others = [m for m in modules if not isinstance(m, _BatchNorm)]
+    buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
+    return Circumstances(norms, StatefulBuffers(buffers))
 
 
 def _modules(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,155 @@
+"""Running a branch a second time exactly as the first: same masks, same precision, no side effects.
+
+Dropout masks, autocast and buffers are as they were; batch norms leave their running statistics
+alone, so that they move once a step however often a branch is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from revcompile import ops
+
+__all__ = ["Circumstances", "Replay", "StatefulBuffers"]
+
+Snapshot = tuple[nn.Module, str, Tensor, int, Tensor]
+"""Module, buffer name, the buffer, its version, and a copy of its contents."""
+
+
+class StatefulBuffers:
+    """Buffers a branch changes while it runs (spectral norm's vectors, for one).
+
+    Which ones do is learned from the first run; from then on only those are kept per call.
+    """
+
+    def __init__(self, candidates: Sequence[tuple[nn.Module, str]]) -> None:
+        self._watched = list(candidates)
+        self._learned = False
+
+    def before(self) -> list[Snapshot]:
+        """A snapshot of the watched buffers."""
+        found = []
+        for module, name in self._watched:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                found.append((module, name, buffer, buffer._version, buffer.detach().clone()))
+        return found
+
+    def after(self, before: list[Snapshot]) -> list[Snapshot]:
+        """Those of the snapshots whose buffer has changed since."""
+        changed = [
+            entry
+            for entry in before
+            if entry[0]._buffers[entry[1]] is not entry[2] or entry[2]._version != entry[3]
+        ]
+        if not self._learned:
+            self._watched = [(entry[0], entry[1]) for entry in changed]
+            self._learned = True
+        return changed
+
+    @contextmanager
+    def replayed(self, before: list[Snapshot]) -> Iterator[None]:
+        """Put the buffers back as they were before the run, for the time being."""
+        current = [(module, name, module._buffers[name]) for module, name, *_ in before]
+        for module, name, _, _, snapshot in before:
+            module._buffers[name] = snapshot.clone()
+        try:
+            yield
+        finally:
+            for module, name, buffer in current:
+                module._buffers[name] = buffer
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a branch touches besides its inputs: batch norms and other stateful buffers."""
+
+    norms: tuple[nn.Module, ...] = ()
+    stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers(()))
+
+
+class Replay:
+    """The circumstances of one run of a branch: random state, autocast, buffers before it."""
+
+    def __init__(self, branch: Circumstances, like: Tensor) -> None:
+        self.branch = branch
+        self.device = like.device
+        self.autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in {"cpu", self.device.type} - {"meta"}
+        ]
+        self.cached = torch.is_autocast_cache_enabled()
+        self.random: tuple[Tensor, Tensor | None] | None = _random_state(self.device)
+        self.buffers = branch.stateful.before()
+
+    def settle(self) -> Replay:
+        """Forget the random state if the branch drew nothing."""
+        assert self.random is not None
+        if _same_state(self.random, _random_state(self.device)):
+            self.random = None
+        self.buffers = self.branch.stateful.after(self.buffers)
+        return self
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Make the circumstances hold again, and statistics stand still."""
+        with ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(
+                        torch.autocast(device, dtype, enabled, cache_enabled=self.cached)
+                    )
+            if self.random is not None:
+                stack.enter_context(_random_set(self.device, self.random))
+            stack.enter_context(self.branch.stateful.replayed(self.buffers))
+            stack.enter_context(_statistics_frozen(self.branch.norms))
+            yield
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
+
+
+def _same_state(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:
+    same_device = a[1] is None or (b[1] is not None and torch.equal(a[1], b[1]))
+    return same_device and torch.equal(a[0], b[0])
+
+
+@contextmanager
+def _random_set(device: torch.device, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    now = _random_state(device)
+
+    def load(wanted: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(wanted[0])
+        if wanted[1] is not None:
+            torch.cuda.set_rng_state(wanted[1], device)
+
+    load(state)
+    try:
+        yield
+    finally:
+        load(now)
+
+
+@contextmanager
+def _statistics_frozen(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Batch norms use batch statistics and leave their running statistics alone."""
+    moving = [n for n in norms if isinstance(n, _BatchNorm) and n.training]
+    moving = [n for n in moving if n.track_running_stats]
+    before = ops.statistics_frozen
+    ops.statistics_frozen = True
+    for norm in moving:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        ops.statistics_frozen = before
+        for norm in moving:
+            norm.track_running_stats = True
