@@ -15,6 +15,7 @@ import argparse
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from benchmarks.stacks import KINDS, Sizes, batch_of
 SLOPE_BAR = 0.05
 MODEL_BAR = 5.0
 
-# Large enough that what grows with the batch outweighs a parameter's gradient in passing.
 CPU = {"transformer": Sizes(0, 64, 64, 16), "conv": Sizes(0, 16, 32, 8)}
 CUDA = {"transformer": Sizes(0, 768, 196, 64), "conv": Sizes(0, 128, 56, 64)}
 
@@ -48,14 +48,19 @@ def memory_of(
 
 
 def against_depth(
-    kind: str, sizes: Sizes, depths: Sequence[int], policy: str, device: torch.device, dtype: str
+    kind: str,
+    sizes: Sizes,
+    depths: Sequence[int],
+    device: torch.device,
+    dtype: str,
+    **options: Any,
 ) -> dict[str, list[Memory]]:
-    """The memory of one stack, plain and reversible, at every depth."""
+    """The memory of one stack, plain and reversible, at every depth. `options` of `reversify`."""
     x, y = batch_of(kind, sizes, device)
     found: dict[str, list[Memory]] = {"plain": [], "reversify": []}
     for depth in depths:
         plain = KINDS[kind](depth, sizes.width).to(device)
-        net = revcompile.reversify(plain, x[:2], policy=policy, check="off")
+        net = revcompile.reversify(plain, x[:2], check="off", **options)
         found["plain"].append(memory_of(plain, x, y, device, dtype))
         found["reversify"].append(memory_of(net, x, y, device, dtype))
     return found
@@ -95,7 +100,7 @@ def report_depths(
 
 
 def of_model(
-    name: str, batch: int, policy: str, device: torch.device, dtype: str
+    name: str, batch: int, device: torch.device, dtype: str, **options: Any
 ) -> dict[str, Memory]:
     """The memory of one timm model: plain, with its own checkpointing, and reversible."""
     import timm
@@ -110,7 +115,7 @@ def of_model(
         return model
 
     def reversible() -> nn.Module:
-        return revcompile.reversify(plain(), policy=policy, check="off")
+        return revcompile.reversify(plain(), check="off", **options)
 
     makers: dict[str, Callable[[], nn.Module]] = {"plain": plain, "reversify": reversible}
     model = plain()
@@ -153,6 +158,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     parser.add_argument("--policy", default="paper", help="how revcompile rewires the model")
+    parser.add_argument("--tolerance", type=float, help="of the reconstruction; see reversify")
     parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="one stack only")
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--model", help="a timm model instead of the stacks")
@@ -166,10 +172,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for."""
     args = parse_args(argv)
     device = torch.device(args.device)
+    options = {"policy": args.policy, "tolerance": args.tolerance}
     torch.manual_seed(0)
     if args.model:
         batch = args.batch or 64
-        model = of_model(args.model, batch, args.policy, device, args.dtype)
+        model = of_model(args.model, batch, device, args.dtype, **options)
         title = f"{args.model}, batch {batch}, {args.dtype}, {device}"
         less = report_model(title, model)
         if args.explain:
@@ -181,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sizes = (CUDA if device.type == "cuda" else CPU)[kind]
         if args.batch:
             sizes = Sizes(0, sizes.width, sizes.side, args.batch)
-        stack = against_depth(kind, sizes, args.depths, args.policy, device, args.dtype)
+        stack = against_depth(kind, sizes, args.depths, device, args.dtype, **options)
         shares = report_depths(kind, sizes, args.depths, stack)
         if args.explain:
             explain(f"{kind}, {args.depths[-1]} blocks, reversify", stack["reversify"][-1])

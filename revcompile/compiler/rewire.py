@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from revcompile.compiler.border import enter_widened, leave_concatenated
 from revcompile.compiler.flow import Flow, tensor_type
@@ -184,7 +184,8 @@ class _Rewiring:
         """Is the value computed anew wherever it is read?"""
         if node in self.flow.constant:
             return True
-        return node in self.flow.derived and all(u in self.owner for u in node.users)
+        starts = any(node.name == block.x for block in self.blocks)
+        return node in self.flow.derived and not starts and all(u in self.owner for u in node.users)
 
     def _reads_pair(self, user: fx.Node, node: fx.Node) -> bool:
         block = self.owner.get(user)
@@ -537,16 +538,23 @@ def _block_names(flow: Flow, blocks: list[Residual]) -> dict[str, str]:
 
 
 def _finer(flow: Flow, block: Residual) -> str | None:
-    """The child of the block's module that has most of the branch's parameters."""
-    weight: dict[str, int] = {}
-    prefix = f"{block.path}." if block.path else ""
-    for name in block.branch:
-        target = str(flow.by_name[name].target)
-        size = flow.parameter_count(flow.by_name[name])
-        if size and target.startswith(prefix):
-            child = prefix + target[len(prefix) :].split(".")[0]
-            weight[child] = weight.get(child, 0) + size
-    return max(weight, key=weight.__getitem__) if weight else None
+    """The part of the block's module that has most of the branch's parameters."""
+    path = block.path
+    while True:
+        prefix = f"{path}." if path else ""
+        weight: dict[str, int] = {}
+        for name in block.branch:
+            target = str(flow.by_name[name].target)
+            size = flow.parameter_count(flow.by_name[name])
+            if size and target.startswith(prefix):
+                child = prefix + target[len(prefix) :].split(".")[0]
+                weight[child] = weight.get(child, 0) + size
+        if not weight:
+            return path or None
+        path = max(weight, key=weight.__getitem__)
+        module = dict(flow.root.named_modules()).get(path)
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return path
 
 
 def _forbid_inplace(surgeon: Surgeon, bodies: list[Body]) -> None:

@@ -58,6 +58,7 @@ class Reversible(nn.Module):
         self.__dict__["rewired"] = replace(rewired, root=self)
         self.__dict__["tolerance"] = tolerance
         self.__dict__["reversible"] = True
+        self.__dict__["check_every"] = 50
         self.__dict__["_plans"] = {}
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
@@ -65,6 +66,8 @@ class Reversible(nn.Module):
     tolerance: float | None
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
+    check_every: int
+    """How often, in forward passes, a chain compares its reconstructed input with the original."""
     _plans: dict[int, tuple[_Step, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +127,7 @@ class Reversible(nn.Module):
         """The body's steps, compiled on first use."""
         key = id(body)
         if key not in self._plans:
-            self._plans[key] = _steps(body, self, self.tolerance)
+            self._plans[key] = _steps(body, self)
         return self._plans[key]
 
 
@@ -192,7 +195,7 @@ def _widened_streams(
     return a.float(), b.float(), narrow, narrow
 
 
-def _steps(body: Body, root: nn.Module, tolerance: float | None) -> tuple[_Step, ...]:
+def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
     """Group couplings into chains, compile everything, and find when values die."""
     runs = _chains(body)
     last_use: dict[str, int] = {}
@@ -214,7 +217,7 @@ def _steps(body: Body, root: nn.Module, tolerance: float | None) -> tuple[_Step,
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
-            code = Chain(blocks, tolerance)
+            code = Chain(blocks, root.tolerance, root.check_every)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
         steps.append(_Step(code, inputs, outputs, drop))
     return tuple(steps)

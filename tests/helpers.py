@@ -1,0 +1,58 @@
+"""What several test files need: gradients of a net, and how far two sets of them are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def gradients(net: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> dict[str, Tensor]:
+    """Outputs, gradients of parameters and of floating inputs, and buffers after one step."""
+    net.zero_grad()
+    args = pytree.tree_map(_leaf, args)
+    torch.manual_seed(seed)
+    outputs = pytree.tree_leaves(net(*args, **kwargs))
+    outputs = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+    generator = torch.Generator().manual_seed(seed)
+    weighted = [
+        (o * torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)).sum()
+        for o in outputs
+    ]
+    torch.stack([w.double() for w in weighted]).sum().backward()
+    found = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    found |= {f"grad {n}": p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    inputs = pytree.tree_leaves(args)
+    found |= {
+        f"input {i}": t.grad.clone()
+        for i, t in enumerate(inputs)
+        if isinstance(t, Tensor) and t.grad is not None
+    }
+    return found | {f"buffer {n}": b.clone() for n, b in net.named_buffers()}
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().clone().requires_grad_()
+    return value
+
+
+def worst(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest deviation, relative to each tensor's largest element, and where it is.
+
+    Rounding noise of 1e-14 times the largest tensor is not counted: some gradients (of a bias
+    before a batch norm) are zero in exact arithmetic and nothing but noise in floating point.
+    """
+    assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
+    largest = max(float(t.abs().max()) for t in expected.values() if t.numel())
+    deviations = []
+    for name, want in expected.items():
+        if not want.numel():
+            continue
+        difference = float((want.double() - actual[name].double()).abs().max())
+        scale = max(float(want.abs().max()), 1e-30)
+        deviations.append((max(difference - 1e-14 * largest, 0.0) / scale, name))
+    return max(deviations)

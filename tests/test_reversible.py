@@ -1,0 +1,362 @@
+"""The spine: gradients without stored activations equal autograd's on the same rewired graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from tests.helpers import gradients, worst
+
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "resnet18": ({"drop_path_rate": 0.3, "zero_init_last": False}, 64),
+    "resnetv2_18": ({"drop_path_rate": 0.3}, 64),
+    "vit_tiny_patch16_224": (
+        {"img_size": 32, "patch_size": 8, "depth": 4, "drop_path_rate": 0.3, "attn_drop_rate": 0.2,
+         "proj_drop_rate": 0.1, "pos_drop_rate": 0.1},
+        32,
+    ),
+    "swin_tiny_patch4_window7_224": (
+        {"img_size": 56, "depths": (2, 2), "num_heads": (2, 4), "embed_dim": 24,
+         "drop_path_rate": 0.3, "attn_drop_rate": 0.2},
+        56,
+    ),
+    "swinv2_tiny_window8_256": (
+        {"img_size": 64, "depths": (2, 2), "num_heads": (2, 4), "embed_dim": 24,
+         "drop_path_rate": 0.3},
+        64,
+    ),
+    "convnext_atto": ({"depths": (2, 2, 2, 2), "drop_path_rate": 0.3, "ls_init_value": 0.5}, 32),
+    "efficientnet_b0": ({"drop_path_rate": 0.3}, 32),
+    "mobilenetv3_small_050": ({"drop_path_rate": 0.3}, 32),
+    "regnetx_002": ({"drop_path_rate": 0.3}, 32),
+    "cait_xxs24_224": (
+        {"img_size": 32, "patch_size": 8, "depth": 2, "drop_path_rate": 0.3, "init_values": 0.5}, 32
+    ),
+    "xcit_nano_12_p8_224": ({"img_size": 32, "depth": 2, "drop_path_rate": 0.3, "eta": 0.5}, 32),
+    "poolformerv2_s12": ({"drop_path_rate": 0.3}, 32),
+    "gmlp_ti16_224": ({"img_size": 32, "drop_path_rate": 0.3}, 32),
+    "dpn48b": ({}, 32),
+    "repvit_m1": ({}, 64),
+    "beit_base_patch16_224": (
+        {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 2, "depth": 3,
+         "drop_path_rate": 0.3, "init_values": 0.5},
+        32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_equal_stored_activations(name: str) -> None:
+    options, size = FAMILIES[name]
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=7, **options).double()
+    x = torch.randn(3, 3, size, size, dtype=torch.float64)
+    net = revcompile.reversify(model, x, check="off").train()
+    assert net.rewired.couplings, "nothing became reversible, so nothing is tested"
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    deviation, where = worst(gradients(reference, x), gradients(net, x))
+    assert deviation < 1e-10, where
+
+
+def test_the_reference_really_stores_activations_and_the_chain_does_not() -> None:
+    net = revcompile.reversify(_Stack(8), torch.randn(2, 16)).train()
+    x = torch.randn(4, 16)
+    assert _saved_bytes(net, x) < _saved_bytes_stored(net, x) / 3
+
+
+class _Stack(nn.Module):
+    """Residual blocks with everything that makes recomputation hard."""
+
+    def __init__(self, depth: int, width: int = 16, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout)
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _saved_bytes(net: nn.Module, x: Tensor) -> int:
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        net(x).sum()
+    return sum(saved.values())
+
+
+def _saved_bytes_stored(net: nn.Module, x: Tensor) -> int:
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    return _saved_bytes(stored, x)
+
+
+def _pair(model: nn.Module, x: Tensor) -> tuple[nn.Module, nn.Module]:
+    net = revcompile.reversify(model, x).train()
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    return net, reference
+
+
+def test_batch_norm_statistics_move_once_a_step() -> None:
+    net, reference = _pair(_Stack(4).double(), torch.randn(2, 16).double())
+    x = torch.randn(8, 16).double()
+    for _ in range(3):
+        gradients(net, x)
+        gradients(reference, x)
+    for (name, have), (_, want) in zip(net.named_buffers(), reference.named_buffers(), strict=True):
+        assert torch.allclose(have.double(), want.double(), atol=1e-12), name
+    assert int(net.get_buffer("blocks.0.1.num_batches_tracked")) == 3
+
+
+def test_no_grad_forward_in_training_mode_moves_statistics_like_any_module() -> None:
+    net, _ = _pair(_Stack(2), torch.randn(2, 16))
+    with torch.no_grad():
+        net(torch.randn(8, 16))
+    assert int(net.get_buffer("blocks.0.1.num_batches_tracked")) == 1
+
+
+def test_masks_are_replayed_with_several_calls_in_flight() -> None:
+    net, reference = _pair(_Stack(4).double(), torch.randn(2, 16).double())
+    found = []
+    for module in (net, reference):
+        torch.manual_seed(3)
+        xs = [torch.randn(5, 16).double() for _ in range(3)]
+        outputs = [module(x) for x in xs]
+        for output in reversed(outputs):
+            (output**2).sum().backward()
+        found.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    assert worst(found[1], found[0])[0] < 1e-10
+
+
+def test_random_state_after_a_step_is_that_of_a_plain_step() -> None:
+    net, reference = _pair(_Stack(4), torch.randn(2, 16))
+    states = []
+    for module in (net, reference):
+        torch.manual_seed(5)
+        module(torch.randn(4, 16)).sum().backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
+
+
+def test_gradient_accumulation() -> None:
+    net, reference = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    found = []
+    for module in (net, reference):
+        torch.manual_seed(0)
+        for _ in range(4):
+            (module(torch.randn(4, 16).double()) ** 2).mean().backward()
+        found.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    assert worst(found[1], found[0])[0] < 1e-10
+
+
+def test_eval_mode_is_a_plain_forward_that_can_be_differentiated_twice() -> None:
+    net, _ = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    net.eval()
+    x = torch.randn(2, 16).double().requires_grad_()
+    (first,) = torch.autograd.grad((net(x) ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), x)
+    assert second.abs().sum() > 0
+
+
+def test_frozen_parameters_and_inputs_without_gradient() -> None:
+    net, reference = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    for module in (net, reference):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("blocks.1" in name)
+    x = torch.randn(4, 16).double()
+    found = gradients(net, x)
+    assert worst(gradients(reference, x), found)[0] < 1e-10
+    assert not any(n.startswith("grad blocks.0") for n in found)
+
+
+def test_autocast_is_replayed_and_streams_stay_float32() -> None:
+    net, reference = _pair(_Stack(6, dropout=0.0), torch.randn(2, 16))
+    x = torch.randn(8, 16)
+    found = []
+    for module in (net, reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(x)
+        assert output.dtype is torch.float32
+        module.zero_grad()
+        (output**2).mean().backward()
+        found.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    assert worst(found[1], found[0])[0] < 2e-2
+
+
+def test_bfloat16_model_trains_with_float32_streams() -> None:
+    model = _Stack(6, dropout=0.0).bfloat16()
+    x = torch.randn(8, 16).bfloat16()
+    net = revcompile.reversify(model, x).train()
+    output = net(x)
+    assert output.dtype is torch.bfloat16
+    output.float().sum().backward()
+    assert revcompile.check_invertible(net, x).worst[1] < 1e-5
+
+
+def test_channels_last_and_non_contiguous_inputs() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("resnet18", num_classes=5, zero_init_last=False).double()
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    net, reference = _pair(model, x)
+    for view in (x.contiguous(memory_format=torch.channels_last), x[::2], x.transpose(2, 3)):
+        assert worst(gradients(reference, view), gradients(net, view))[0] < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_torch_compile_gives_the_same_gradients() -> None:
+    net, _ = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    x = torch.randn(4, 16).double()
+    want = gradients(copy.deepcopy(net), x)
+    compiled = torch.compile(net, backend="aot_eager")
+    torch.manual_seed(0)
+    found = gradients(compiled, x)
+    found = {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+    assert worst(want, found)[0] < 1e-10
+
+
+class _SpectralStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def test_buffers_a_branch_changes_are_replayed() -> None:
+    net, reference = _pair(_SpectralStack().double(), torch.randn(2, 8).double())
+    x = torch.randn(4, 8).double()
+    for _ in range(3):
+        assert worst(gradients(reference, x), gradients(net, x))[0] < 1e-10
+
+
+class _SideInputs(nn.Module):
+    """Cross attention: a mask and a memory travel beside the stream and get their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.key = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
+        for query, key in zip(self.query, self.key, strict=True):
+            attention = F.softmax(query(x) @ key(memory).transpose(1, 2) * scale, dim=-1)
+            x = x + attention @ memory
+        return {"x": x, "mean": x.mean()}
+
+
+def test_side_inputs_receive_their_gradient() -> None:
+    torch.manual_seed(0)
+    shape = (3, 5, 8)
+    x, memory = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    scale = torch.rand(3, 5, 5, dtype=torch.float64)
+    net = revcompile.reversify(_SideInputs().double(), (x, memory), {"scale": scale}).train()
+    assert len(net.rewired.couplings) == 3
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    want = gradients(reference, x, memory, scale=scale)
+    assert worst(want, gradients(net, x, memory, scale=scale))[0] < 1e-10
+    assert "input 1" in want
+    assert set(net(x, memory, scale=scale)) == {"x", "mean"}
+
+
+def test_tied_weights_across_blocks() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = x + torch.tanh(self.shared(x))
+            return x
+
+    net, reference = _pair(Tied().double(), torch.randn(2, 8).double())
+    x = torch.randn(4, 8).double()
+    assert worst(gradients(reference, x), gradients(net, x))[0] < 1e-10
+    assert len(list(net.parameters())) == 2
+
+
+def test_a_chain_that_cannot_be_inverted_is_refused_before_training() -> None:
+    class Exploding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = x + 1e9 * self.linear(x)
+            return x
+
+    model = Exploding()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(revcompile.RevcompileError, match="reconstructs its input only to"):
+        revcompile.reversify(model, torch.randn(2, 8))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_chain_that_becomes_uninvertible_stops_the_training() -> None:
+    net, _ = _pair(_Stack(4, dropout=0.0), torch.randn(2, 16))
+    net.check_every = 1
+    with torch.no_grad():
+        net.get_parameter("blocks.3.1.weight").fill_(1e9)
+    with pytest.raises(revcompile.RevcompileError, match=r"blocks\.0 \.\. blocks\.3 reconstruct"):
+        net(torch.randn(8, 16)).sum().backward()
+
+
+def test_check_invertible_reports_every_block() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=3)
+    report = revcompile.check_invertible(model, torch.randn(2, 3, 32, 32))
+    assert [name for name, _ in report.errors] == [
+        f"blocks.{i}.{part}" for i in range(3) for part in ("attn", "mlp")
+    ]
+    assert report.ok and "blocks.2.mlp" in str(report)
+
+
+def test_wrong_call_is_a_clear_error() -> None:
+    net, _ = _pair(_Stack(2), torch.randn(2, 16))
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: net(), "missing a required argument: 'x'"),
+        (lambda: net([torch.randn(2, 16)]), "another structure"),
+        (lambda: net("text"), "expected a tensor for x, got 'text'"),
+    ]
+    for call, words in cases:
+        with pytest.raises(revcompile.RevcompileError, match=words):
+            call()
+
+
+def test_deepcopy_and_state_dict_round_trip() -> None:
+    net, _ = _pair(_Stack(3), torch.randn(2, 16))
+    x = torch.randn(4, 16)
+    net(x)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        twin.get_parameter("blocks.0.0.weight").zero_()
+    net.eval(), twin.eval()
+    assert not torch.equal(net(x), twin(x))
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(net(x), twin(x))
