@@ -14,6 +14,7 @@ from torch import fx, nn
 from revcompile.compiler.flow import Flow, tensor_type
 from revcompile.compiler.residual import is_activation
 from revcompile.compiler.surgery import Surgeon
+from revcompile.ir import Residual
 
 __all__ = ["enter_widened", "leave_concatenated"]
 
@@ -70,20 +71,20 @@ def enter_widened(flow: Flow, surgeon: Surgeon, x: fx.Node) -> int | None:
 def leave_concatenated(
     flow: Flow,
     surgeon: Surgeon,
-    outs: set[fx.Node],
+    blocks: Sequence[Residual],
     inside: set[fx.Node],
     *,
     inner: bool,
     last: bool,
-    blocks: Sequence[fx.Node],
 ) -> dict[fx.Node, int]:
     """Ends of chains whose next dense layer takes both streams: value -> concat dimension."""
     ends: dict[fx.Node, int] = {}
-    for out in sorted(outs, key=flow.index.__getitem__):
+    starts = [flow.by_name[block.x] for block in blocks]
+    for out in flow.in_order(block.out for block in blocks):
         users = [u for u in flow.users(out) if u.op != "output"]
         if len(users) != 1 or users[0] in inside or len(flow.users(out)) != 1:
             continue
-        is_last = not any(flow.depends(x, out) or x is out for x in blocks)
+        is_last = not any(flow.depends(x, out) or x is out for x in starts)
         if not (last if is_last else inner):
             continue
         dimension = _double_consumer(flow, surgeon, users[0])

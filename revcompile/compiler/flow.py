@@ -173,6 +173,16 @@ class Flow:
         name = getattr(node.target, "__name__", "").split(".")[0]
         return node.op == "call_function" and name in _WEIGHTED_FUNCTIONS
 
+    def in_order(self, names: Iterable[str]) -> list[fx.Node]:
+        """Nodes by name, in the graph's order."""
+        return sorted((self.by_name[name] for name in names), key=self.index.__getitem__)
+
+    def module_name(self, node: fx.Node) -> str:
+        """The class of the module a node calls, or nothing."""
+        if node.op != "call_module":
+            return ""
+        return type(self.root.get_submodule(str(node.target))).__name__
+
     def parameter_count(self, node: fx.Node) -> int:
         """How many parameters the node itself brings in."""
         if node.op == "call_module":

@@ -1,0 +1,229 @@
+"""Where things go: regions between blocks, and what each region sees of the others.
+
+Blocks are units in a row; everything else is computed in the region before the first unit that
+could need it, as early as its inputs allow. A captured value is one live value, or, as the
+output of a block, a pair of streams, which whoever is not a block sees fused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from revcompile.compiler.flow import Flow, tensor_type
+from revcompile.compiler.links import build_link, link_source
+from revcompile.compiler.region import Region
+from revcompile.ir import TYPE, VALUE, Link, Live, Residual, ResidualKind
+from revcompile.ops import fuse_mean, shape
+
+__all__ = ["Pair", "Placement"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two live values that stand for one captured value."""
+
+    a: str
+    b: str
+
+
+class Placement:
+    """Which captured values are pairs, which block computes what, and the regions so far."""
+
+    def __init__(self, flow: Flow, blocks: list[Residual]) -> None:
+        self.flow, self.blocks = flow, blocks
+        self.by_out = {flow.by_name[b.out]: b for b in blocks}
+        self.extras = {flow.by_name[n] for b in blocks for n in b.extras}
+        self.starts = {flow.by_name[b.x] for b in blocks}
+        self.owner = self._owners()
+        self.pairs: dict[fx.Node, Pair] = {}
+        self.levels: dict[fx.Node, int] = {}
+        self.regions = [Region(flow) for _ in range(len(blocks) + 1)]
+        self.types: dict[str, object] = {}
+        self.concatenated: Mapping[fx.Node, int] = {}
+        self.links: dict[fx.Node, tuple[fx.Node, Link]] = {}
+        self._find_links()
+
+    # -- who computes what --------------------------------------------------------------------
+
+    def _owners(self) -> dict[fx.Node, Residual]:
+        """Nodes that are computed inside a block (sizes may be computed outside as well)."""
+        owner: dict[fx.Node, Residual] = {}
+        for block in self.blocks:
+            for name in (*block.branch, *block.shortcut, *block.adds, *block.post):
+                node = self.flow.by_name[name]
+                if node not in self.flow.constant:
+                    owner[node] = block
+            if block.shortcut_term and block.shortcut_term != block.x:
+                node = self.flow.by_name[block.shortcut_term]
+                while node.name != block.x and node not in owner:  # nn.Identity on the shortcut
+                    owner[node] = block
+                    node = node.all_input_nodes[0]
+        shared = self.flow.plain | self.flow.derived
+        sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in shared]
+        for node in sizes:  # users first: a size read outside takes what it is made from along
+            inside = owner[node]
+            if any(u not in owner or owner[u] is not inside for u in node.users):
+                del owner[node]
+        return owner
+
+    def _find_links(self) -> None:
+        """Blocks that start from another arrangement of an earlier block's output."""
+        for block in self.blocks:
+            x = node = self.flow.by_name[block.x]
+            while node not in self.by_out:
+                source = link_source(self.flow, node)
+                if source is None or node in self.owner:
+                    break
+                node = source
+            if node in self.by_out and node is not x:
+                link = build_link(self.flow, node, x)
+                if link is not None:
+                    self.links[x] = (node, link)
+
+    def link_only(self, node: fx.Node) -> bool:
+        """Is a linked value read by blocks alone (no need to compute it outside)?"""
+        return all(self.reads_pair(u, node) for u in node.users)
+
+    def block_only(self, node: fx.Node) -> bool:
+        """Is the value computed anew wherever it is read?"""
+        if node in self.flow.constant:
+            return True
+        anywhere = node in self.flow.derived and node not in self.starts
+        return anywhere and all(user in self.owner for user in node.users)
+
+    def reads_pair(self, user: fx.Node, node: fx.Node) -> bool:
+        """Is the user part of a block that starts from the value?"""
+        block = self.owner.get(user)
+        return block is not None and block.x == node.name
+
+    def entries(self) -> list[fx.Node]:
+        """Values at which two streams begin."""
+        xs = dict.fromkeys(self.flow.by_name[b.x] for b in self.blocks)
+        return [x for x in xs if x not in self.by_out and x not in self.links]
+
+    # -- placing a value outside the blocks ----------------------------------------------------
+
+    def place(self, node: fx.Node) -> None:
+        """Compute a node outside the blocks, as early as its inputs allow."""
+        if not node.users and node.op != "call_module" and node not in self.flow.effects:
+            return
+        if node in self.flow.plain:
+            self._place_size(node)
+            return
+        level = max((self.level(i) for i in node.all_input_nodes), default=0)
+        self.levels[node] = level
+        region = self.regions[level]
+        copy = region.copy(node, lambda n: self.outside(region, n))
+        region.defined[node.name] = copy
+        self.types[node.name] = node.meta.get(TYPE)
+
+    def _place_size(self, node: fx.Node) -> None:
+        """Sizes of streams and of values inside blocks are had without touching those."""
+        sources = [self._same_shape(i) for i in node.all_input_nodes]
+        free = all(
+            (s in self.levels and s not in self.by_out) or self.flow.anywhere(s) for s in sources
+        )
+        values = node.meta.get(VALUE)
+        if not free and values is not None:
+            level = 0
+            copy = self._known_size(values, like=node)
+        else:
+            level = max((self.level(s) for s in sources), default=0)
+            region = self.regions[level]
+            copy = region.copy_size(node, lambda n: self._sized(region, n))
+        self.levels[node] = level
+        self.regions[level].bind(node, copy)
+        self.regions[level].defined[node.name] = copy
+        self.types[node.name] = None
+
+    def _known_size(self, values: tuple[Any, Any], like: fx.Node) -> fx.Node:
+        """A size from the batch size alone: `k * batch + r`, as seen at two batch sizes."""
+        region = self.regions[0]
+        if isinstance(values[0], tuple):
+            dims = [self._known_size(pair, like) for pair in zip(*values, strict=True)]
+            return region.call(shape, *dims, like=like)
+        slope = values[1] - values[0]
+        if not slope:
+            return region.call(int, values[0], like=like)
+        source, batch = self._batched_input()
+        size = region.call(torch.Tensor.size, region.input(source.name, like=source), 0, like=like)
+        scaled = region.call(operator.mul, size, slope, like=like)
+        return region.call(operator.add, scaled, values[0] - slope * batch, like=like)
+
+    def _batched_input(self) -> tuple[fx.Node, int]:
+        """An input whose first dimension is the batch, and the example's batch size."""
+        for node in self.flow.nodes:
+            kind = tensor_type(node)
+            if node.op == "placeholder" and kind is not None and kind.per_sample[:1] == (1,):
+                return node, kind.batch
+        raise AssertionError("a size depends on the batch, but no input does")
+
+    def level(self, node: fx.Node) -> int:
+        """How many units must have run before the value is there."""
+        if node in self.flow.constant:
+            return 0
+        return self.levels[node] if node in self.levels else self.levels[self.links[node][0]]
+
+    def _same_shape(self, node: fx.Node) -> fx.Node:
+        """An earlier value of the same shape: asking for a size must not break a chain."""
+        while node in self.by_out and self.by_out[node].kind is not ResidualKind.PROJECTED:
+            x = self.flow.by_name[self.by_out[node].x]
+            if x in self.links and self.link_only(x):
+                break
+            node = x
+        return node
+
+    def _sized(self, region: Region, node: fx.Node) -> fx.Node:
+        """A value whose size is asked for: one of two streams is enough."""
+        node = self._same_shape(node)
+        if node in self.pairs:
+            return region.input(self.pairs[node].b, like=node)
+        return region.value(node, lambda n: self.outside(region, n))
+
+    # -- what is seen from elsewhere ----------------------------------------------------------
+
+    def outside(self, region: Region, node: fx.Node) -> fx.Node:
+        """A value computed elsewhere, as this region sees it: two streams are fused."""
+        pair = self.pairs.get(node)
+        if pair is None:
+            return region.input(node.name, like=node)
+        a, b = region.input(pair.a, like=node), region.input(pair.b, like=node)
+        if node in self.concatenated:
+            fused = region.call(torch.cat, (a, b), self.concatenated[node], like=node)
+        else:
+            fused = region.call(fuse_mean, a, b, like=node)
+        region.defined[f"{node.name}_fused"] = fused
+        return fused
+
+    def side_reader(self, region: Region) -> Callable[[fx.Node], fx.Node]:
+        """Side values of a unit; those that are pairs are fused in the region before it."""
+
+        def value(node: fx.Node) -> fx.Node:
+            if node not in self.pairs:
+                return region.input(node.name, like=node)
+            return region.input(self._fused(node), like=node)
+
+        return value
+
+    def result(self, leaf: object) -> object:
+        """Where one of the model's flat outputs is found."""
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if leaf not in self.pairs and leaf not in self.flow.constant:
+            return Live(leaf.name)
+        return Live(self._fused(leaf))
+
+    def _fused(self, node: fx.Node) -> str:
+        """The live value of a pair seen as one, made where the pair is."""
+        region = self.regions[self.level(node)]
+        fused = region.value(node, lambda n: self.outside(region, n))
+        name = next((k for k, v in region.defined.items() if v is fused), f"{node.name}_fused")
+        region.defined[name] = fused
+        self.types[name] = node.meta.get(TYPE)
+        return name

@@ -1,0 +1,195 @@
+"""The rules: what becomes of a residual block in the two-stream model.
+
+A rule says which blocks it takes and makes a segment of one. They are tried in order; to handle
+another kind of block, write a rule and put it into `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from revcompile.compiler.flow import Flow, tensor_type
+from revcompile.compiler.placement import Pair, Placement
+from revcompile.compiler.region import Region
+from revcompile.compiler.surgery import Surgeon
+from revcompile.ir import Coupling, Link, Opaque, Residual, ResidualKind, Segment
+
+__all__ = ["RULES", "Couple", "Rule", "Streams", "Transition"]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A block's two streams before it, how they are rearranged for it, and after it."""
+
+    before: Pair
+    link: Link | None
+    after: Pair
+
+
+class Rule(Protocol):
+    """Turns one kind of block into a segment."""
+
+    def applies(self, block: Residual) -> bool:
+        """Is this the rule for the block?"""
+        ...
+
+    def segment(
+        self, name: str, block: Residual, streams: Streams, place: Placement, surgeon: Surgeon
+    ) -> Segment:
+        """The block as a segment."""
+        ...
+
+
+class Couple:
+    """`x + F(x)` becomes `(a, b) -> (b, a + F(b))`; an activation after the sum joins F.
+
+    A scaled shortcut `s*x + F(x)` is `x + (s*x + F(x) - x)`, so the scale joins F too.
+    """
+
+    def applies(self, block: Residual) -> bool:
+        """Every block whose shortcut keeps the shape."""
+        return block.kind is not ResidualKind.PROJECTED
+
+    def segment(
+        self, name: str, block: Residual, streams: Streams, place: Placement, surgeon: Surgeon
+    ) -> Segment:
+        """A reversible segment."""
+        flow = place.flow
+        x = flow.by_name[block.x]
+        region = Region(flow)
+        b = region.keep = region.input("b", like=x)
+        region.bind(x, b)
+        value = place.side_reader(region)
+        _copy_all(region, block.branch, value)
+        terms = [region.value(flow.by_name[term], value) for term in block.terms]
+        addend = terms[0]
+        for term in terms[1:]:
+            addend = region.call(torch.add, addend, term, like=x)
+        if not block.shortcut_term:
+            addend = region.call(torch.sub, addend, b, like=x)
+        addend = _post(region, block, addend, value)
+        extras = [region.value(flow.by_name[extra], value) for extra in block.extras]
+        branch = region.finish((addend, *extras) if extras else addend)
+        return Coupling(
+            name=name,
+            kind=block.kind,
+            streams_in=(streams.before.a, streams.before.b),
+            streams_out=(streams.after.a, streams.after.b),
+            sides=tuple(side for side in region.inputs if side != "b"),
+            branch=branch,
+            link=streams.link,
+            extras=block.extras,
+        )
+
+
+class Transition:
+    """`P(x) + F(x)` becomes `(a, b) -> (s(b), P(a) + F(b))`: two streams stay two.
+
+    `s(b)` is the branch's first layer that already has the output's shape; where there is none
+    (a bottleneck), a second copy of the shortcut, with parameters of its own.
+    """
+
+    def applies(self, block: Residual) -> bool:
+        """Every block with a projected shortcut."""
+        return block.kind is ResidualKind.PROJECTED
+
+    def segment(
+        self, name: str, block: Residual, streams: Streams, place: Placement, surgeon: Surgeon
+    ) -> Segment:
+        """An opaque segment from two streams to two."""
+        flow = place.flow
+        x, total = flow.by_name[block.x], flow.by_name[block.total]
+        region = Region(flow)
+        a, b = (region.input(s, like=x) for s in (streams.before.a, streams.before.b))
+        if streams.link is not None:
+            a, b = (_linked(region, streams.link, stream) for stream in (a, b))
+        value = place.side_reader(region)
+        region.bind(x, b)
+        _copy_all(region, block.branch, value)
+        shaped = _first_shaped(flow, block)
+        if shaped is not None:
+            first = region.value(shaped, value)
+        else:
+            first = _project(region, block, b, value, surgeon)
+        branch = region.value(flow.by_name[block.terms[0]], value)
+        branch = _post(region, block, branch, value)
+        second = region.call(torch.add, _project(region, block, a, value), branch, like=total)
+        graph = region.finish((first, second))
+        return Opaque(
+            name=name,
+            inputs=tuple(region.inputs),
+            outputs=(streams.after.a, streams.after.b),
+            graph=graph,
+            reason="its shortcut is projected to another shape",
+        )
+
+
+RULES: tuple[Rule, ...] = (Couple(), Transition())
+
+
+def _copy_all(region: Region, names: frozenset[str], value: Callable[[fx.Node], fx.Node]) -> None:
+    flow = region.flow
+    for node in flow.in_order(names):
+        if node not in flow.constant and not region.has(node):
+            region.copy(node, value)
+
+
+def _post(
+    region: Region, block: Residual, addend: fx.Node, value: Callable[[fx.Node], fx.Node]
+) -> fx.Node:
+    """Apply the activation that followed the sum."""
+    region.bind(region.flow.by_name[block.total], addend)
+    for name in block.post:
+        addend = region.copy(region.flow.by_name[name], value)
+    return addend
+
+
+def _linked(region: Region, link: Link, stream: fx.Node) -> fx.Node:
+    placeholders = [n for n in link.forward.nodes if n.op == "placeholder"]
+    copies = {placeholders[0]: stream}
+    copies |= {p: region.input(p.name) for p in placeholders[1:]}
+    outputs = region.graph.graph_copy(link.forward, copies)
+    assert isinstance(outputs, tuple) and isinstance(outputs[0], fx.Node)
+    return outputs[0]
+
+
+def _project(
+    region: Region,
+    block: Residual,
+    stream: fx.Node,
+    value: Callable[[fx.Node], fx.Node],
+    copying: Surgeon | None = None,
+) -> fx.Node:
+    """P on one stream. Given a surgeon, a copy of P whose parameters start equal."""
+    flow = region.flow
+    local: dict[fx.Node, fx.Node] = {flow.by_name[block.x]: stream}
+
+    def source(node: fx.Node) -> fx.Node:
+        return local[node] if node in local else region.value(node, value)
+
+    for node in flow.in_order(block.shortcut):
+        if node in flow.constant:
+            continue
+        for i in node.all_input_nodes:
+            source(i)
+        local[node] = region.graph.node_copy(node, source)
+        if copying is not None and node.op == "call_module" and flow.parameter_count(node):
+            local[node].target = copying.duplicate(str(node.target))
+    return source(flow.by_name[block.shortcut_term])
+
+
+def _first_shaped(flow: Flow, block: Residual) -> fx.Node | None:
+    """The branch's first layer (with its norm), short of its last, of the output's shape."""
+    wanted = tensor_type(flow.by_name[block.total])
+    layers = [n for n in flow.in_order(block.branch) if flow.is_weighted(n)]
+    for layer in layers[:-1]:
+        users = flow.users(layer)
+        unit = users[0] if len(users) == 1 and "Norm" in flow.module_name(users[0]) else layer
+        if tensor_type(unit) == wanted:
+            return unit
+    return None
