@@ -107,7 +107,8 @@ class Signature:
     """How a call of the model maps to the graph's placeholders and back.
 
     Arguments are flattened as a pytree: tensors become placeholders in order, everything else
-    was fixed when the model was captured and is only compared.
+    was fixed when the model was captured and is only compared. `eval_out_spec` is there only if
+    the model returns another structure in eval mode.
     """
 
     forward: inspect.Signature
@@ -117,6 +118,7 @@ class Signature:
     placeholders: tuple[str, ...]
     labels: tuple[str, ...]
     out_spec: pytree.TreeSpec
+    eval_out_spec: pytree.TreeSpec | None = None
 
 
 @dataclass(frozen=True)

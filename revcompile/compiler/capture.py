@@ -1,57 +1,33 @@
 """capture: a model and example inputs -> `Captured`.
 
-FX first, with shapes known while tracing; modules that resist become leaves, one at a time;
+FX first, with shapes known while tracing; modules that resist are kept as one piece;
 `torch.export` where FX cannot follow. No capture is trusted: the graph is run against the
 original (see `check.py`).
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
-from revcompile.compiler.check import Check, check_capture
+from revcompile.compiler.check import Check, check_capture, why_it_fails
+from revcompile.compiler.copies import copy_model, fake_copy, keep_constant, set_mode
+from revcompile.compiler.example import Example, make_example, regrown, signature_of
 from revcompile.compiler.exported import export_capture
 from revcompile.compiler.modes import first_difference, merge_modes
+from revcompile.compiler.rng import rng_kept
 from revcompile.compiler.simplify import simplify
-from revcompile.compiler.tracer import Traced, Untraceable, fake_copy, trace
+from revcompile.compiler.tracer import Traced, Untraceable, trace
 from revcompile.errors import CaptureError, InputError
-from revcompile.ir import PATH, Captured, Frontend, Signature
+from revcompile.ir import PATH, Captured, Frontend
 
-__all__ = ["Example", "capture", "make_example"]
-
-
-@dataclass(frozen=True)
-class Example:
-    """Example arguments, flattened, at two batch sizes."""
-
-    forward: inspect.Signature
-    given: tuple[str, ...]
-    in_spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    grown: tuple[Any, ...]
-    names: tuple[str, ...]
-    labels: tuple[str, ...]
-    batch: tuple[int, int]
-
-    def tensors(self, which: int) -> list[torch.Tensor]:
-        """The tensors among the arguments at the first or the second batch size."""
-        leaves = (self.leaves, self.grown)[which]
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    def call(self, which: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` at the first or the second batch size."""
-        leaves = (self.leaves, self.grown)[which]
-        args, kwargs = pytree.tree_unflatten(list(leaves), self.in_spec)
-        return args, kwargs
+__all__ = ["Example", "capture", "keep_constant", "make_example", "set_mode", "signature_of"]
 
 
 def capture(
@@ -73,13 +49,13 @@ def capture(
     leaf_paths = _leaf_paths(model, leaf_modules)
     failures: list[str] = []
     for attempt in (Frontend.FX, Frontend.EXPORT) if frontend is None else (frontend,):
-        make = _capture_fx if attempt is Frontend.FX else export_capture
         try:
-            captured = make(model, example, leaf_paths)
+            with rng_kept():
+                captured, example = _capture_with(attempt, model, example, leaf_paths)
+                problem = check_capture(model, captured, example, level)
         except Untraceable as error:
             failures.append(f"{attempt.value} stopped in {error}")
             continue
-        problem = check_capture(model, captured, example, level)
         if problem is None:
             return captured
         failures.append(f"{attempt.value} gave a graph that is not the model: {problem}")
@@ -93,199 +69,101 @@ def capture(
     )
 
 
-def make_example(
-    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None
-) -> Example:
-    """Bind and flatten example arguments, and derive a second batch size."""
-    args = _as_args(model, example_inputs, example_kwargs)
-    kwargs = dict(example_kwargs or {})
+def _capture_with(
+    frontend: Frontend, model: nn.Module, example: Example, leaf_paths: frozenset[str]
+) -> tuple[Captured, Example]:
+    """Capture; where that fails because of the example, say so or read it another way."""
+    make = _capture_fx if frontend is Frontend.FX else export_capture
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
+        captured = make(model, example, leaf_paths)
+    except Untraceable:
+        fitting = _fitting(model, example)
+        if fitting is example:
+            raise
+        captured, example = make(model, fitting, leaf_paths), fitting
+    if example.batch[0] == example.batch[1]:
+        note = f"the batch size is fixed at {example.batch[0]}: the model fails at any other"
+        captured = replace(captured, notes=(*captured.notes, note))
+    return captured, example
+
+
+def _fitting(model: nn.Module, example: Example) -> Example:
+    """The example, grown along a dimension along which the model lets it grow."""
+    if any(t.is_meta for t in (*model.parameters(), *example.tensors(0))):
+        return example
+    error = why_it_fails(model, example, 0)
+    if error is not None:
         raise InputError(
-            f"capture: the example inputs do not fit {type(model).__name__}.forward"
-            f"{inspect.signature(model.forward)}: {error}"
-        ) from None
-    parameters = tuple(bound.signature.parameters)
-    with_paths, in_spec = pytree.tree_flatten_with_path((bound.args, bound.kwargs))
-    leaves = [leaf for _, leaf in with_paths]
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if not where:
-        raise InputError("capture: no tensor among the example inputs, so there is no graph")
-    first = next((leaves[i] for i in where if leaves[i].dim()), None)
-    size = 1 if first is None else first.shape[0]
-    batched = [i for i in where if leaves[i].dim() and leaves[i].shape[0] == size]
-    if size == 1:
-        for i in batched:
-            leaves[i] = torch.cat([leaves[i], leaves[i]])
-        size = 2
-    grown = list(leaves)
-    for i in batched:
-        grown[i] = torch.cat([leaves[i], leaves[i][:1]])
-    labels = tuple(_label(parameters, with_paths[i][0]) for i in where)
-    names = _unique(labels)
-    return Example(
-        bound.signature, tuple(bound.arguments), in_spec, tuple(leaves), tuple(grown), names, labels, (size, size + 1)
-    )
-
-
-def _as_args(
-    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
-) -> tuple[Any, ...]:
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs)
-    if example_inputs is not None:
-        return (example_inputs,)
-    if example_kwargs:
-        return ()
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    size = config.get("input_size") if isinstance(config, Mapping) else None
-    if size is None:
-        raise InputError(
-            f"capture: {type(model).__name__} says nothing about its input (no timm default_cfg);"
-            " pass example_inputs=(tensor, ...) with a batch of 2 or more"
-        )
-    channels = getattr(model, "in_chans", None)
-    size = _size_set_by_user(model, tuple(size))
-    if isinstance(channels, int):
-        size = (channels, *size[1:])
-    parameter = next(model.parameters(), torch.empty(0))
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(2, *size, generator=generator)
-    return (image.to(device=parameter.device, dtype=parameter.dtype),)
-
-
-def _size_set_by_user(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
-    """timm keeps an `img_size=` given by the user in the patch embedding, not in default_cfg."""
-    chosen = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if isinstance(chosen, (tuple, list)) and len(chosen) == 2:
-        return (size[0], *map(int, chosen))
-    return size
-
-
-def _label(parameters: tuple[str, ...], path: tuple[Any, ...]) -> str:
-    """`x`, `batch['mask']`: how a user would write the argument."""
-    (side, index), rest = (path[0].idx, path[1]), path[2:]
-    if side == 0:
-        name = parameters[min(index.idx, len(parameters) - 1)]
-    else:
-        name = str(index.key)
-    return name + "".join(str(key) for key in rest)
-
-
-def _unique(labels: tuple[str, ...]) -> tuple[str, ...]:
-    names: list[str] = []
-    for label in labels:
-        base = "".join(c if c.isalnum() else "_" for c in label).strip("_") or "x"
-        name, n = base, 1
-        while name in names:
-            name, n = f"{base}_{n}", n + 1
-        names.append(name)
-    return tuple(names)
-
-
-def _leaf_paths(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> frozenset[str]:
-    modules = dict(model.named_modules())
-    paths: set[str] = set()
-    for item in wanted:
-        if isinstance(item, str):
-            if item not in modules:
-                raise InputError(f"capture: leaf_modules names {item!r}, which the model has not")
-            paths.add(item)
-        else:
-            paths |= {path for path, module in modules.items() if isinstance(module, item)}
-    return frozenset(paths)
+            f"capture: {type(model).__name__} fails on the example inputs themselves "
+            f"({example}): {error}"
+        ) from error
+    readings = (example, *regrown(example))
+    return next(e for e in readings if why_it_fails(model, e, 1) is None)
 
 
 def _capture_fx(model: nn.Module, example: Example, leaf_paths: frozenset[str]) -> Captured:
-    """Trace both modes; make the innermost module that resists a leaf and try again."""
-    leaves, reasons = set(leaf_paths), list[str]()
+    """Trace both modes, with the same modules kept as one piece in both."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fake_copy(model, mode)
-    examples = tuple([mode.from_tensor(t) for t in example.tensors(w)] for w in (0, 1))
+    leaves, resisted = set(leaf_paths), dict[str, str]()
+    constants: dict[str, torch.Tensor] = {}
 
     def run(training: bool) -> Traced:
-        return trace(
-            set_mode(fake, model, training),
-            example.in_spec,
-            example.leaves,
-            example.names,
-            (examples[0], examples[1]),
-            mode,
-            frozenset(leaves),
-        )
+        traced = trace(set_mode(fake, model, training), model, example, mode, leaves, constants)
+        leaves.update(traced.resisted)
+        resisted.update(traced.resisted)
+        return traced
 
     while True:
-        try:
-            train, evaluation = run(True), run(False)
-        except Untraceable as error:
-            if not error.path or error.path in leaves:
-                raise
-            leaves.add(error.path)
-            reasons.append(f"{error.path} is kept as one piece: {error.cause}")
+        train, evaluation = run(True), run(False)
+        if evaluation.resisted:
             continue
-        graph = merge_modes(train.graph, evaluation.graph)
-        if graph is not None:
+        same = train.out_spec == evaluation.out_spec
+        graph = merge_modes(train.graph, evaluation.graph) if same else None
+        to_keep = () if graph is not None else _mode_dependent(model, train.graph, evaluation.graph)
+        if leaves.issuperset(to_keep):
             break
-        path = _mode_dependent_module(model, train.graph, evaluation.graph)
-        if path is None or path in leaves:
-            break
-        leaves.add(path)
-    root = copy.deepcopy(model)
-    for name, tensor in train.constants.items():
+        leaves.update(to_keep)
+    root = copy_model(model)
+    for name, tensor in (train.constants | evaluation.constants).items():
         keep_constant(root, name, tensor)
     return Captured(
         name=type(model).__name__,
         root=root,
         graph=simplify(graph if graph is not None else train.graph, root),
         eval_graph=None if graph is not None else simplify(evaluation.graph, root),
-        signature=signature_of(example, train.out_spec),
+        signature=signature_of(example, train.out_spec, None if same else evaluation.out_spec),
         frontend=Frontend.FX,
         leaves=tuple(sorted(leaves)),
-        notes=tuple(reasons),
+        notes=tuple(f"{path} is kept as one piece: {why}" for path, why in resisted.items()),
     )
 
 
-def signature_of(example: Example, out_spec: pytree.TreeSpec) -> Signature:
-    """The calling convention that goes with an example."""
-    fixed = tuple(
-        (i, leaf) for i, leaf in enumerate(example.leaves) if not isinstance(leaf, torch.Tensor)
-    )
-    return Signature(
-        example.forward, example.given, example.in_spec, fixed, example.names, example.labels, out_spec
-    )
-
-
-def set_mode(fake: nn.Module, model: nn.Module, training: bool) -> nn.Module:
-    """Put the copy in a mode; modules the user froze in eval mode stay frozen."""
-    frozen = {path for path, module in model.named_modules() if not module.training}
-    for path, module in fake.named_modules():
-        module.training = training and (not model.training or path not in frozen)
-    return fake
-
-
-def _mode_dependent_module(
-    model: nn.Module, train: fx.Graph, evaluation: fx.Graph
-) -> str | None:
-    """A childless module to make a leaf because its two modes have different structure."""
+def _mode_dependent(model: nn.Module, train: fx.Graph, evaluation: fx.Graph) -> tuple[str, ...]:
+    """Childless modules to keep whole because their two modes have different structure."""
     for node in first_difference(train, evaluation):
         path = node.meta.get(PATH, "")
-        if path and not any(model.get_submodule(path).children()):
-            return str(path)
-    return None
+        culprit = model.get_submodule(path)
+        if path and not any(culprit.children()):
+            alike = (p for p, m in model.named_modules() if type(m) is type(culprit))
+            return tuple(p for p in alike if p)
+    return ()
 
 
-def keep_constant(root: nn.Module, name: str, tensor: Any) -> None:
-    """Give the private copy a tensor that tracing found, so that it moves with the module."""
-    *parents, leaf = name.split(".")
-    owner: Any = root
-    for atom in parents:
-        owner = getattr(owner, atom)
-    existing = getattr(owner, leaf, None)
-    value = existing if isinstance(existing, torch.Tensor) else tensor
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        if isinstance(existing, torch.Tensor):
-            delattr(owner, leaf)
-        owner.register_buffer(leaf, value, persistent=False)
-
-
+def _leaf_paths(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> frozenset[str]:
+    """Paths of the modules to keep whole; a module of several names goes by its first."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first_names = {module: path for path, module in model.named_modules()}
+    paths: set[str] = set()
+    for item in [wanted] if isinstance(wanted, (str, type)) else wanted:
+        if not isinstance(item, str):
+            paths |= {path for module, path in first_names.items() if isinstance(module, item)}
+        elif item in modules:
+            paths.add(first_names[modules[item]])
+        else:
+            near = difflib.get_close_matches(item, modules, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"capture: leaf_modules names {item!r}, which the model has not{hint}")
+    if "" in paths:
+        raise InputError("capture: leaf_modules names the whole model, which leaves no graph")
+    return frozenset(paths)

@@ -1,28 +1,39 @@
 """Run a capture against the original: several tracing failures are silent.
 
 `full` compares outputs, gradients of parameters and inputs, and buffers, at two batch sizes and
-two seeds, in both modes; `fast` only outputs at the second batch size, in training mode.
+two seeds, in both modes; `fast` only outputs at the second batch size, in training mode, and in
+eval mode where the graph chooses by the mode.
 """
 
 from __future__ import annotations
 
-import copy
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler.copies import copy_model, set_mode
+from revcompile.compiler.example import Example
+from revcompile.compiler.memory import tensors_in
+from revcompile.compiler.rng import rng_kept, seed_all
 from revcompile.errors import InputError
 from revcompile.ir import Captured
+from revcompile.ops import select
 
-if TYPE_CHECKING:
-    from revcompile.compiler.capture import Example
-
-__all__ = ["Check", "check_capture", "compare", "model_unchanged", "rng_kept", "run_graph"]
+__all__ = [
+    "Check",
+    "check_capture",
+    "compare",
+    "model_unchanged",
+    "rng_kept",
+    "run_graph",
+    "why_it_fails",
+]
 
 
 class Check(enum.Enum):
@@ -42,6 +53,16 @@ class Check(enum.Enum):
             raise InputError(f"check: expected one of {known}, got {level!r}") from None
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """One comparison: at the first or second batch size, with a seed, in a mode."""
+
+    which: int
+    seed: int
+    training: bool
+    deep: bool
+
+
 def check_capture(
     model: nn.Module, captured: Captured, example: Example, level: Check
 ) -> str | None:
@@ -49,106 +70,108 @@ def check_capture(
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
     if level is Check.OFF or on_meta:
         return None
-    if level is Check.FAST:
-        return _compare_once(model, captured, example, which=1, seed=0, training=True, deep=False)
+    for trial in _full() if level is Check.FULL else _fast(captured):
+        problem = _compare_once(model, captured, example, trial)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _full() -> Iterator[_Trial]:
     for which in (0, 1):
         for seed in (0, 1):
             for training in (True, False):
-                problem = _compare_once(
-                    model, captured, example, which, seed, training=training, deep=True
-                )
-                if problem is not None:
-                    return problem
+                yield _Trial(which, seed, training, deep=True)
+
+
+def _fast(captured: Captured) -> Iterator[_Trial]:
+    yield _Trial(1, 0, training=True, deep=False)
+    chooses = captured.graph.find_nodes(op="call_function", target=select)
+    if chooses or captured.eval_graph is not None:
+        yield _Trial(1, 0, training=False, deep=False)
+
+
+def why_it_fails(model: nn.Module, example: Example, which: int) -> Exception | None:
+    """The exception the original raises in training mode on the example, if it does."""
+    reference = set_mode(copy_model(model), model, True)
+    try:
+        _run(lambda inputs: _call(reference, example, inputs), example, which, 0, deep=False)
+    except Exception as error:
+        return error
     return None
 
 
 def _compare_once(
-    model: nn.Module,
-    captured: Captured,
-    example: Example,
-    which: int,
-    seed: int,
-    *,
-    training: bool,
-    deep: bool,
+    model: nn.Module, captured: Captured, example: Example, trial: _Trial
 ) -> str | None:
-    mode = "train" if training else "eval"
-    context = f"{mode} mode, batch {example.batch[which]}, seed {seed}"
-    reference = _shadow(model)
-    root = _shadow(captured.root)
-    _match_mode(reference, model, training)
-    _match_mode(root, model, training)
+    mode = "train" if trial.training else "eval"
+    where = f"{mode} mode, batch {example.batch[trial.which]}, seed {trial.seed}"
+    reference = set_mode(copy_model(model), model, trial.training)
+    root = set_mode(copy_model(captured.root), model, trial.training)
+    how = example, trial.which, trial.seed
     try:
-        expected = _run(lambda: _call(reference, example, which), seed, deep)
+        expected = _run(lambda inputs: _call(reference, example, inputs), *how, deep=trial.deep)
     except Exception as error:
-        return f"the original itself fails in {context}: {error}" if which == 0 else None
+        if trial.which == 0:
+            return f"the original itself fails in {where}: {error}"
+        return _compare_once(model, captured, example, replace(trial, which=0))
     try:
-        actual = _run(lambda: _call_graph(captured, root, example, which), seed, deep)
+        actual = _run(lambda inputs: _call_graph(captured, root, inputs), *how, deep=trial.deep)
     except Exception as error:
-        return f"the graph fails in {context}: {type(error).__name__}: {error}"
+        return f"the graph fails in {where}: {type(error).__name__}: {error}"
     problem = compare(expected, actual)
-    if problem is None and deep:
+    if problem is None and trial.deep:
         problem = _compare_state(reference, root)
-    return f"{problem} ({context})" if problem else None
+    return f"{problem} ({where})" if problem else None
 
 
 def run_graph(graph: fx.Graph, root: nn.Module, inputs: list[torch.Tensor]) -> Any:
     """Run a graph over a root module without registering anything on it."""
-    return _Interpreter(root, graph).run(*inputs)
+    return fx.Interpreter(root, graph=graph).run(*inputs)
 
 
-class _Interpreter(fx.Interpreter):
-    """An interpreter over a graph that belongs to no GraphModule."""
-
-    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(root, graph=graph)
-
-
-def _call(model: nn.Module, example: Example, which: int) -> tuple[Any, list[torch.Tensor]]:
-    leaves, tensors = _fresh_inputs(example, which)
+def _call(model: nn.Module, example: Example, inputs: list[torch.Tensor]) -> Any:
+    tensors = iter(inputs)
+    leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, example.in_spec)
-    return model(*args, **kwargs), tensors
+    return model(*args, **kwargs)
 
 
-def _call_graph(
-    captured: Captured, root: nn.Module, example: Example, which: int
-) -> tuple[Any, list[torch.Tensor]]:
-    _, tensors = _fresh_inputs(example, which)
-    graph = captured.graph
-    if captured.eval_graph is not None and not root.training:
-        graph = captured.eval_graph
-    outputs = run_graph(graph, root, tensors)
-    return pytree.tree_unflatten(list(outputs), captured.signature.out_spec), tensors
+def _call_graph(captured: Captured, root: nn.Module, inputs: list[torch.Tensor]) -> Any:
+    graph, spec = captured.graph, captured.signature.out_spec
+    if not root.training:
+        graph = captured.eval_graph or graph
+        spec = captured.signature.eval_out_spec or spec
+    return pytree.tree_unflatten(list(run_graph(graph, root, inputs)), spec)
 
 
-def _fresh_inputs(example: Example, which: int) -> tuple[list[Any], list[torch.Tensor]]:
-    leaves: list[Any] = []
-    for leaf in (example.leaves, example.grown)[which]:
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().clone()
-            if leaf.is_floating_point():
-                leaf.requires_grad_()
-                leaf = leaf * 1  # a non-leaf: models may write into their input
-                leaf.retain_grad()
-        leaves.append(leaf)
-    return leaves, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _run(call: Any, seed: int, deep: bool) -> dict[str, Any]:
+def _run(
+    call: Callable[[list[torch.Tensor]], Any],
+    example: Example,
+    which: int,
+    seed: int,
+    *,
+    deep: bool,
+) -> dict[str, Any]:
+    """Outputs, and gradients of the inputs, by name."""
+    inputs = [t.detach().clone() for t in example.tensors(which)]
+    for tensor in inputs if deep else ():
+        # a mask of -inf is no variable, and torch may not even read one that is causal
+        tensor.requires_grad_(tensor.is_floating_point() and bool(tensor.isfinite().all()))
     with rng_kept(), torch.set_grad_enabled(deep):
-        torch.manual_seed(seed)
-        output, tensors = call()
-        flat = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-        found = {f"output {i}": t.detach() for i, t in enumerate(flat)}
+        seed_all(seed)
+        # models may write into what they are given, which must not be a leaf then
+        output = call([t * 1 if t.requires_grad else t.clone() for t in inputs])
+        flat = tensors_in(output)
+        found: dict[str, torch.Tensor | None] = {
+            f"output {i}": t.detach() for i, t in enumerate(flat)
+        }
         if deep:
             torch.manual_seed(seed)
-            scored = [t for t in flat if t.requires_grad]
-            if scored:
-                weighted = [(t * torch.randn_like(t)).sum() for t in scored]
-                torch.autograd.backward([w.real if w.is_complex() else w for w in weighted])
-            for i, tensor in enumerate(tensors):
-                if tensor.is_floating_point():
-                    found[f"the gradient of input {i}"] = tensor.grad
+            weighted = [(t * torch.randn_like(t)).sum() for t in flat if t.requires_grad]
+            torch.autograd.backward([w.real if w.is_complex() else w for w in weighted])
+            for label, tensor in zip(example.labels, inputs, strict=True):
+                found[f"the gradient of input {label}"] = tensor.grad
         return found
 
 
@@ -198,29 +221,6 @@ def _compare_state(reference: nn.Module, root: nn.Module) -> str | None:
             label[f"buffer {name}"] = buffer
     actual = {name: value for name, value in actual.items() if name in expected}
     return compare(expected, actual)
-
-
-def _shadow(model: nn.Module) -> nn.Module:
-    """A copy that shares the parameters' memory but nothing that can be written to."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        memo[id(parameter)] = twin
-    return copy.deepcopy(model, memo)
-
-
-def _match_mode(module: nn.Module, model: nn.Module, training: bool) -> None:
-    frozen = {path for path, m in model.named_modules() if not m.training}
-    for path, m in module.named_modules():
-        m.training = training and (not model.training or path not in frozen)
-
-
-@contextmanager
-def rng_kept() -> Iterator[None]:
-    """Leave every random generator as it was found."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 @contextmanager

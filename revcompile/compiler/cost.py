@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from revcompile.compiler.tracer import fake_copy
@@ -34,7 +37,7 @@ def costs(rewired: Rewired) -> dict[str, Cost]:
     values = _Values(rewired, mode)
     for segment in rewired.body.segments:
         graph = segment.branch if isinstance(segment, Coupling) else segment.graph
-        with mode, FlopCounterMode(display=False) as counter, torch.no_grad():
+        with mode, _counting() as counter:
             values.run(segment, root)
         size = 0
         for parameter in _parameters(graph, root):
@@ -46,6 +49,13 @@ def costs(rewired: Rewired) -> dict[str, Cost]:
             name, n = f"{segment.name}#{n}", n + 1
         result[name] = Cost(counter.get_total_flops(), size)
     return result
+
+
+@contextmanager
+def _counting() -> Iterator[FlopCounterMode]:
+    """Count FLOPs; attention as its two products, since fused CPU kernels have no formula."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield counter
 
 
 def _holder(root: nn.Module) -> nn.Module:

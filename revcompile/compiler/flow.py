@@ -103,6 +103,17 @@ class Flow:
         """Can the value be computed anew wherever it is needed: from parameters and sizes?"""
         return node in self.constant or node in self.derived
 
+    def sources(self, node: fx.Node) -> set[fx.Node]:
+        """A value that can be computed anywhere, with all it is computed from."""
+        found, work = {node}, [node]
+        while work:
+            for source in work.pop().all_input_nodes:
+                if source not in found:
+                    found.add(source)
+                    if source not in self.plain:
+                        work.append(source)
+        return found
+
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """Is `on` a tensor ancestor of `node`?"""
         return bool(self._ancestors[node] >> self.index[on] & 1)

@@ -7,10 +7,12 @@ structure (auxiliary heads) both graphs are kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
+from revcompile.compiler.memory import MEMORY, WRITES
 from revcompile.ir import PATH, SOURCE, TYPE
 from revcompile.ops import select
 
@@ -19,78 +21,69 @@ __all__ = ["first_difference", "merge_modes"]
 
 def merge_modes(train: fx.Graph, evaluation: fx.Graph) -> fx.Graph | None:
     """A graph that serves both modes, or None if their structures differ."""
-    train_nodes, eval_nodes = list(train.nodes), list(evaluation.nodes)
-    if len(train_nodes) != len(eval_nodes):
+    if first_difference(train, evaluation):
         return None
-    position = {n: i for i, n in enumerate(train_nodes)}
-    other_position = {n: i for i, n in enumerate(eval_nodes)}
-    differing: dict[fx.Node, fx.Node] = {}
-    for a, b in zip(train_nodes, eval_nodes, strict=True):
-        if a.op != b.op or a.target != b.target or a.kwargs.keys() != b.kwargs.keys():
-            return None
-        left = _numbered(a, position)
-        right = _numbered(b, other_position)
-        if left == right:
-            continue
-        if not _same_inputs(left, right):
-            return None
-        differing[a] = b
     merged = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in train_nodes:
+    for node, other in zip(train.nodes, evaluation.nodes, strict=True):
         copies[node] = merged.node_copy(node, copies.__getitem__)
-        if node in differing:
-            _select_constants(merged, copies[node], differing[node])
+        _select_constants(merged, copies[node], other)
+        for key in (MEMORY, WRITES):
+            if key in node.meta and key in other.meta:
+                copies[node].meta[key] = node.meta[key] | other.meta[key]
     return merged
 
 
 def first_difference(train: fx.Graph, evaluation: fx.Graph) -> tuple[fx.Node, ...]:
-    """The first pair of nodes in which two traces part."""
+    """The first pair of nodes in which the structures of two traces part, or nothing."""
+    twins: dict[fx.Node, fx.Node] = {}
     for a, b in zip(train.nodes, evaluation.nodes, strict=False):
-        if a.op != b.op or a.target != b.target:
-            return (a, b)
+        if a.op != b.op or a.target != b.target or not _same_inputs(a, b, twins):
+            return a, b
+        twins[a] = b
     return ()
 
 
-def _numbered(node: fx.Node, position: dict[fx.Node, int]) -> Any:
-    return fx.node.map_arg((node.args, node.kwargs), lambda n: _Input(position[n]))  # type: ignore[arg-type, return-value]
-
-
-class _Input(int):
-    """A reference to the n-th node, distinct from the constant n."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _Input and int(self) == int(other)
-
-    def __hash__(self) -> int:
-        return int(self)
-
-
-def _same_inputs(left: Any, right: Any) -> bool:
+def _same_inputs(a: fx.Node, b: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
     """Equal but for plain constants."""
-    if isinstance(left, _Input) or isinstance(right, _Input):
-        return bool(left == right)
-    if type(left) is type(right) and isinstance(left, (tuple, list)):
-        return len(left) == len(right) and all(map(_same_inputs, left, right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same_inputs(left[k], right[k]) for k in left)
-    return True
+    (left_form, left), (right_form, right) = _flatten(a), _flatten(b)
+    if left_form != right_form:
+        return False
+    return all(
+        twins[x] is y if isinstance(x, fx.Node) else not isinstance(y, fx.Node)
+        for x, y in zip(left, right, strict=True)
+    )
+
+
+def _flatten(node: fx.Node) -> tuple[Any, list[Any]]:
+    """The nesting of a node's arguments, and what is at its ends."""
+    ends: list[Any] = []
+
+    def take(end: Any) -> None:
+        ends.append(end)
+
+    form = fx.node.map_aggregate(_arguments(node), take)
+    return form, ends
+
+
+def _arguments(node: fx.Node) -> Any:
+    return node.args, dict(sorted(node.kwargs.items()))
 
 
 def _select_constants(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
-    def mixed(train: Any, evaluation: Any) -> Any:
-        if isinstance(train, fx.Node) or (type(train) is type(evaluation) and train == evaluation):
-            return train
-        if isinstance(train, (tuple, list)) and isinstance(evaluation, (tuple, list)):
-            return type(train)(map(mixed, train, evaluation))
+    """Where `other` has another constant than `node`, choose between them at run time."""
+    theirs = iter(_flatten(other)[1])
+
+    def mixed(mine: Any) -> Any:
+        their = next(theirs)
+        if isinstance(mine, fx.Node) or (type(mine) is type(their) and mine == their):
+            return mine
         with graph.inserting_before(node):
             flag = graph.create_node("get_attr", "training")
-            chosen = graph.call_function(select, (flag, train, evaluation))
+            chosen = graph.call_function(select, (flag, mine, their))
         for made in (flag, chosen):
             made.meta.update({TYPE: None, PATH: node.meta.get(PATH), SOURCE: node.meta.get(SOURCE)})
         return chosen
 
-    args = tuple(map(mixed, node.args, other.args))
-    kwargs = {k: mixed(node.kwargs[k], other.kwargs[k]) for k in node.kwargs}
+    args, kwargs = fx.node.map_aggregate(_arguments(node), mixed)
     node.args, node.kwargs = args, kwargs
-

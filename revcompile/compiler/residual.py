@@ -48,6 +48,8 @@ ACTIVATIONS: Final = frozenset(
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
 _MIN_INNER_BLOCKS: Final = 2
 _INNER_SHARE: Final = 0.8
+_LIGHT: Final = 2
+"""Layers that may be computed again in a branch rather than kept beside the streams."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def _identity(
             f"the shortcut is {tensor_type(x)} but the sum is {tensor_type(total)}",
         )
     branch, sides = flow.region(x, others)
+    sides = _absorb(flow, branch, sides)
     extras = _escapes(flow, branch, adds)
     if isinstance(extras, str):
         return Refusal(path, total.name, extras)
@@ -241,6 +244,44 @@ def _projected(
         shortcut=_names(regions[light][0]),
         sides=tuple(s.name for r in regions.values() for s in r[1]),
     )
+
+
+def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.Node]:
+    """Take light computations that only this branch reads (keys of a memory) into the branch.
+
+    What travels beside the streams is then the memory itself, once for all blocks.
+    """
+    kept: dict[fx.Node, None] = {}
+    for side in sides:
+        closure, reads = _exclusive(flow, side, inside)
+        if closure and flow.weights(closure) <= _LIGHT:
+            inside |= closure
+            kept.update(dict.fromkeys(reads))
+        else:
+            kept[side] = None
+    return sorted((n for n in kept if n not in inside), key=flow.index.__getitem__)
+
+
+def _exclusive(
+    flow: Flow, side: fx.Node, inside: set[fx.Node]
+) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Nodes behind a side value that nobody else reads, and what those read."""
+    closure: set[fx.Node] = set()
+    reads: list[fx.Node] = []
+    work = [side]
+    while work:
+        node = work.pop()
+        fixed = node.op == "placeholder" or node in flow.plain or node in flow.effects
+        mine = all(u in inside or u in closure for u in node.users)
+        if flow.anywhere(node):
+            closure |= flow.sources(node)
+        elif fixed or is_add(node) or not mine:
+            reads.append(node)
+        else:
+            closure.add(node)
+            work += [i for i in node.all_input_nodes if i not in closure]
+    reads += [n for n in closure if n in flow.plain]
+    return closure - flow.plain, reads
 
 
 def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node] | str:

@@ -11,7 +11,7 @@ __all__ = ["simplify"]
 
 def simplify(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """Functionalize, and drop `nn.Identity` calls, which hide where a block begins."""
-    return _without_identities(functionalize(graph), root)
+    return _without_identities(functionalize(graph, root), root)
 
 
 def _without_identities(graph: fx.Graph, root: nn.Module) -> fx.Graph:

@@ -1,226 +1,157 @@
 """An FX tracer that knows shapes while it traces.
 
-Every proxy carries the fake values it would have at *two* batch sizes. What is equal at both
-does not depend on the batch and may steer Python control flow (`if H % 7`, `range(depth)`,
-`len(xs)`); what differs stays symbolic in the graph, so that no batch size is ever baked in.
-That opens modules plain FX tracing must treat as leaves.
+Every node is evaluated on fake tensors as it is made, at two batch sizes (see `proxy.py`). That
+opens modules plain FX tracing must treat as leaves. A module that resists all the same is kept
+as one call, and tracing goes on behind it.
 
-What FX would drop silently is caught here: `no_grad` regions become `detach`, autocast regions
-and custom autograd functions make their module a leaf.
+What FX would drop silently is caught here: `no_grad` regions become `detach`; autocast regions,
+custom autograd functions, reassigned buffers and counters make their module a leaf; random
+numbers from outside torch are refused.
 """
 
 from __future__ import annotations
 
-import builtins
-import copy
 import math
-import operator
-import random
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE, TensorType
+from revcompile.compiler.blame import (
+    Refused,
+    Unrecorded,
+    Untraceable,
+    error_line,
+    reason,
+    user_line,
+)
+from revcompile.compiler.copies import attributes_kept, copy_model, fake_copy
+from revcompile.compiler.example import Example
+from revcompile.compiler.leaves import is_leaf
+from revcompile.compiler.memory import MEMORY, WRITES, number_memory, watched_memory
+from revcompile.compiler.patches import AUTOCAST, patched
+from revcompile.compiler.proxy import (
+    ShapedProxy,
+    ShapedTracer,
+    Values,
+    size_of_values,
+    type_of_values,
+)
+from revcompile.compiler.rng import foreign_state, rng_kept
+from revcompile.compiler.tidy import NO_GRAD, detach_no_grad, tidy
+from revcompile.ir import PATH, SOURCE, TYPE, VALUE
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 
-
-class Untraceable(Exception):
-    """Tracing stopped; `path` is the innermost module whose forward was running."""
-
-    def __init__(self, path: str, cause: str, source: str) -> None:
-        super().__init__(f"{path or '(top level)'}: {cause} [{source}]")
-        self.path = path
-        self.cause = cause
-        self.source = source
+_NEEDS_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The raw graph of one mode, its output structure, and tensors found on the way."""
+    """The raw graph of one mode, its output structure, and what was met on the way.
+
+    `constants` are tensors the graph reads that are neither parameters nor buffers; `resisted`
+    says why modules were kept as one piece.
+    """
 
     graph: fx.Graph
     out_spec: pytree.TreeSpec
-    constants: dict[str, torch.Tensor]
-    notes: tuple[str, ...]
+    constants: dict[str, Any]
+    resisted: dict[str, str]
 
 
-_DESCEND: tuple[type[nn.Module], ...] = (
-    nn.Sequential,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-)
-"""torch.nn containers that hold residual blocks of their own."""
+def trace(
+    fake: nn.Module,
+    model: nn.Module,
+    example: Example,
+    mode: FakeTensorMode,
+    leaf_paths: Iterable[str] = (),
+    constants: dict[str, torch.Tensor] | None = None,
+) -> Traced:
+    """Trace a fake copy of a model as it is, in train or eval mode.
 
-_CONTAINERS: frozenset[type] = frozenset(
-    {nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict}
-)
-
-_MODE_LEAVES = ("DropPath", "StochasticDepth", "DropBlock2d", "DropBlock2D", "DropBlock3d")
-"""Stochastic depth by any name: identity in eval mode, a mask in training mode."""
-
-_RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm")
-_FACTORIES = (
-    *"arange empty eye full linspace logspace ones zeros tril_indices triu_indices".split(),
-    *_RANDOM_FACTORIES,
-)
-"""Functions of plain numbers: they never reach a proxy's `__torch_function__` by themselves."""
-
-
-def _is_torch_layer(module: nn.Module) -> bool:
-    """Is the module, or what it derives from, a layer of torch.nn (and no mere container)?"""
-    return any(
-        cls.__module__.startswith(("torch.nn", "torch.ao.nn")) and cls not in _CONTAINERS
-        for cls in type(module).__mro__
-    )
-
-
-class _Values:
-    """The fake values of one node at the two batch sizes."""
-
-    __slots__ = ("first", "second")
-
-    def __init__(self, first: Any, second: Any) -> None:
-        self.first = first
-        self.second = second
-
-    def plain(self) -> Any:
-        """The one Python value both batch sizes agree on, or raise."""
-        a, b = self.first, self.second
-        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-            raise fx.proxy.TraceError("control flow depends on the contents of a tensor")
-        if type(a) is not type(b) or a != b:
-            raise fx.proxy.TraceError(f"control flow depends on the batch size ({a} or {b})")
-        return a
+    `constants` collects tensors found on the way; pass the same dict for both modes, and equal
+    constants get equal names.
+    """
+    constants = {} if constants is None else constants
+    tracer = _Tracer(model, example, mode, frozenset(leaf_paths), constants)
+    with rng_kept(), attributes_kept(fake) as tracer.restore, torch.enable_grad():
+        try:
+            with patched(tracer):
+                graph = tracer.trace(fake)
+        except Exception as error:
+            path, first = tracer.failure or ("", error)
+            raise Untraceable(path, reason(first), error_line(first)) from error
+        reads = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+        attributes = {name: _attribute(fake, name) for name in reads}
+    state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
+    tidy(graph)
+    number_memory(graph, fake)
+    detach_no_grad(graph)
+    assert tracer.out_spec is not None
+    found = {name: value for name, value in attributes.items() if name not in state}
+    return Traced(graph, tracer.out_spec, found, tracer.resisted)
 
 
-class ShapedProxy(fx.Proxy):
-    """A proxy that can answer questions about its shape."""
-
-    tracer: _Tracer
-
-    @property
-    def _values(self) -> _Values:
-        return self.tracer.values[self.node]
-
-    def _seen_type(self) -> type:
-        """What `isinstance` is to believe: the type of the value this stands for.
-
-        (Overriding `__class__` would fool torch's C++ argument parser too, which crashes.)
-        """
-        known = self.tracer.values.get(self.node)
-        if known is None:
-            return ShapedProxy
-        if isinstance(known.first, torch.Tensor):
-            is_parameter = isinstance(known.first, nn.Parameter)
-            return nn.Parameter if is_parameter else torch.Tensor
-        return type(known.first) if type(known.first) in (int, float, bool) else ShapedProxy
-
-    def __bool__(self) -> bool:
-        return bool(self._plain())
-
-    def __index__(self) -> int:
-        return operator.index(self._plain())
-
-    def __int__(self) -> int:
-        return int(self._plain())
-
-    def __float__(self) -> float:
-        return float(self._plain())
-
-    def _plain(self) -> Any:
-        """The Python value, where it depends neither on the batch nor on the data."""
-        if isinstance(self._values.first, torch.Tensor):
-            folded = [self.tracer.fold(self.node, which) for which in (0, 1)]
-            return _Values(folded[0].tolist(), folded[1].tolist()).plain()
-        return self._values.plain()
-
-    def __len__(self) -> int:
-        a, b = len(self._values.first), len(self._values.second)
-        if a != b:
-            raise fx.proxy.TraceError(f"len() depends on the batch size ({a} or {b})")
-        return a
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self[i] for i in range(len(self))])
-
-    def __contains__(self, item: Any) -> bool:
-        if isinstance(self._values.first, torch.Tensor):
-            raise fx.proxy.TraceError("control flow depends on the contents of a tensor")
-        return item in self._values.plain()
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def _record(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, *args), {})
-
-    def __ceil__(self) -> Any:
-        return self._record(math.ceil)
-
-    def __floor__(self) -> Any:
-        return self._record(math.floor)
-
-    def __trunc__(self) -> Any:
-        return self._record(math.trunc)
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return self._record(round) if digits is None else self._record(round, digits)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._record(operator.setitem, index, value)
-
-
-def _inplace(name: str) -> Callable[[ShapedProxy, Any], Any]:
-    function = getattr(operator, name)
-
-    def record(self: ShapedProxy, other: Any) -> Any:
-        if isinstance(self._values.first, torch.Tensor):
-            return self._record(function, other)
-        return self._record(getattr(operator, name[1:]), other)
-
-    return record
-
-
-for _name in ("iadd", "isub", "imul", "itruediv"):
-    setattr(ShapedProxy, f"__{_name}__", _inplace(_name))
-
-
-class _Tracer(fx.Tracer):
+class _Tracer(ShapedTracer):
     proxy_buffer_attributes = True
 
     def __init__(
         self,
-        in_spec: pytree.TreeSpec,
-        leaves: Sequence[Any],
-        names: Sequence[str],
-        examples: tuple[Sequence[Any], Sequence[Any]],
+        model: nn.Module,
+        example: Example,
         mode: FakeTensorMode,
         leaf_paths: frozenset[str],
+        constants: dict[str, torch.Tensor],
     ) -> None:
         super().__init__(autowrap_modules=(math,))
-        self.values: dict[fx.Node, _Values] = {}
-        self.sources: dict[fx.Node, str] = {}
-        self.notes: list[str] = []
-        self._spec, self._leaves, self._names, self._examples = in_spec, leaves, names, examples
-        self._mode = mode
-        self._leaf_paths = leaf_paths
-        self._evaluating = False
-        self._autocast = _autocast_state()
+        self.values = {}
+        self.evaluating = False
+        self.failure: tuple[str, Exception] | None = None
+        self.resisted: dict[str, str] = {}
         self.out_spec: pytree.TreeSpec | None = None
-        self.where: list[str] = [""]
+        self.restore: Callable[[nn.Module], None] = _nothing
+        self._model, self._example, self._mode = model, example, mode
+        self._leaf_paths, self._constants = leaf_paths, constants
+        self._path = ""
+        self._autocast = _autocast_state()
+        self._foreign = foreign_state()
+        self._attribute_proxies: dict[str, fx.Proxy] = {}
 
-    # -- what FX asks of a tracer -------------------------------------------------------------
+    # -- arguments and results ----------------------------------------------------------------
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        example, flat = self._example, list(self._example.leaves)
+        places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+        for place, name in zip(places, example.names, strict=True):
+            proxy = self.create_proxy("placeholder", name, (), {})
+            first, second = (
+                self._mode.from_tensor(leaves[place].detach())
+                for leaves in (example.leaves, example.grown)
+            )
+            with watched_memory(proxy.node, self.values):
+                self._learn(proxy.node, first, second)
+            flat[place] = proxy
+
+        def flat_forward(*inputs: Any) -> Any:
+            args, kwargs = pytree.tree_unflatten(list(inputs), example.in_spec)
+            result = self._watched(self.root, self.root, args, kwargs)
+            outputs, self.out_spec = pytree.tree_flatten(_expanded(result))
+            return tuple(outputs)
+
+        return flat_forward, flat
 
     def proxy(self, node: fx.Node) -> ShapedProxy:
         return ShapedProxy(node, self)
@@ -231,171 +162,220 @@ class _Tracer(fx.Tracer):
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(n) for n in a)
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
-            self._refuse_lost_values(a)
+            known = a in self.tensor_attrs or any(a is b for b in self.root.buffers())
+            if not known:
+                self.tensor_attrs[a] = self._constant(a)
         return super().create_arg(a)
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._leaf_paths or type(m).__name__ in _MODE_LEAVES:
-            return True
-        return _is_torch_layer(m) and not isinstance(m, _DESCEND)
+    def _constant(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor the model made from nothing: equal ones share it."""
+        if isinstance(tensor, FakeTensor):
+            raise TraceError("a tensor made outside the graph")
+        same = (n for n, c in self._constants.items() if c.dtype == tensor.dtype)
+        name = next((n for n in same if torch.equal(self._constants[n], tensor)), None)
+        if name is None:
+            name = f"revcompile_constant_{len(self._constants)}"
+            self._constants[name] = tensor
+        setattr(self.root, name, tensor)
+        return name
 
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        flat: list[Any] = list(self._leaves)
-        for slot, name in enumerate(self._names):
-            index = next(i for i, leaf in enumerate(flat) if leaf is _HOLE)
-            proxy = self.create_proxy("placeholder", name, (), {})
-            self._learn(proxy.node, self._examples[0][slot], self._examples[1][slot])
-            flat[index] = proxy
+    # -- modules ------------------------------------------------------------------------------
 
-        def flat_forward(*inputs: Any) -> Any:
-            args, kwargs = pytree.tree_unflatten(list(inputs), self._spec)
-            outputs, self.out_spec = pytree.tree_flatten(root_fn(self.root, *args, **kwargs))
-            return tuple(outputs)
-
-        return flat_forward, flat
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        if self._evaluating:
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.evaluating or m is self.root:
             return forward(*args, **kwargs)
-        path = self.path_of_module(m)
-        self.where.append(path)
-        result = super().call_module(m, forward, args, kwargs)
-        self.where.pop()
+        self._refuse_foreign_numbers()
+        outer, self._path = self._path, self.path_of_module(m)
+        try:
+            if self._path in self._leaf_paths or is_leaf(m):
+                return self.create_proxy("call_module", self._path, args, kwargs)
+            return self._descend(m, forward, args, kwargs)
+        except Exception as error:
+            self.failure = self.failure or (self._path, error)
+            raise
+        finally:
+            self._path = outer
+
+    def _descend(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Trace into a module; if it resists, forget the attempt and keep it as one call."""
+        path, mark = self._path, next(iter(reversed(self.graph.nodes)))
+        generator = torch.get_rng_state()
+        try:
+            return self._watched(module, forward, args, kwargs)
+        except Refused:
+            raise
+        except Exception as error:
+            _, cause = self.failure = self.failure or (path, error)
+            self._roll_back(mark)
+            self.restore(module)
+            torch.set_rng_state(generator)
+            proxy = self.create_proxy("call_module", path, args, kwargs)
+            within = f"{path}."
+            self.resisted = {p: r for p, r in self.resisted.items() if not p.startswith(within)}
+            self.resisted[path] = reason(cause)
+            return proxy
+
+    def _roll_back(self, mark: fx.Node) -> None:
+        for node in list(reversed(self.graph.nodes)):
+            if node is mark:
+                break
+            self.graph.erase_node(node)
+            self.values.pop(node, None)
+        alive = {n: p for n, p in self._attribute_proxies.items() if p.node in self.values}
+        self._attribute_proxies.clear()
+        self._attribute_proxies.update(alive)
+
+    def _watched(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a forward, and stop if it did something that leaves no trace in the graph."""
+        buffers, numbers, generator = dict(module._buffers), _numbers(module), torch.get_rng_state()
+        result = forward(*args, **kwargs)
+        self._refuse_foreign_numbers()
+        if not torch.equal(generator, torch.get_rng_state()):
+            raise Unrecorded("random numbers drawn outside the graph", module)
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if _fake_value(new) is not old:
+                raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
+        for name, number in _numbers(module).items():
+            if number != numbers.get(name, number):
+                raise Unrecorded(f"the forward pass counts in its attribute {name!r}", module)
         return result
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        if self._evaluating:
+    def _refuse_foreign_numbers(self) -> None:
+        if foreign_state() != self._foreign:
+            raise Refused(
+                "the forward pass draws from the random module of Python or NumPy, which a graph "
+                "would freeze; draw from torch instead, in a submodule of its own",
+                self.root.get_submodule(self._path),
+            )
+
+    # -- nodes --------------------------------------------------------------------------------
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self.evaluating or type(attr_val) is ShapedProxy:
             return attr_val
+        self._attribute_proxies = parameter_proxy_cache
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def create_proxy(self, kind: Any, target: Any, args: Any, kwargs: Any, *a: Any, **k: Any) -> Any:
-        if kind not in ("placeholder", "get_attr", "output") and _autocast_state() != self._autocast:
-            raise fx.proxy.TraceError("an autocast region, which a graph cannot hold")
-        proxy = super().create_proxy(kind, target, args, kwargs, *a, **k)
-        node = proxy.node
-        node.meta[PATH] = self.where[-1]
-        node.meta[SOURCE] = _user_line()
-        node.meta["no_grad"] = not torch.is_grad_enabled()
-        if node not in self.values and kind != "placeholder":
-            self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
-        return proxy
-
-    def create_node(self, kind: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if kind.startswith("call") and _autocast_state() != self._autocast:
+            raise TraceError(AUTOCAST)
         node = super().create_node(kind, *args, **kwargs)
-        if kind == "get_attr":  # FX makes those for constants without a proxy
-            self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
+        node.meta.update({PATH: self._path, SOURCE: user_line()})
+        node.meta[NO_GRAD] = not torch.is_grad_enabled()
+        if kind not in ("placeholder", "output"):
+            try:
+                with watched_memory(node, self.values):
+                    self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
+                self._refuse_hidden_write(node)
+            except Exception:
+                self.graph.erase_node(node)
+                raise
+        self.failure = None
         return node
 
-    # -- fake evaluation ----------------------------------------------------------------------
+    def _refuse_hidden_write(self, node: fx.Node) -> None:
+        """Under `no_grad`, writing into a value with a gradient leaves its gradient as it was."""
+        for source in node.all_input_nodes if node.meta[NO_GRAD] else ():
+            hidden = source.meta[MEMORY] & node.meta[WRITES] and source.op != "get_attr"
+            if hidden and not source.meta[NO_GRAD]:
+                raise TraceError("an in-place operation under no_grad on a value made outside")
 
     def _learn(self, node: fx.Node, first: Any, second: Any) -> None:
-        self.values[node] = _Values(first, second)
+        self.values[node] = Values(first, second)
+        node.meta[TYPE] = type_of_values(first, second, self._example.batch)
+        node.meta[VALUE] = size_of_values(first, second)
 
     def _evaluate(self, node: fx.Node, which: int) -> Any:
+        """The node's value on fake tensors, at the first or the second batch size."""
+
         def value(n: fx.Node) -> Any:
             return (self.values[n].first, self.values[n].second)[which]
 
         args = fx.node.map_arg(node.args, value)
         kwargs = fx.node.map_arg(node.kwargs, value)
-        self._evaluating = True
+        target: Any = node.target
+        self.evaluating = True
         try:
             with self._mode:
                 if node.op == "get_attr":
-                    return _attribute(self.root, str(node.target))
-                if node.op == "call_module":
-                    return self.root.get_submodule(str(node.target))(*args, **kwargs)
+                    return _attribute(self.root, target)
                 if node.op == "call_method":
-                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                assert callable(node.target)
-                if kwargs.get("out") is not None:
-                    raise fx.proxy.TraceError("an out= argument")
-                return node.target(*args, **kwargs)
+                    return getattr(args[0], target)(*args[1:], **kwargs)
+                if node.op == "call_module":
+                    target = self.root.get_submodule(target)
+                return target(*args, **kwargs)
+        except _NEEDS_DATA:
+            if node.op != "call_module":
+                raise
+            return self._evaluate_on_data(str(node.target), args, kwargs)
         finally:
-            self._evaluating = False
+            self.evaluating = False
 
     def fold(self, node: fx.Node, which: int) -> Any:
         """The real value of a node that is made from sizes alone (a mask of no padding)."""
-        if node.op in ("placeholder", "get_attr", "call_module"):
-            raise fx.proxy.TraceError("control flow depends on the contents of a tensor")
+        generator = torch.get_rng_state()
+        self.evaluating = True
+        try:
+            value = self._folded(node, which)
+        finally:
+            self.evaluating = False
+        if not torch.equal(generator, torch.get_rng_state()):
+            raise TraceError("control flow depends on random numbers")
+        return value
+
+    def _folded(self, node: fx.Node, which: int) -> Any:
         known = (self.values[node].first, self.values[node].second)[which]
         if not isinstance(known, (torch.Tensor, tuple, list)):
             return known
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.fold(n, which))
+        written = any(
+            node.meta[MEMORY] & other.meta.get(WRITES, set()) for other in self.graph.nodes
+        )
+        if written or node.op in ("placeholder", "get_attr", "call_module"):
+            raise TraceError("control flow depends on the contents of a tensor")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._folded(n, which))
+        target: Any = node.target
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
 
-    def _refuse_lost_values(self, tensor: torch.Tensor) -> None:
-        """A fake tensor that is no attribute of the model has lost its numbers."""
-        if isinstance(tensor, FakeTensor) and tensor not in self.tensor_attrs:
-            raise fx.proxy.TraceError("a tensor made outside the graph")
-
-
-class _Hole:
-    """Marks the place of a tensor among the flattened arguments."""
-
-
-_HOLE = _Hole()
-
-
-def trace(
-    model: nn.Module,
-    in_spec: pytree.TreeSpec,
-    leaves: Sequence[Any],
-    names: Sequence[str],
-    examples: tuple[Sequence[Any], Sequence[Any]],
-    mode: FakeTensorMode,
-    leaf_paths: frozenset[str],
-) -> Traced:
-    """Trace a fake copy of a model as it is (train or eval mode).
-
-    `leaves` are the flattened arguments in which every tensor is replaced by its fake
-    `examples` (one list per batch size) in order; `names` are the placeholders' names.
-    """
-    flat = [_HOLE if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    tracer = _Tracer(in_spec, flat, names, examples, mode, leaf_paths)
-    python_random = random.getstate()
-    try:
-        with torch.enable_grad(), _patched(tracer):
-            graph = tracer.trace(model)
-    except Exception as error:
-        path = tracer.where[-1]
-        raise Untraceable(path, _reason(error), _error_line(error)) from error
-    if random.getstate() != python_random:
-        random.setstate(python_random)
-        raise Untraceable("", "the forward pass draws from Python's random module", "?")
-    batch = _batch(examples[0]), _batch(examples[1])
-    for node in graph.nodes:
-        known = tracer.values.get(node)
-        node.meta[TYPE] = None if known is None else type_of_values(known.first, known.second, batch)
-        node.meta[VALUE] = None if known is None else size_of_values(known.first, known.second)
-        node.meta.setdefault(PATH, "")
-    _detach_no_grad(graph)
-    assert tracer.out_spec is not None
-    constants = {
-        str(n.target): _attribute(tracer.root, str(n.target))
-        for n in graph.find_nodes(op="get_attr")
-    }
-    names_of_state = {name for name, _ in model.named_parameters()}
-    names_of_state |= {name for name, _ in model.named_buffers()}
-    constants = {k: v for k, v in constants.items() if k not in names_of_state}
-    return Traced(graph, tracer.out_spec, constants, tuple(tracer.notes))
+    def _evaluate_on_data(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Run a leaf whose control flow needs real numbers on some, for the shapes' sake."""
+        module = copy_model(self._model.get_submodule(path))
+        for inner, fake in zip(
+            module.modules(), self.root.get_submodule(path).modules(), strict=True
+        ):
+            inner.training = fake.training
+        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            raise TraceError("control flow depends on data, and the model is on the meta device")
+        with rng_kept(), torch.no_grad():
+            args, kwargs = pytree.tree_map_only(FakeTensor, _some_numbers, (args, kwargs))
+            result = module(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, self._mode.from_tensor, result)
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A structural copy of a model with fake parameters and buffers: costs no memory."""
-    memo: dict[int, Any] = {}
-    tensors = list(model.named_parameters(remove_duplicate=True))
-    for _, tensor in [*tensors, *model.named_buffers(remove_duplicate=True)]:
-        with torch.no_grad():
-            fake = mode.from_tensor(tensor, static_shapes=True)
-        memo[id(tensor)] = fake
-    return copy.deepcopy(model, memo)
+def _expanded(value: Any) -> Any:
+    """Where a proxy stands for several values, the proxies of each."""
+
+    def expand(leaf: Any) -> Any:
+        if type(leaf) is not ShapedProxy:
+            return leaf
+        if isinstance(leaf, dict):
+            return {key: expand(leaf[key]) for key in leaf}
+        if not isinstance(leaf, (tuple, list)):
+            return leaf
+        kind, parts = leaf.seen_type(), [expand(part) for part in leaf]
+        return parts if kind is list else tuple(parts)
+
+    return pytree.tree_map(expand, value)
+
+
+def _fake_value(value: Any) -> Any:
+    return value.known.first if type(value) is ShapedProxy else value
 
 
 def _attribute(root: nn.Module, path: str) -> Any:
@@ -405,49 +385,17 @@ def _attribute(root: nn.Module, path: str) -> Any:
     return value
 
 
-def _batch(tensors: Sequence[Any]) -> int:
-    return next((t.shape[0] for t in tensors if t.dim()), 0)
+def _nothing(module: nn.Module) -> None:
+    pass
 
 
-def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
-    """Tensor types of a value (nested as the value is); None for anything else."""
-    if isinstance(first, torch.Tensor):
-        shape = tuple(int(n) for n in first.shape)
-        grown = batch[1] - batch[0]
-        slope = tuple(
-            (int(m) - n) // grown if grown else 0
-            for n, m in zip(shape, second.shape, strict=True)
-        )
-        return TensorType(shape, slope, first.dtype, batch[0])
-    if isinstance(first, (tuple, list)):
-        return tuple(type_of_values(a, b, batch) for a, b in zip(first, second, strict=True))
-    if isinstance(first, dict):
-        return {k: type_of_values(first[k], second[k], batch) for k in first}
-    return None
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 
-def size_of_values(first: Any, second: Any) -> tuple[Any, Any] | None:
-    """The pair itself if it is a number or a shape."""
-    if type(first) is int and type(second) is int:
-        return first, second
-    if isinstance(first, tuple) and first and all(type(n) is int for n in (*first, *second)):
-        return tuple(first), tuple(second)
-    return None
-
-
-def _detach_no_grad(graph: fx.Graph) -> None:
-    """Values made under `no_grad` pass no gradient: say so in the graph."""
-    for node in list(graph.nodes):
-        if not node.meta.get("no_grad") or not isinstance(node.meta.get(TYPE), TensorType):
-            continue
-        outside = [u for u in node.users if not u.meta.get("no_grad")]
-        if node.op == "get_attr" or not outside:
-            continue
-        with graph.inserting_after(node):
-            detached = graph.call_method("detach", (node,))
-        detached.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE)})
-        for user in outside:
-            user.replace_input_with(node, detached)
+def _some_numbers(fake: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+    return made.normal_() if made.is_floating_point() else made
 
 
 def _autocast_state() -> tuple[Any, ...]:
@@ -455,83 +403,3 @@ def _autocast_state() -> tuple[Any, ...]:
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
     )
-
-
-def _user_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    torch_home = torch.__path__[0]
-    return [f for f in stack if not f.filename.startswith(torch_home) and f.filename != __file__]
-
-
-def _user_line() -> str:
-    """`file:line` of the innermost frame that belongs to neither torch nor this file."""
-    import sys
-
-    torch_home = torch.__path__[0]
-    frame = sys._getframe(2)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if filename != __file__ and not filename.startswith((torch_home, "<")):
-            return f"{filename}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return "?"
-
-
-def _error_line(error: BaseException) -> str:
-    frames = _user_frames(traceback.extract_tb(error.__traceback__))
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
-
-
-def _contains_proxy(values: Any) -> bool:
-    if type(values) is ShapedProxy:
-        return True
-    if isinstance(values, dict):
-        return any(_contains_proxy(v) for v in values.values())
-    return type(values) in (tuple, list) and any(_contains_proxy(v) for v in values)
-
-
-@contextmanager
-def _patched(tracer: _Tracer) -> Iterator[None]:
-    """Record factory functions of symbolic sizes; stop at custom autograd functions."""
-    originals = {name: getattr(torch, name) for name in _FACTORIES}
-    always = {originals[name] for name in _RANDOM_FACTORIES}
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def recorder(function: Callable[..., Any]) -> Callable[..., Any]:
-        def factory(*args: Any, **kwargs: Any) -> Any:
-            symbolic = function in always or _contains_proxy((args, kwargs))
-            if symbolic and not tracer._evaluating:
-                return tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
-
-        return factory
-
-    def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tracer._evaluating and _contains_proxy((args, kwargs)):
-            raise fx.proxy.TraceError(f"the custom autograd function {cls.__name__}")
-        return apply.__func__(cls, *args, **kwargs)
-
-    is_instance = builtins.isinstance
-
-    def seen_instance(value: Any, classes: Any) -> bool:
-        if is_instance(value, classes):
-            return True
-        return type(value) is ShapedProxy and issubclass(value._seen_type(), classes)
-
-    try:
-        builtins.isinstance = seen_instance  # type: ignore[assignment]
-        for name, function in originals.items():
-            setattr(torch, name, recorder(function))
-        torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
-        yield
-    finally:
-        builtins.isinstance = is_instance
-        for name, function in originals.items():
-            setattr(torch, name, function)
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]

@@ -1,0 +1,161 @@
+"""Capture and rewire the smallest model of every timm family; report what became reversible.
+
+    python benchmarks/coverage.py                    # all families, shares and reasons
+    python benchmarks/coverage.py --check full       # compare every capture with its original
+    python benchmarks/coverage.py resnet swin_transformer convnext_atto   # some, by family or name
+
+Shares are of the original model's parameters and forward FLOPs (policy "pretrained", which adds
+none). timm's `test_*` toys are passed over. `--torchvision` does torchvision's classifiers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from timm.models._registry import _model_to_module
+from torch import nn
+
+import revcompile
+from revcompile.compiler.capture import capture
+from revcompile.compiler.cost import costs
+from revcompile.compiler.residual import find
+from revcompile.compiler.rewire import rewire
+from revcompile.compiler.verify import verify_rewired
+from revcompile.ir import Coupling
+
+
+def smallest_of_each_family() -> dict[str, str]:
+    """Family (timm's module) -> its model of fewest parameters."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for name in track(timm.list_models(exclude_filters="test_*"), "counting parameters"):
+        family = _model_to_module[name]
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in timm.create_model(name).parameters())
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue  # some build tables from real numbers; their siblings stand for them
+        sizes[family] = min(sizes.get(family, (size, name)), (size, name))
+    return {family: name for family, (_, name) in sorted(sizes.items())}
+
+
+def chosen(names: list[str], torchvision: bool) -> Iterator[tuple[str, str, nn.Module, Any]]:
+    """Family, name, model and example inputs of everything to be looked at."""
+    if torchvision:
+        import torchvision
+
+        for name in torchvision.models.list_models(module=torchvision.models):
+            if not names or name in names:
+                options: dict[str, Any] = {"weights": None}
+                if name in ("googlenet", "inception_v3"):
+                    options["init_weights"] = False
+                size = 299 if name == "inception_v3" else 224
+                model = torchvision.models.get_model(name, **options)
+                yield "torchvision", name, model, torch.randn(2, 3, size, size)
+        return
+    known = set(timm.list_models())
+    families = smallest_of_each_family() if not set(names) <= known or not names else {}
+    for family, name in families.items():
+        if not names or family in names:
+            yield family, name, timm.create_model(name), None
+    for name in names:
+        if name in known:
+            yield _model_to_module[name], name, timm.create_model(name), None
+
+
+def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
+    """One row of the report."""
+    start = time.perf_counter()
+    captured = capture(model, example, check=check)
+    found = find(captured)
+    rewired = rewire(captured, found, revcompile.Policy.named("pretrained"))
+    verify_rewired(captured, rewired)
+    spent = time.perf_counter() - start
+    cost = list(zip(rewired.body.segments, costs(rewired).values(), strict=True))
+    flops = sum(c.flops for _, c in cost)
+    parameters = sum(c.parameters for _, c in cost)
+    inside = [c for segment, c in cost if isinstance(segment, Coupling)]
+    reasons: dict[str, int] = {}
+    for refusal in rewired.refusals:
+        text = "".join("#" if c.isdigit() else c for c in refusal.reason)
+        reasons[text] = reasons.get(text, 0) + 1
+    return {
+        "frontend": captured.frontend.value,
+        "leaves": len(captured.leaves),
+        "seconds": round(spent, 1),
+        "segments": len(rewired.body.segments),
+        "reversible": len(rewired.couplings),
+        "flops_share": 100 * sum(c.flops for c in inside) / max(flops, 1),
+        "parameter_share": 100 * sum(c.parameters for c in inside) / max(parameters, 1),
+        "refused": reasons,
+    }
+
+
+def main() -> None:
+    """Print the table, and write it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="families or models (default: all families)")
+    parser.add_argument("--check", default="fast", choices=["full", "fast", "off"])
+    parser.add_argument("--torchvision", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for family, name, model, example in chosen(options.names, options.torchvision):
+        row = {"family": family, "model": name}
+        try:
+            row |= examine(model, example, options.check)
+        except revcompile.RevcompileError as error:
+            row["error"] = str(error)
+        rows.append(row)
+        print(_line(row), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    Console().print(_table(rows))
+    if any("error" in row for row in rows):
+        raise SystemExit(1)
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['family']:24} {row['model']:34} FAILED {row['error'].splitlines()[0]}"
+    return (
+        f"{row['family']:24} {row['model']:34} {row['flops_share']:5.1f} % of FLOPs "
+        f"{row['parameter_share']:5.1f} % of parameters  {row['seconds']} s"
+    )
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    captured = sum("error" not in row for row in rows)
+    table = Table(title=f"captured {captured}/{len(rows)}")
+    for column in ("family", "model", "FLOPs", "parameters", "blocks", "most frequent refusal"):
+        table.add_column(column)
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["family"], row["model"], "failed", "", "", row["error"])
+            continue
+        most = max(row["refused"], key=row["refused"].__getitem__, default="")
+        table.add_row(
+            row["family"],
+            row["model"],
+            f"{row['flops_share']:.1f} %",
+            f"{row['parameter_share']:.1f} %",
+            f"{row['reversible']}/{row['segments']}",
+            f"{row['refused'][most]}x {most}" if most else "",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

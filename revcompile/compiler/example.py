@@ -1,0 +1,206 @@
+"""Example arguments: bound, flattened, and at two batch sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from revcompile.compiler.memory import tensors_in
+from revcompile.errors import InputError
+from revcompile.ir import Signature
+
+__all__ = ["Example", "make_example", "regrown", "signature_of"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Example arguments, flattened, at two batch sizes."""
+
+    forward: inspect.Signature
+    given: tuple[str, ...]
+    in_spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    grown: tuple[Any, ...]
+    names: tuple[str, ...]
+    labels: tuple[str, ...]
+    batch: tuple[int, int]
+
+    def tensors(self, which: int) -> list[torch.Tensor]:
+        """The tensors among the arguments at the first or the second batch size."""
+        leaves = (self.leaves, self.grown)[which]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def call(self, which: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` at the first or the second batch size."""
+        leaves = (self.leaves, self.grown)[which]
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.in_spec)
+        return args, kwargs
+
+    def __str__(self) -> str:
+        shapes = (
+            f"{label}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+            for label, t in zip(self.labels, self.tensors(0), strict=True)
+        )
+        return ", ".join(shapes)
+
+
+def make_example(
+    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None
+) -> Example:
+    """Bind and flatten example arguments, and derive a second batch size."""
+    _refuse_wrapped(model)
+    args = _as_args(model, example_inputs, example_kwargs)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **(example_kwargs or {}))
+    except TypeError as error:
+        raise InputError(
+            f"capture: the example inputs do not fit {type(model).__name__}.forward{signature}: "
+            f"{error}"
+        ) from None
+    with_paths, in_spec = pytree.tree_flatten_with_path((bound.args, bound.kwargs))
+    labels = [_label(tuple(signature.parameters), path) for path, _ in with_paths]
+    leaves = [leaf for _, leaf in with_paths]
+    _refuse_unknown_containers(leaves, labels)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if not where:
+        raise InputError("capture: no tensor among the example inputs, so there is no graph")
+    first = next((leaves[i] for i in where if leaves[i].dim()), None)
+    size = 1 if first is None else first.shape[0]
+    batched = [i for i in where if leaves[i].dim() and leaves[i].shape[0] == size]
+    if size == 1:
+        leaves, size = _grown(leaves, batched, 0), 2
+    tensor_labels = tuple(labels[i] for i in where)
+    return Example(
+        forward=signature,
+        given=tuple(bound.arguments),
+        in_spec=in_spec,
+        leaves=tuple(leaves),
+        grown=tuple(_grown(leaves, batched, 0)),
+        names=_unique(tensor_labels),
+        labels=tensor_labels,
+        batch=(size, size + 1),
+    )
+
+
+def regrown(example: Example) -> Iterator[Example]:
+    """Other readings of which dimension is the batch, the last being that none is."""
+    leaves = example.leaves
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    for dim in (0, 1):
+        wide = [i for i in tensors if leaves[i].dim() > dim]
+        for chosen in (wide, wide[:1]):
+            size = leaves[chosen[0]].shape[dim] if chosen else 0
+            chosen = [i for i in chosen if leaves[i].shape[dim] == size]
+            grown = tuple(_grown(leaves, chosen, dim))
+            yield replace(example, grown=grown, batch=(size, size + 1))
+    yield replace(example, grown=leaves, batch=(example.batch[0], example.batch[0]))
+
+
+def signature_of(
+    example: Example, out_spec: pytree.TreeSpec, eval_out_spec: pytree.TreeSpec | None = None
+) -> Signature:
+    """The calling convention that goes with an example."""
+    return Signature(
+        forward=example.forward,
+        given=example.given,
+        in_spec=example.in_spec,
+        fixed=tuple(
+            (i, leaf) for i, leaf in enumerate(example.leaves) if not isinstance(leaf, torch.Tensor)
+        ),
+        placeholders=example.names,
+        labels=example.labels,
+        out_spec=out_spec,
+        eval_out_spec=eval_out_spec,
+    )
+
+
+def _grown(leaves: Sequence[Any], chosen: Sequence[int], dim: int) -> list[Any]:
+    """One sample more along a dimension of the chosen leaves."""
+    grown = list(leaves)
+    for i in chosen:
+        grown[i] = torch.cat([leaves[i], leaves[i].narrow(dim, 0, 1)], dim)
+    return grown
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for attribute, kind in (("_orig_mod", "compiled"), ("module", "wrapped for data parallelism")):
+        inner = getattr(model, attribute, None)
+        wrappers = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+        if isinstance(inner, nn.Module) and type(model).__name__ in wrappers:
+            raise InputError(
+                f"capture: the model is {kind} ({type(model).__name__}); pass the plain model, "
+                f"model.{attribute}, and wrap the result"
+            )
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise InputError(f"capture: {lazy} has no shape yet; run the model once, then capture it")
+
+
+def _refuse_unknown_containers(leaves: Sequence[Any], labels: Sequence[str]) -> None:
+    for leaf, label in zip(leaves, labels, strict=True):
+        if not isinstance(leaf, torch.Tensor) and tensors_in(leaf):
+            kind = type(leaf).__name__
+            raise InputError(
+                f"capture: {label} is a {kind}, which holds tensors out of sight; register it "
+                f"first: torch.export.register_dataclass({kind})"
+            )
+
+
+def _as_args(
+    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
+) -> tuple[Any, ...]:
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs)
+    if example_inputs is not None:
+        return (example_inputs,)
+    if example_kwargs:
+        return ()
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    size = config.get("input_size") if isinstance(config, Mapping) else None
+    if size is None:
+        raise InputError(
+            f"capture: {type(model).__name__} says nothing about its input (no timm default_cfg);"
+            " pass example_inputs=(tensor, ...) with a batch of 2 or more"
+        )
+    size = _size_set_by_user(model, tuple(size))
+    channels = getattr(model, "in_chans", None)
+    if isinstance(channels, int):
+        size = (channels, *size[1:])
+    parameter = next(model.parameters(), torch.empty(0))
+    image = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+    return (image.to(device=parameter.device, dtype=parameter.dtype),)
+
+
+def _size_set_by_user(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
+    """timm keeps an `img_size=` given by the user in the patch embedding, not in default_cfg."""
+    chosen = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if isinstance(chosen, (tuple, list)) and len(chosen) == 2:
+        return (size[0], *map(int, chosen))
+    return size
+
+
+def _label(parameters: tuple[str, ...], path: tuple[Any, ...]) -> str:
+    """`x`, `batch['mask']`: how a user would write the argument."""
+    side, argument, *rest = path
+    is_positional = side.idx == 0
+    name = parameters[min(argument.idx, len(parameters) - 1)] if is_positional else argument.key
+    return "".join(map(str, (name, *rest)))
+
+
+def _unique(labels: tuple[str, ...]) -> tuple[str, ...]:
+    names: list[str] = []
+    for label in labels:
+        base = "".join(c if c.isalnum() else "_" for c in label).strip("_") or "x"
+        name, n = base, 1
+        while name in names:
+            name, n = f"{base}_{n}", n + 1
+        names.append(name)
+    return tuple(names)

@@ -1,0 +1,201 @@
+"""Proxies that know the value they stand for at two batch sizes.
+
+What is equal at both does not depend on the batch and may steer Python control flow
+(`if H % 7`, `range(depth)`, `len(xs)`); what differs stays symbolic in the graph, so that no
+batch size is ever baked in.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import Attribute, TraceError
+
+from revcompile.compiler.effects import INPLACE_OPERATORS
+from revcompile.ir import TensorType
+
+__all__ = [
+    "ShapedProxy",
+    "ShapedTracer",
+    "Values",
+    "contains_proxy",
+    "size_of_values",
+    "type_of_values",
+]
+
+
+class Values:
+    """The fake values of one node at the two batch sizes."""
+
+    __slots__ = ("first", "second")
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first = first
+        self.second = second
+
+    def plain(self) -> Any:
+        """The one Python value both batch sizes agree on, or raise."""
+        a, b = self.first, self.second
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            raise TraceError("control flow depends on the contents of a tensor")
+        if type(a) is not type(b) or a != b:
+            raise TraceError(f"control flow depends on the batch size ({a} or {b})")
+        return a
+
+
+def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
+    """Tensor types of a value (nested as the value is); None for anything else."""
+    if isinstance(first, torch.Tensor):
+        shape = tuple(int(n) for n in first.shape)
+        grown = batch[1] - batch[0]
+        slope = tuple(
+            (int(m) - n) // grown if grown else 0 for n, m in zip(shape, second.shape, strict=True)
+        )
+        return TensorType(shape, slope, first.dtype, batch[0])
+    if is_dataclass(first) and not isinstance(first, type):
+        first, second = vars(first), vars(second)
+    if isinstance(first, (tuple, list)):
+        return tuple(type_of_values(a, b, batch) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict):
+        return {k: type_of_values(first[k], second[k], batch) for k in first}
+    return None
+
+
+def size_of_values(first: Any, second: Any) -> tuple[Any, Any] | None:
+    """The pair itself if it is a number or a shape."""
+    if type(first) is int and type(second) is int:
+        return first, second
+    if isinstance(first, tuple) and first and all(type(n) is int for n in (*first, *second)):
+        return tuple(first), tuple(second)
+    return None
+
+
+class ShapedTracer(fx.Tracer):
+    """A tracer that keeps the values of every node.
+
+    While it is `evaluating` a node, nothing is recorded.
+    """
+
+    values: dict[fx.Node, Values]
+    evaluating: bool
+
+    def fold(self, node: fx.Node, which: int) -> Any:
+        """The real value of a node that is made from sizes alone."""
+        raise NotImplementedError
+
+
+_SEEN_TYPES: Final = (int, float, bool, tuple, list, dict, torch.Size, torch.dtype)
+
+
+class ShapedProxy(fx.Proxy):
+    """A proxy that can answer questions about its shape."""
+
+    tracer: ShapedTracer
+
+    @property
+    def known(self) -> Values:
+        """What the proxy stands for."""
+        return self.tracer.values[self.node]
+
+    def plain(self) -> Any:
+        """The Python value, where it depends neither on the batch nor on the data."""
+        if isinstance(self.known.first, torch.Tensor):
+            first, second = (self.tracer.fold(self.node, which).tolist() for which in (0, 1))
+            return Values(first, second).plain()
+        return self.known.plain()
+
+    def seen_type(self) -> type:
+        """What `isinstance` is to believe: the type of the value this stands for.
+
+        (Overriding `__class__` would fool torch's C++ argument parser too, which crashes.)
+        """
+        known = self.tracer.values.get(self.node)
+        if known is None:
+            return ShapedProxy
+        if isinstance(known.first, torch.Tensor):
+            is_parameter = isinstance(known.first, nn.Parameter)
+            return nn.Parameter if is_parameter else torch.Tensor
+        return type(known.first) if type(known.first) in _SEEN_TYPES else ShapedProxy
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.known.first, name)
+        return Attribute(self, name) if callable(value) else self._record(getattr, name)
+
+    def __bool__(self) -> bool:
+        return bool(self.plain())
+
+    def __index__(self) -> int:
+        return operator.index(self.plain())
+
+    def __int__(self) -> int:
+        return int(self.plain())
+
+    def __float__(self) -> float:
+        return float(self.plain())
+
+    def __len__(self) -> int:
+        a, b = len(self.known.first), len(self.known.second)
+        if a != b:
+            raise TraceError(f"control flow depends on the batch size ({a} or {b})")
+        return a
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.known.first, dict):
+            return iter(list(self.known.first))
+        return iter([self._record(operator.getitem, i) for i in range(len(self))])
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.plain()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _record(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, *args), {})
+
+    def __ceil__(self) -> Any:
+        return self._record(math.ceil)
+
+    def __floor__(self) -> Any:
+        return self._record(math.floor)
+
+    def __trunc__(self) -> Any:
+        return self._record(math.trunc)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self._record(round) if digits is None else self._record(round, digits)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._record(operator.setitem, index, value)
+
+
+def _inplace(
+    function: Callable[..., Any], plain: Callable[..., Any]
+) -> Callable[[ShapedProxy, Any], Any]:
+    """`x += y` writes into a tensor, and is plain arithmetic on a number."""
+
+    def record(self: ShapedProxy, other: Any) -> Any:
+        return self._record(
+            function if isinstance(self.known.first, torch.Tensor) else plain, other
+        )
+
+    return record
+
+
+for _function, _plain in INPLACE_OPERATORS.items():
+    setattr(ShapedProxy, f"__{_function.__name__}__", _inplace(_function, _plain))
+
+
+def contains_proxy(values: Any) -> bool:
+    """Is there a proxy anywhere among arguments?"""
+    if isinstance(values, fx.Proxy):
+        return True
+    if isinstance(values, dict):
+        return any(map(contains_proxy, values.values()))
+    return isinstance(values, (tuple, list)) and any(map(contains_proxy, values))
