@@ -630,6 +630,18 @@ class InPlace(nn.Module):
         return F.relu(z, inplace=True)
 
 
+@specimen(rows)
+class WritesIntoItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.clamp_(-1.0, 1.0)
+        x[:, 0] = 0.0
+        return self.mlp(x)
+
+
 @specimen(image)
 class InPlaceLayers(nn.Module):
     """The shortcut reads what an in-place activation has overwritten."""

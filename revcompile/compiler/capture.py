@@ -8,6 +8,7 @@ original (see `check.py`).
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -50,7 +51,8 @@ def capture(
     failures: list[str] = []
     for attempt in (Frontend.FX, Frontend.EXPORT) if frontend is None else (frontend,):
         try:
-            with rng_kept():
+            with rng_kept(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 captured, example = _capture_with(attempt, model, example, leaf_paths)
                 problem = check_capture(model, captured, example, level)
         except Untraceable as error:

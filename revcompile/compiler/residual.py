@@ -130,11 +130,17 @@ def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
     kind = tensor_type(total)
     if kind is None or not kind.dtype.is_floating_point:
         return Refusal(path, total.name, "a sum of integers, not of features")
-    for shortcut in terms:
+    refused = None
+    for shortcut in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
         x = _strip(flow, shortcut)
         others = [t for t in terms if t is not shortcut]
         if x not in flow.constant and any(flow.depends(t, x) for t in others):
-            return _identity(flow, path, total, adds, shortcut, x, others)
+            verdict = _identity(flow, path, total, adds, shortcut, x, others)
+            if isinstance(verdict, Residual):
+                return verdict
+            refused = refused or verdict
+    if refused is not None:
+        return refused
     for term in terms:
         scaled = _scaled_source(flow, term)
         others = [t for t in terms if t is not term]

@@ -265,7 +265,7 @@ class _Tracer(ShapedTracer):
         if kind.startswith("call") and _autocast_state() != self._autocast:
             raise TraceError(AUTOCAST)
         node = super().create_node(kind, *args, **kwargs)
-        node.meta.update({PATH: self._path, SOURCE: user_line()})
+        node.meta.update({PATH: self._path, SOURCE: user_line(), TYPE: None, VALUE: None})
         node.meta[NO_GRAD] = not torch.is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
