@@ -81,7 +81,7 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
     rewired = rewire(captured, found, revcompile.Policy.named("pretrained"))
     verify_rewired(captured, rewired)
     spent = time.perf_counter() - start
-    cost = list(zip(rewired.body.segments, costs(rewired).values(), strict=True))
+    cost = list(zip(rewired.body.segments, costs(rewired), strict=True))
     flops = sum(c.flops for _, c in cost)
     parameters = sum(c.parameters for _, c in cost)
     inside = [c for segment, c in cost if isinstance(segment, Coupling)]

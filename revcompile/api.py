@@ -11,6 +11,7 @@ from torch import nn
 
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.check import Check, model_unchanged
+from revcompile.compiler.cost import costs
 from revcompile.compiler.residual import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
@@ -38,7 +39,7 @@ class ReversibleModule(Reversible):
 
     def summary(self) -> str:
         """A table of the segments: what became reversible, what did not, and why."""
-        return summary_text(self.rewired)
+        return summary_text(self.rewired, costs(self.rewired))
 
 
 def reversify(

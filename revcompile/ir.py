@@ -25,6 +25,7 @@ __all__ = [
     "VALUE",
     "Body",
     "Captured",
+    "Cost",
     "Coupling",
     "Enter",
     "Frontend",
@@ -321,6 +322,14 @@ class Coupling:
 
 
 Segment = Coupling | Opaque
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One segment's forward FLOPs (at the example's batch size) and parameters."""
+
+    flops: int
+    parameters: int
 
 
 @dataclass(frozen=True)

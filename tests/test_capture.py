@@ -38,7 +38,11 @@ def caught(name: str) -> tuple[nn.Module, Captured, list[str]]:
     before = fingerprint(model, args, kwargs)
     captured = FX(model, args, kwargs, check="full")
     after = fingerprint(model, args, kwargs)
-    return model, captured, [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return (
+        model,
+        captured,
+        [key for key in {**before, **after} if before.get(key) != after.get(key)],
+    )
 
 
 def fingerprint(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -95,9 +99,7 @@ def learned(output: Any, model: nn.Module) -> dict[str, Tensor | None]:
 def test_graph_is_the_model_at_another_batch_size(name: str, training: bool) -> None:
     original, captured, _ = caught(name)
     reference = set_mode(copied(original), original, training)
-    twin = dataclasses.replace(
-        captured, root=set_mode(copied(captured.root), original, training)
-    )
+    twin = dataclasses.replace(captured, root=set_mode(copied(captured.root), original, training))
     specimen = zoo.ZOO[name]
     torch.manual_seed(1)
     args, kwargs = specimen.args(5), specimen.kwargs(5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,26 +13,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from revcompile.compiler.tracer import fake_copy
-from revcompile.ir import Coupling, Rewired, Segment, TensorType
+from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
 
-__all__ = ["Cost", "costs"]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One segment's forward FLOPs (at the example's batch size) and parameters."""
-
-    flops: int
-    parameters: int
+__all__ = ["costs"]
 
 
-def costs(rewired: Rewired) -> dict[str, Cost]:
-    """Cost of every segment by name. A parameter counts where it is used first."""
+def costs(rewired: Rewired) -> tuple[Cost, ...]:
+    """Cost of every segment in order. A parameter counts where it is used first."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     root = fake_copy(_holder(rewired.root), mode)
     root.train()
     seen: set[int] = set()
-    result: dict[str, Cost] = {}
+    result: list[Cost] = []
     values = _Values(rewired, mode)
     for segment in rewired.body.segments:
         graph = segment.branch if isinstance(segment, Coupling) else segment.graph
@@ -44,11 +35,8 @@ def costs(rewired: Rewired) -> dict[str, Cost]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 size += parameter.numel()
-        name, n = segment.name, 2
-        while name in result:
-            name, n = f"{segment.name}#{n}", n + 1
-        result[name] = Cost(counter.get_total_flops(), size)
-    return result
+        result.append(Cost(counter.get_total_flops(), size))
+    return tuple(result)
 
 
 @contextmanager

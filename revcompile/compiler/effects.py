@@ -79,8 +79,8 @@ def is_effect(node: fx.Node) -> bool:
         return _is_inplace_name(str(node.target))
     if node.op != "call_function":
         return False
-    if node.target in INPLACE_OPERATORS or node.target is operator.setitem:
-        return True
+    if getattr(node.target, "__module__", "") == "_operator":  # where `or_` writes nothing
+        return node.target in INPLACE_OPERATORS or node.target is operator.setitem
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)

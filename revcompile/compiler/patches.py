@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -45,11 +46,15 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
         *((torch, name, _recorder(tracer, name)) for name in _FACTORIES),
     ]
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
     try:
+        logger.setLevel(logging.CRITICAL)  # a failed attempt is no news
         for owner, name, replacement in replaced:
             setattr(owner, name, replacement)
         yield
     finally:
+        logger.setLevel(level)
         for owner, name, original in originals:
             setattr(owner, name, original)
 

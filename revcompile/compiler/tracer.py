@@ -38,7 +38,7 @@ from revcompile.compiler.blame import (
 from revcompile.compiler.copies import attributes_kept, copy_model, fake_copy
 from revcompile.compiler.example import Example
 from revcompile.compiler.leaves import is_leaf
-from revcompile.compiler.memory import MEMORY, WRITES, number_memory, watched_memory
+from revcompile.compiler.memory import MEMORY, WRITES, number_memory, tensors_in, watched_memory
 from revcompile.compiler.patches import AUTOCAST, patched
 from revcompile.compiler.proxy import (
     ShapedProxy,
@@ -353,9 +353,18 @@ class _Tracer(ShapedTracer):
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             raise TraceError("control flow depends on data, and the model is on the meta device")
         with rng_kept(), torch.no_grad():
-            args, kwargs = pytree.tree_map_only(FakeTensor, _some_numbers, (args, kwargs))
+            real: dict[Any, torch.Tensor] = {
+                t: _some_numbers(t) for t in tensors_in((args, kwargs))
+            }
+            args, kwargs = pytree.tree_map_only(torch.Tensor, real.get, (args, kwargs))
             result = module(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, self._mode.from_tensor, result)
+        fakes = {id(tensor): fake for fake, tensor in real.items()}
+        for fake, tensor in real.items():
+            if tensor._version:
+                torch.autograd.graph.increment_version(fake)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: fakes.get(id(t), self._mode.from_tensor(t)), result
+        )
 
 
 def _expanded(value: Any) -> Any:
@@ -395,7 +404,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 def _some_numbers(fake: torch.Tensor) -> torch.Tensor:
     made = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-    return made.normal_() if made.is_floating_point() else made
+    return torch.randn_like(made) if made.is_floating_point() else made
 
 
 def _autocast_state() -> tuple[Any, ...]:

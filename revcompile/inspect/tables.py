@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Final
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from revcompile.ir import Coupling, Rewired, TensorType
+from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
 
 __all__ = ["invertibility_table", "summary_text"]
 
@@ -17,23 +18,63 @@ def render(*parts: object, width: int = 110) -> str:
     """Rich renderables as plain text."""
     console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
     for part in parts:
-        console.print(part)
+        console.print(part, highlight=False, markup=False)
     return console.export_text().rstrip()
 
 
-def summary_text(rewired: Rewired) -> str:
-    """The segments of a rewired model, what stayed opaque, and why."""
+def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
+    """The segments of a rewired model, their shares, and what stayed opaque and why."""
+    flops = max(sum(cost.flops for cost in costs), 1)
+    parameters = max(sum(cost.parameters for cost in costs), 1)
     table = Table(title=f"{rewired.name}: {len(rewired.body.segments)} segments")
-    for column in ("segment", "kind", "gives", "note"):
-        table.add_column(column)
-    for segment in rewired.body.segments:
-        kind = rewired.body.types.get(segment.outputs[-1]) if segment.outputs else None
-        shape = str(kind) if isinstance(kind, TensorType) else ""
-        if isinstance(segment, Coupling):
-            table.add_row(segment.name, "reversible", shape, segment.kind.value)
-        else:
-            table.add_row(segment.name, "opaque", shape, segment.reason)
-    return render(table)
+    for column, side in _COLUMNS:
+        table.add_column(column, justify=side)
+    inside = Cost(0, 0)
+    for segment, cost in zip(rewired.body.segments, costs, strict=True):
+        reversible = isinstance(segment, Coupling)
+        if reversible:
+            inside = Cost(inside.flops + cost.flops, inside.parameters + cost.parameters)
+        table.add_row(
+            segment.name,
+            "reversible" if reversible else "opaque",
+            f"{cost.parameters:,}",
+            f"{100 * cost.flops / flops:.1f} %",
+            _shape(rewired, segment),
+            segment.kind.value if isinstance(segment, Coupling) else segment.reason,
+        )
+    totals = (
+        f"reversible: {len(rewired.couplings)} blocks with "
+        f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters and "
+        f"{100 * inside.flops / flops:.1f} % of the forward FLOPs"
+    )
+    return render(table, totals, *_refusals(rewired), *rewired.notes)
+
+
+_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
+    ("segment", "left"),
+    ("kind", "left"),
+    ("parameters", "right"),
+    ("FLOPs", "right"),
+    ("gives", "left"),
+    ("how or why", "left"),
+)
+
+
+def _shape(rewired: Rewired, segment: Segment) -> str:
+    kind = rewired.body.types.get(segment.outputs[-1]) if segment.outputs else None
+    return str(kind) if isinstance(kind, TensorType) else ""
+
+
+def _refusals(rewired: Rewired) -> list[str]:
+    """Sums that were not rewired, those of one reason together."""
+    places: dict[str, list[str]] = {}
+    for refusal in rewired.refusals:
+        places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
+    lines = []
+    for reason, paths in places.items():
+        shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+        lines.append(f"not rewired: {shown}: {reason}")
+    return lines
 
 
 def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -> str:
