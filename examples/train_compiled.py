@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     example = torch.randn(2, 1, IMAGE_SIZE, IMAGE_SIZE)
     model = create_model(args.model)
     net = revcompile.reversify(model, example_inputs=(example,), policy=args.policy)
-    console.print(net.summary())
+    print(net.summary())
 
     train(net.to(args.device), train_data, args.epochs, args.lr, console)
     accuracy = evaluate(net, test_data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,8 +15,9 @@ from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
 __all__ = ["invertibility_table", "summary_text"]
 
 
-def render(*parts: object, width: int = 110) -> str:
-    """Rich renderables as plain text."""
+def render(*parts: object) -> str:
+    """Rich renderables as plain text, as wide as the terminal within reason."""
+    width = max(80, min(120, shutil.get_terminal_size((100, 24)).columns))
     console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
     for part in parts:
         console.print(part, highlight=False, markup=False)
