@@ -5,7 +5,13 @@
 
 A chain keeps nothing but its output. Its backward walks from the last block to the first: it
 reconstructs a block's input *keeping the graph of F*, and takes the gradient through that very
-graph (4N work, not 5N). Randomness, autocast and buffers are replayed as they were (`replay`).
+graph (4N work, not 5N). Each block is an autograd node of its own, so that a parameter's gradient
+is accumulated (and, under DDP, sent) as soon as it is there, instead of all waiting for the chain's
+first block. Randomness, autocast and buffers are replayed as they were (`replay`).
+
+Branches in low precision would amplify the last bit of a float32 sum: an input off by 1e-8 rounds
+to another bfloat16 here and there, and some blocks further every element is wrong. There all
+addends are rounded to a grid on which float32 sums are exact, and so is the reconstruction.
 """
 
 from __future__ import annotations
@@ -52,6 +58,7 @@ def couple(
     b: Tensor,
     sides: Sequence[Any],
     cast: torch.dtype | None = None,
+    grid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Any, tuple[Tensor, ...]]:
     """`(a, b) -> (b, a + F(b))`, after the block's link.
 
@@ -62,16 +69,15 @@ def couple(
         sizes = [sides[i] for i in block.link_sides]
         a, shapes = block.link(root, a, *sizes)
         b, _ = block.link(root, b, *sizes)
-    addend, extras = run_branch(root, block, b, sides, cast)
-    return b, a + addend, shapes, extras
+    addend, extras = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
+    return b, a + rounded(addend, grid), shapes, extras
 
 
 def run_branch(
-    root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
+    root: nn.Module, block: Block, b: Tensor, used: Sequence[Any], cast: torch.dtype | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """F(b) and the extras. Streams wider than the model's own type are cast on the way in."""
-    b = b if cast is None else b.to(cast)
-    found = block.branch(root, b, *(sides[i] for i in block.sides))
+    found = block.branch(root, b if cast is None else b.to(cast), *used)
     return (found[0], tuple(found[1:])) if block.has_extras else (found, ())
 
 
@@ -83,12 +89,39 @@ def uncouple(
     sides: Sequence[Any],
     shapes: Any,
     cast: torch.dtype | None = None,
+    grid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(b, y) -> (y - F(b), b)`, then back through the block's link."""
-    a = y - run_branch(root, block, b, sides, cast)[0]
+    addend, _ = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
+    a = y - rounded(addend, grid)
     if block.unlink is not None:
         a, b = block.unlink(root, a, shapes), block.unlink(root, b, shapes)
     return a, b
+
+
+HEADROOM = 5
+"""Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
+
+
+def grid_of(a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
+    """What to add and subtract to round to multiples of some g, where branches are imprecise.
+
+    Sums of multiples of g up to 2**24 g are exact in float32, and adding 1.5 * 2**23 g leaves no
+    bit below g. Nothing here waits for the device.
+    """
+    low = cast is not None or torch.is_autocast_enabled(a.device.type)
+    tf32 = a.is_cuda and torch.backends.cudnn.allow_tf32
+    if a.dtype != torch.float32 or not (low or tf32):
+        return None
+    with torch.no_grad():
+        largest = torch.maximum(a.abs().amax(), b.abs().amax()).clamp_min(2.0**-60)
+        exponent = torch.log2(largest).ceil() + (HEADROOM - 1)
+        return 1.5 * torch.exp2(exponent).reshape(1)  # one dimension: decides the sum's type
+
+
+def rounded(x: Tensor, grid: Tensor | None) -> Tensor:
+    """`x` on the grid. To autograd this is the identity."""
+    return x if grid is None else (x + grid).sub_(grid)
 
 
 @dataclass
@@ -100,11 +133,6 @@ class Chain:
     check_every: int = 50
     _calls: int = 0
 
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All parameters of the chain's branches, each once."""
-        return tuple(dict.fromkeys(p for block in self.blocks for p in block.parameters))
-
     def plain(
         self,
         root: nn.Module,
@@ -114,9 +142,11 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
+        grid = grid_of(a, b, cast)
+        a, b = rounded(a, grid), rounded(b, grid)
         extras: tuple[Tensor, ...] = ()
         for block in self.blocks:
-            a, b, _, extras = couple(root, block, a, b, sides, cast)
+            a, b, _, extras = couple(root, block, a, b, sides, cast, grid)
         return a, b, *extras
 
     def reversible(
@@ -128,13 +158,11 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain keeping only its output for the backward pass."""
-        parameters = tuple(p for p in self.parameters if p.requires_grad)
-        tensors = [s for s in sides if isinstance(s, Tensor)]
-        layout = [isinstance(s, Tensor) for s in sides]
-        rest = [s for s in sides if not isinstance(s, Tensor)]
-        out: tuple[Tensor, ...] = _apply(
-            _Call(self, root, layout, rest, parameters, cast), a, b, tensors
-        )
+        call = _Call(self, root, cast, grid_of(a, b, cast))
+        if self.tolerance is not None and self._calls % self.check_every == 0:
+            call.probe = (_probe(a), _probe(b))
+        self._calls += 1
+        out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
     def inspect(
@@ -148,11 +176,13 @@ class Chain:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
         states, replays, shapes_of = [], [], []
         extras: tuple[Tensor, ...] = ()
+        grid = grid_of(a, b, cast)
         with torch.no_grad():
+            a, b = rounded(a, grid), rounded(b, grid)
             for block in self.blocks:
                 replay = Replay(block.circumstances, a)
                 states.append((a, b))
-                a, b, shapes, extras = couple(root, block, a, b, sides, cast)
+                a, b, shapes, extras = couple(root, block, a, b, sides, cast, grid)
                 replays.append(replay.settle())
                 shapes_of.append(shapes)
             x, y, errors = a, b, []
@@ -160,143 +190,117 @@ class Chain:
                 *map(reversed, (self.blocks, replays, shapes_of, states)), strict=True
             ):
                 with replay.playing():
-                    x, y = uncouple(root, block, x, y, sides, shapes, cast)
+                    x, y = uncouple(root, block, x, y, sides, shapes, cast, grid)
                 errors.append((block.name, max(relative_error(a0, x), relative_error(b0, y))))
         return (a, b, *extras), list(reversed(errors))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _apply(call: _Call, a: Tensor, b: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    out: tuple[Tensor, ...] = _Reversible.apply(call, a, b, *tensors, *call.parameters)
-    return out
+def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Tensor, ...]:
+    extras: tuple[Tensor, ...] = ()
+    for index, block in enumerate(call.chain.blocks):
+        tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
+        parameters = [p for p in block.parameters if p.requires_grad]
+        a, b, *extras = _Reversible.apply(call, index, sides, a, b, *tensors, *parameters)
+    return a, b, *extras
 
 
 @dataclass
 class _Call:
-    """What one run of a chain remembers besides its output: no activations."""
+    """What the blocks of one run of a chain share: no activations."""
 
     chain: Chain
     root: nn.Module
-    layout: list[bool]
-    rest: list[Any]
-    parameters: tuple[nn.Parameter, ...]
     cast: torch.dtype | None
-    replays: list[Replay] = field(default_factory=list)
-    shapes: list[Any] = field(default_factory=list)
+    grid: Tensor | None
     probe: tuple[Tensor, Tensor] | None = None
-
-    def sides(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Side values in order: tensors and plain ones woven together again."""
-        of_tensors, of_rest = iter(tensors), iter(self.rest)
-        return [next(of_tensors) if tensor else next(of_rest) for tensor in self.layout]
+    handed_on: tuple[Tensor, Tensor] | None = None
+    """In backward: a block's input as reconstructed, which is the output of the block before."""
 
 
 class _Reversible(torch.autograd.Function):
-    """Forward: run the chain, keep the output. Backward: reconstruct and differentiate."""
+    """One block. Only the chain's last block keeps its output; the others get it handed on."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, a: Tensor, b: Tensor, *rest: Tensor) -> Any:
-        tensors = rest[: sum(call.layout)]
-        sides = call.sides(tensors)
-        chain = call.chain
-        if chain.tolerance is not None and chain._calls % chain.check_every == 0:
-            call.probe = (_probe(a), _probe(b))
-        chain._calls += 1
-        extras: tuple[Tensor, ...] = ()
-        for block in chain.blocks:
-            replay = Replay(block.circumstances, a)
-            a, b, shapes, extras = couple(call.root, block, a, b, sides, call.cast)
-            call.replays.append(replay.settle())
-            call.shapes.append(shapes)
-        ctx.call = call
-        ctx.save_for_backward(a, b, *tensors)
+    def forward(
+        ctx: Any, call: _Call, index: int, sides: Sequence[Any], a: Tensor, b: Tensor, *rest: Tensor
+    ) -> Any:
+        block = call.chain.blocks[index]
+        if index == 0:
+            a, b = rounded(a, call.grid), rounded(b, call.grid)
+        replay = Replay(block.circumstances, a)
+        a, b, ctx.shapes, extras = couple(call.root, block, a, b, sides, call.cast, call.grid)
+        ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
+        used = [sides[i] for i in block.sides]
+        count = sum(isinstance(side, Tensor) for side in used)
+        ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
+        ctx.parameters = rest[count:]
+        outputs = (a, b) if block is call.chain.blocks[-1] else ()
+        ctx.save_for_backward(*outputs, *rest[:count])
         return a, b, *extras
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_a: Tensor, grad_b: Tensor, *grad_extras: Tensor) -> Any:
+    def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
-        b, y, *tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        of_sides: list[Tensor | None] = [None] * len(tensors)
-        of_parameters: dict[Tensor, Tensor] = {}
-        chain = call.chain
-        for block, replay, shapes in zip(
-            *map(reversed, (chain.blocks, call.replays, call.shapes)), strict=True
-        ):
-            live = [
-                t.detach().requires_grad_(need) if need else t
-                for t, need in zip(tensors, needs, strict=False)
-            ]
-            b, y, grad_a, grad_b = _step_back(
-                call,
-                block,
-                replay,
-                shapes,
-                (b, y),
-                (grad_a, grad_b, *grad_extras),
-                live,
-                of_sides,
-                of_parameters,
-            )
-            grad_extras = ()
-        if call.probe is not None:
-            _compare_probe(chain, call.probe, b, y)
-        gradients = [of_parameters.get(p) for p in call.parameters]
-        return None, grad_a, grad_b, *of_sides, *gradients
+        block = call.chain.blocks[ctx.index]
+        tensors = list(ctx.saved_tensors)
+        if block is call.chain.blocks[-1]:
+            outputs, tensors = tensors[:2], tensors[2:]
+        else:
+            assert call.handed_on is not None
+            outputs, call.handed_on = list(call.handed_on), None
+        b = outputs[0]
+        needs = ctx.needs_input_grad[5:]
+        live = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
+        wanted = [t for t in live if t.requires_grad]
+        a, grad_b, found = _step_back(
+            ctx, block, outputs, grad_b, (grad_y, *grad_extras), live, [*wanted, *ctx.parameters]
+        )
+        back = a, b, grad_y, grad_b
+        if block.unlink is not None:
+            # A link permutes elements, so the gradient goes back the way the values do.
+            back = tuple(block.unlink(call.root, t, ctx.shapes) for t in back)
+        if ctx.index > 0:
+            call.handed_on = back[:2]
+        elif call.probe is not None:
+            _compare_probe(call.chain, call.probe, *back[:2])
+        of_sides = iter(found)
+        gradients = [next(of_sides) if t.requires_grad else None for t in live]
+        return None, None, None, *back[2:], *gradients, *of_sides
 
 
 def _step_back(
-    call: _Call,
+    ctx: Any,
     block: Block,
-    replay: Replay,
-    shapes: Any,
-    outputs: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, ...],
-    live: list[Tensor],
-    of_sides: list[Tensor | None],
-    of_parameters: dict[Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reconstruct one block's input and its gradients (PETRA, Eq. 4) with one graph of F."""
-    b, y = outputs
-    grad_b, grad_y, *grad_extras = gradients
-    sides = call.sides(live)
-    used = [sides[i] for i in block.sides]
-    with torch.enable_grad(), replay.playing():
-        b = b.detach().requires_grad_()
-        addend, extras = run_branch(call.root, block, b, sides, call.cast)
-    a = y - addend.detach()
-    wanted = [b]
-    wanted += [t for t in dict.fromkeys(used) if isinstance(t, Tensor) and t.requires_grad]
-    wanted += [p for p in block.parameters if p.requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
-    seeds = zip((addend, *extras), (grad_y, *grad_extras), strict=True)
+    outputs: list[Tensor],
+    grad_b: Tensor,
+    grads: tuple[Tensor, ...],
+    live: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+    """Reconstruct `a` and find the gradients (PETRA, Eq. 4) with one graph of F.
+
+    Empties `outputs`: nothing is to hold on to the output while F is differentiated.
+    """
+    y, b = outputs.pop(), outputs.pop()
+    call: _Call = ctx.call
+    tensors = iter(live)
+    used = [next(tensors) if plain is None else plain[0] for plain in ctx.plain_sides]
+    with torch.enable_grad(), ctx.replay.playing():
+        leaf = b.detach().requires_grad_()
+        # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
+        addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
+    a = y - rounded(addend.detach(), call.grid)
+    del y
+    seeds = zip((addend, *extras), grads, strict=True)
     seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]
-    if seeded:
-        ends, starts = zip(*seeded, strict=True)
-        found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-    position = {id(t): i for i, t in enumerate(live)}
-    for tensor, gradient in zip(wanted[1:], found[1:], strict=True):
-        if gradient is None:
-            continue
-        index = position.get(id(tensor))
-        if index is not None:
-            of_sides[index] = _plus(of_sides[index], gradient)
-        else:
-            of_parameters[tensor] = _plus(of_parameters.get(tensor), gradient)
-    b = b.detach()
-    grad_a = grad_y
-    if found[0] is not None:
-        grad_b = grad_b + found[0]
-    if block.unlink is None:
-        return a, b, grad_a, grad_b
-    # A link permutes elements, so the gradient goes back the way the values do.
-    back = [block.unlink(call.root, t, shapes) for t in (a, b, grad_a, grad_b)]
-    return back[0], back[1], back[2], back[3]
-
-
-def _plus(total: Tensor | None, more: Tensor) -> Tensor:
-    return more if total is None else total + more
+    del addend, extras
+    if not seeded:
+        return a, grad_b, [None] * len(wanted)
+    ends, starts = zip(*seeded, strict=True)
+    of_b, *found = torch.autograd.grad(ends, [leaf, *wanted], starts, allow_unused=True)
+    return a, grad_b if of_b is None else grad_b + of_b, found
 
 
 def relative_error(expected: Tensor, actual: Tensor) -> float:

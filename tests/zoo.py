@@ -608,6 +608,22 @@ class AnySize(nn.Module):
         return self.mlp(x.flatten(2).mT) / grid
 
 
+@specimen(tokens)
+class RemembersSizes(nn.Module):
+    """Sets its own attributes, to the same values every time; one module is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.shift = Mlp(), 3
+        self.activations = [nn.SiLU()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        if self.length < 6:
+            self.shift = 1
+        return self.activations[0](self.mlp(x.roll(self.shift, dims=1)))
+
+
 # -- in-place operations -------------------------------------------------------------------------
 
 

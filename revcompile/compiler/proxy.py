@@ -39,6 +39,9 @@ class Values:
         self.first = first
         self.second = second
 
+    def __getitem__(self, which: int) -> Any:
+        return (self.first, self.second)[which]
+
     def plain(self) -> Any:
         """The one Python value both batch sizes agree on, or raise."""
         a, b = self.first, self.second

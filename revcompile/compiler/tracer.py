@@ -14,16 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
@@ -35,10 +30,11 @@ from revcompile.compiler.blame import (
     reason,
     user_line,
 )
-from revcompile.compiler.copies import attributes_kept, copy_model, fake_copy
+from revcompile.compiler.copies import attributes_kept, fake_copy
+from revcompile.compiler.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.example import Example
 from revcompile.compiler.leaves import is_leaf
-from revcompile.compiler.memory import MEMORY, WRITES, number_memory, tensors_in, watched_memory
+from revcompile.compiler.memory import MEMORY, WRITES, number_memory, watched_memory
 from revcompile.compiler.patches import AUTOCAST, patched
 from revcompile.compiler.proxy import (
     ShapedProxy,
@@ -52,8 +48,6 @@ from revcompile.compiler.tidy import NO_GRAD, detach_no_grad, tidy
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
-
-_NEEDS_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True)
@@ -165,7 +159,10 @@ class _Tracer(ShapedTracer):
             known = a in self.tensor_attrs or any(a is b for b in self.root.buffers())
             if not known:
                 self.tensor_attrs[a] = self._constant(a)
-        return super().create_arg(a)
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            raise TraceError(f"a {type(a).__name__} is handed on, which no graph holds") from None
 
     def _constant(self, tensor: torch.Tensor) -> str:
         """The name of a tensor the model made from nothing: equal ones share it."""
@@ -182,10 +179,11 @@ class _Tracer(ShapedTracer):
     # -- modules ------------------------------------------------------------------------------
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.evaluating or m is self.root:
+        path = None if self.evaluating else (self.submodule_paths or {}).get(m)
+        if not path:  # the model itself, or a module that is not registered
             return forward(*args, **kwargs)
         self._refuse_foreign_numbers()
-        outer, self._path = self._path, self.path_of_module(m)
+        outer, self._path = self._path, path
         try:
             if self._path in self._leaf_paths or is_leaf(m):
                 return self.create_proxy("call_module", self._path, args, kwargs)
@@ -240,8 +238,11 @@ class _Tracer(ShapedTracer):
             new = module._buffers.get(name)
             if _fake_value(new) is not old:
                 raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
-        for name, number in _numbers(module).items():
-            if number != numbers.get(name, number):
+        if _changed(numbers, module):  # once: a size that is remembered; twice: a counter
+            mark, numbers = next(iter(reversed(self.graph.nodes))), _numbers(module)
+            forward(*args, **kwargs)
+            self._roll_back(mark)
+            for name in _changed(numbers, module):
                 raise Unrecorded(f"the forward pass counts in its attribute {name!r}", module)
         return result
 
@@ -293,11 +294,9 @@ class _Tracer(ShapedTracer):
     def _evaluate(self, node: fx.Node, which: int) -> Any:
         """The node's value on fake tensors, at the first or the second batch size."""
 
-        def value(n: fx.Node) -> Any:
-            return (self.values[n].first, self.values[n].second)[which]
-
-        args = fx.node.map_arg(node.args, value)
-        kwargs = fx.node.map_arg(node.kwargs, value)
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda source: self.values[source][which]
+        )
         target: Any = node.target
         self.evaluating = True
         try:
@@ -309,62 +308,21 @@ class _Tracer(ShapedTracer):
                 if node.op == "call_module":
                     target = self.root.get_submodule(target)
                 return target(*args, **kwargs)
-        except _NEEDS_DATA:
+        except NEEDS_DATA:
             if node.op != "call_module":
                 raise
-            return self._evaluate_on_data(str(node.target), args, kwargs)
+            original = self._model.get_submodule(str(node.target))
+            return run_on_data(original, target, self._mode, args, kwargs)
         finally:
             self.evaluating = False
 
     def fold(self, node: fx.Node, which: int) -> Any:
-        """The real value of a node that is made from sizes alone (a mask of no padding)."""
-        generator = torch.get_rng_state()
+        """The real value of a node that is made from sizes alone."""
         self.evaluating = True
         try:
-            value = self._folded(node, which)
+            return fold(node, {n: v[which] for n, v in self.values.items()})
         finally:
             self.evaluating = False
-        if not torch.equal(generator, torch.get_rng_state()):
-            raise TraceError("control flow depends on random numbers")
-        return value
-
-    def _folded(self, node: fx.Node, which: int) -> Any:
-        known = (self.values[node].first, self.values[node].second)[which]
-        if not isinstance(known, (torch.Tensor, tuple, list)):
-            return known
-        written = any(
-            node.meta[MEMORY] & other.meta.get(WRITES, set()) for other in self.graph.nodes
-        )
-        if written or node.op in ("placeholder", "get_attr", "call_module"):
-            raise TraceError("control flow depends on the contents of a tensor")
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._folded(n, which))
-        target: Any = node.target
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
-
-    def _evaluate_on_data(self, path: str, args: Any, kwargs: Any) -> Any:
-        """Run a leaf whose control flow needs real numbers on some, for the shapes' sake."""
-        module = copy_model(self._model.get_submodule(path))
-        for inner, fake in zip(
-            module.modules(), self.root.get_submodule(path).modules(), strict=True
-        ):
-            inner.training = fake.training
-        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-            raise TraceError("control flow depends on data, and the model is on the meta device")
-        with rng_kept(), torch.no_grad():
-            real: dict[Any, torch.Tensor] = {
-                t: _some_numbers(t) for t in tensors_in((args, kwargs))
-            }
-            args, kwargs = pytree.tree_map_only(torch.Tensor, real.get, (args, kwargs))
-            result = module(*args, **kwargs)
-        fakes = {id(tensor): fake for fake, tensor in real.items()}
-        for fake, tensor in real.items():
-            if tensor._version:
-                torch.autograd.graph.increment_version(fake)
-        return pytree.tree_map_only(
-            torch.Tensor, lambda t: fakes.get(id(t), self._mode.from_tensor(t)), result
-        )
 
 
 def _expanded(value: Any) -> Any:
@@ -402,9 +360,8 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 
-def _some_numbers(fake: torch.Tensor) -> torch.Tensor:
-    made = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-    return torch.randn_like(made) if made.is_floating_point() else made
+def _changed(numbers: dict[str, Any], module: nn.Module) -> list[str]:
+    return [name for name, n in _numbers(module).items() if n != numbers.get(name, n)]
 
 
 def _autocast_state() -> tuple[Any, ...]:
