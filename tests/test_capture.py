@@ -242,6 +242,14 @@ def test_named_arguments_become_placeholders() -> None:
     assert signature.placeholders == ("batch__x", "batch__more___0")
 
 
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_placeholders_have_the_names_of_the_signature(name: str) -> None:
+    captured = caught(name)[1]
+    for graph in (captured.graph, captured.eval_graph or captured.graph):
+        names = tuple(node.name for node in graph.find_nodes(op="placeholder"))
+        assert names == captured.signature.placeholders
+
+
 # -- leaf_modules --------------------------------------------------------------------------------
 
 

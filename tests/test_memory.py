@@ -6,17 +6,18 @@ from torch import Tensor, nn
 
 import revcompile
 from benchmarks.harness import LiveStorages, Memory, measure_memory, slope
-from benchmarks.memory import SLOPE_BAR, memory_of
+from benchmarks.memory import memory_of
 from benchmarks.stacks import KINDS, Sizes, batch_of
 
 CPU = torch.device("cpu")
 DEPTHS = (4, 12)
 SIZES = {
-    "transformer": Sizes(depth=0, width=32, side=32, batch=32),
-    "conv": Sizes(depth=0, width=8, side=16, batch=8),
+    "transformer": Sizes(depth=0, width=32, side=32, batch=8),
+    "conv": Sizes(depth=0, width=8, side=16, batch=4),
 }
 
 WORD = 4  # bytes of a float32
+ALLOWED = 0.001  # of what a block adds to the plain model; the project's bar is 0.05
 
 
 def growth(memories: dict[int, Memory], of: str) -> float:
@@ -25,9 +26,8 @@ def growth(memories: dict[int, Memory], of: str) -> float:
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("transformer", "paper"), ("conv", "pretrained")])
-def test_a_block_adds_less_than_5_percent_of_what_it_adds_to_the_plain_model(
-    kind: str, policy: str
-) -> None:
+def test_a_block_adds_nothing(kind: str, policy: str) -> None:
+    """Not even its parameters' gradients, which once waited in backward for the chain's end."""
     x, y = batch_of(kind, SIZES[kind], CPU)
     plain, ours = {}, {}
     for depth in DEPTHS:
@@ -35,9 +35,8 @@ def test_a_block_adds_less_than_5_percent_of_what_it_adds_to_the_plain_model(
         net = revcompile.reversify(model, x[:2], policy=policy, check="off")
         plain[depth] = memory_of(model, x, y, CPU)
         ours[depth] = memory_of(net, x, y, CPU)
-    assert growth(plain, "peak") > 0
-    assert growth(ours, "held") < 0.001 * growth(plain, "held"), ours
-    assert growth(ours, "peak") < SLOPE_BAR * growth(plain, "peak"), ours
+    for of in ("held", "peak"):
+        assert growth(ours, of) < ALLOWED * growth(plain, of), (of, plain, ours)
 
 
 def test_storing_activations_grows_as_the_plain_model_does() -> None:

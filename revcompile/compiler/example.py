@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -84,7 +84,7 @@ def make_example(
         in_spec=in_spec,
         leaves=tuple(leaves),
         grown=tuple(_grown(leaves, batched, 0)),
-        names=_unique(tensor_labels),
+        names=_names(tensor_labels),
         labels=tensor_labels,
         batch=(size, size + 1),
     )
@@ -195,12 +195,8 @@ def _label(parameters: tuple[str, ...], path: tuple[Any, ...]) -> str:
     return "".join(map(str, (name, *rest)))
 
 
-def _unique(labels: tuple[str, ...]) -> tuple[str, ...]:
-    names: list[str] = []
-    for label in labels:
-        base = "".join(c if c.isalnum() else "_" for c in label).strip("_") or "x"
-        name, n = base, 1
-        while name in names:
-            name, n = f"{base}_{n}", n + 1
-        names.append(name)
-    return tuple(names)
+def _names(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """A name for each placeholder that a graph will keep (`input` would become `input_1`)."""
+    scratch = fx.Graph()
+    words = ("".join(c if c.isalnum() else "_" for c in label) for label in labels)
+    return tuple(scratch.placeholder(word.strip("_") or "x").name for word in words)
