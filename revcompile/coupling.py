@@ -9,9 +9,8 @@ graph (4N work, not 5N). Each block is an autograd node of its own, so that a pa
 is accumulated (and, under DDP, sent) as soon as it is there, instead of all waiting for the chain's
 first block. Randomness, autocast and buffers are replayed as they were (`replay`).
 
-Branches in low precision would amplify the last bit of a float32 sum: an input off by 1e-8 rounds
-to another bfloat16 here and there, and some blocks further every element is wrong. There all
-addends are rounded to a grid on which float32 sums are exact, and so is the reconstruction.
+Where branches compute in low precision, addends are rounded to a grid on which float32 sums are
+exact, and so is the reconstruction (`grid`).
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from revcompile.errors import InversionError
+from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract
 from revcompile.replay import Circumstances, Replay
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
@@ -70,7 +70,7 @@ def couple(
         a, shapes = block.link(root, a, *sizes)
         b, _ = block.link(root, b, *sizes)
     addend, extras = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
-    return b, a + rounded(addend, grid), shapes, extras
+    return b, add(a, addend, grid), shapes, extras
 
 
 def run_branch(
@@ -93,35 +93,10 @@ def uncouple(
 ) -> tuple[Tensor, Tensor]:
     """`(b, y) -> (y - F(b), b)`, then back through the block's link."""
     addend, _ = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
-    a = y - rounded(addend, grid)
+    a = subtract(y, addend, grid)
     if block.unlink is not None:
         a, b = block.unlink(root, a, shapes), block.unlink(root, b, shapes)
     return a, b
-
-
-HEADROOM = 5
-"""Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
-
-
-def grid_of(a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
-    """What to add and subtract to round to multiples of some g, where branches are imprecise.
-
-    Sums of multiples of g up to 2**24 g are exact in float32, and adding 1.5 * 2**23 g leaves no
-    bit below g. Nothing here waits for the device.
-    """
-    low = cast is not None or torch.is_autocast_enabled(a.device.type)
-    tf32 = a.is_cuda and torch.backends.cudnn.allow_tf32
-    if a.dtype != torch.float32 or not (low or tf32):
-        return None
-    with torch.no_grad():
-        largest = torch.maximum(a.abs().amax(), b.abs().amax()).clamp_min(2.0**-60)
-        exponent = torch.log2(largest).ceil() + (HEADROOM - 1)
-        return 1.5 * torch.exp2(exponent).reshape(1)  # one dimension: decides the sum's type
-
-
-def rounded(x: Tensor, grid: Tensor | None) -> Tensor:
-    """`x` on the grid. To autograd this is the identity."""
-    return x if grid is None else (x + grid).sub_(grid)
 
 
 @dataclass
@@ -131,7 +106,12 @@ class Chain:
     blocks: tuple[Block, ...]
     tolerance: float | None = None
     check_every: int = 50
+    convolves: bool = False
     _calls: int = 0
+
+    def grid(self, a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
+        """The grid for one run, where branches need one."""
+        return make_grid(a, b) if is_imprecise(a, cast, self.convolves) else None
 
     def plain(
         self,
@@ -142,7 +122,7 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
-        grid = grid_of(a, b, cast)
+        grid = self.grid(a, b, cast) if root.training else None
         a, b = rounded(a, grid), rounded(b, grid)
         extras: tuple[Tensor, ...] = ()
         for block in self.blocks:
@@ -158,7 +138,7 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain keeping only its output for the backward pass."""
-        call = _Call(self, root, cast, grid_of(a, b, cast))
+        call = _Call(self, root, cast, self.grid(a, b, cast))
         if self.tolerance is not None and self._calls % self.check_every == 0:
             call.probe = (_probe(a), _probe(b))
         self._calls += 1
@@ -176,7 +156,7 @@ class Chain:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
         states, replays, shapes_of = [], [], []
         extras: tuple[Tensor, ...] = ()
-        grid = grid_of(a, b, cast)
+        grid = self.grid(a, b, cast)
         with torch.no_grad():
             a, b = rounded(a, grid), rounded(b, grid)
             for block in self.blocks:
@@ -291,7 +271,8 @@ def _step_back(
         leaf = b.detach().requires_grad_()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
         addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
-    a = y - rounded(addend.detach(), call.grid)
+    with torch.no_grad():
+        a = subtract(y, addend.detach(), call.grid)
     del y
     seeds = zip((addend, *extras), grads, strict=True)
     seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]

@@ -12,7 +12,7 @@ import pytest
 
 import revcompile
 
-GROUND = {"errors", "ir", "ops", "growth", "replay", "coupling", "schedule"}
+GROUND = {"errors", "ir", "ops", "growth", "grid", "replay", "coupling", "schedule"}
 WINGS = {"compiler", "runtime", "inspect"}
 FLOORS = (GROUND, WINGS, {"api"}, {"__init__"}, {"cli"}, {"__main__"})
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}

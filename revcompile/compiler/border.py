@@ -12,8 +12,8 @@ from typing import Final
 from torch import fx, nn
 
 from revcompile.compiler.flow import Flow, tensor_type
-from revcompile.compiler.residual import is_activation
 from revcompile.compiler.surgery import Surgeon
+from revcompile.compiler.together import is_activation
 from revcompile.ir import Residual
 
 __all__ = ["enter_widened", "leave_concatenated"]

@@ -59,11 +59,6 @@ class Placement:
                 node = self.flow.by_name[name]
                 if node not in self.flow.constant:
                     owner[node] = block
-            if block.shortcut_term and block.shortcut_term != block.x:
-                node = self.flow.by_name[block.shortcut_term]
-                while node.name != block.x and node not in owner:  # nn.Identity on the shortcut
-                    owner[node] = block
-                    node = node.all_input_nodes[0]
         shared = self.flow.plain | self.flow.derived
         sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in shared]
         for node in sizes:  # users first: a size read outside takes what it is made from along

@@ -7,47 +7,25 @@ or if all come from one value and one of them is a single projection of it (proj
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from revcompile.compiler.flow import Flow, is_add, tensor_type
+from revcompile.compiler.together import (
+    absorb_activations,
+    drop_entangled,
+    drop_useless,
+    resolve_nesting,
+)
 from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
-__all__ = ["ACTIVATIONS", "Found", "find", "is_activation", "ready_times"]
-
-ACTIVATIONS: Final = frozenset(
-    [
-        "relu",
-        "relu6",
-        "relu_",
-        "gelu",
-        "silu",
-        "silu_",
-        "swish",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "prelu",
-        "mish",
-        "softplus",
-        "tanh",
-        "sigmoid",
-        "hard_swish",
-        "hard_mish",
-    ]
-)
+__all__ = ["Found", "find"]
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
-_MIN_INNER_BLOCKS: Final = 2
-_INNER_SHARE: Final = 0.8
 _LIGHT: Final = 2
 """Layers that may be computed again in a branch rather than kept beside the streams."""
 
@@ -70,23 +48,11 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
             continue
         verdict = _judge(flow, node)
         (residuals if isinstance(verdict, Residual) else refusals).append(verdict)  # type: ignore[arg-type]
-    kept, dropped = _resolve_nesting(flow, residuals)
-    kept = _absorb_activations(flow, kept)
-    kept, useless = _useful(flow, kept)
-    kept, entangled = _in_order(flow, kept)
+    kept, dropped = resolve_nesting(flow, residuals)
+    kept = absorb_activations(flow, kept)
+    kept, useless = drop_useless(flow, kept)
+    kept, entangled = drop_entangled(flow, kept)
     return Found(tuple(kept), (*refusals, *dropped, *useless, *entangled))
-
-
-def is_activation(node: fx.Node, root: nn.Module) -> bool:
-    """Is the node an elementwise activation function?"""
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        name = type(module).__name__
-        in_torch = type(module).__module__ == "torch.nn.modules.activation"
-        excluded = ("MultiheadAttention", "Softmax", "GLU", "LogSoftmax", "Softmax2d")
-        return (in_torch and name not in excluded) or name.lower() in ACTIVATIONS
-    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    return node.op in ("call_function", "call_method") and name in ACTIVATIONS
 
 
 # -- judging one sum ------------------------------------------------------------------------------
@@ -113,17 +79,6 @@ def _terms(flow: Flow, total: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     return terms, adds
 
 
-def _strip(flow: Flow, node: fx.Node) -> fx.Node:
-    """Look through modules that do nothing."""
-    while node.op == "call_module" and isinstance(
-        flow.root.get_submodule(str(node.target)), nn.Identity
-    ):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
-
-
 def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
     terms, adds = _terms(flow, total)
     path = str(total.meta.get(PATH, ""))
@@ -131,11 +86,10 @@ def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
     if kind is None or not kind.dtype.is_floating_point:
         return Refusal(path, total.name, "a sum of integers, not of features")
     refused = None
-    for shortcut in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
-        x = _strip(flow, shortcut)
-        others = [t for t in terms if t is not shortcut]
+    for x in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
+        others = [t for t in terms if t is not x]
         if x not in flow.constant and any(flow.depends(t, x) for t in others):
-            verdict = _identity(flow, path, total, adds, shortcut, x, others)
+            verdict = _identity(flow, path, total, adds, x, x, others)
             if isinstance(verdict, Residual):
                 return verdict
             refused = refused or verdict
@@ -327,119 +281,3 @@ def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
 
 def _names(nodes: Iterable[fx.Node]) -> frozenset[str]:
     return frozenset(n.name for n in nodes)
-
-
-# -- the blocks together --------------------------------------------------------------------------
-
-
-def _resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """Of blocks inside blocks keep the inner ones if they are a chain, else the outer one."""
-    kept: list[Residual] = []
-    dropped: list[Refusal] = []
-    for block in residuals:  # inner blocks end before the block around them
-        region = block.branch | block.shortcut
-        inner = [r for r in kept if r.total in region]
-        reversible = [r for r in inner if r.kind is not ResidualKind.PROJECTED]
-        chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
-        if reversible and (chain or block.kind is ResidualKind.PROJECTED):
-            reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
-            dropped.append(Refusal(block.path, block.total, reason))
-            continue
-        kept = [r for r in kept if r not in inner]
-        dropped += [Refusal(r.path, r.total, f"part of the branch of {block.path}") for r in inner]
-        kept.append(block)
-    return kept, dropped
-
-
-def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
-    """Do the inner blocks hold most of the outer block's parameters?"""
-
-    def size(block: Residual) -> int:
-        return sum(flow.parameter_count(flow.by_name[name]) for name in block.branch)
-
-    return sum(map(size, inner)) >= _INNER_SHARE * size(outer)
-
-
-def _absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:
-    """Post-activation blocks: the activation after the sum belongs to the block.
-
-    A lone activation after the last sum of a pre-activation network belongs to the head: it
-    counts only if the next block starts from its result, or the block started from one.
-    """
-    result: list[Residual] = []
-    activated: set[str] = set()
-    for block in residuals:
-        total = flow.by_name[block.total]
-        users = flow.users(total)
-        if len(users) == 1 and is_activation(users[0], flow.root):
-            post = users[0]
-            if len(flow.users(post)) > 1 or block.x in activated:
-                activated.add(post.name)
-                kind = block.kind
-                if kind is ResidualKind.IDENTITY:
-                    kind = ResidualKind.POST_ACTIVATION
-                block = replace(block, kind=kind, out=post.name, post=(post.name,))
-        result.append(block)
-    return result
-
-
-def _useful(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """A projected block keeps two streams only where there are two streams to keep."""
-    by_x: dict[str, list[Residual]] = {}
-    for block in residuals:
-        by_x.setdefault(block.x, []).append(block)
-    streams: set[str] = set()
-    kept: list[Residual] = []
-    dropped: list[Refusal] = []
-
-    def feeds_coupling(block: Residual) -> bool:
-        return any(
-            after.kind is not ResidualKind.PROJECTED or feeds_coupling(after)
-            for after in by_x.get(block.out, [])
-        )
-
-    for block in residuals:
-        projected = block.kind is ResidualKind.PROJECTED
-        if projected and block.x not in streams and not feeds_coupling(block):
-            reason = "a projected shortcut next to no reversible block"
-            dropped.append(Refusal(block.path, block.total, reason))
-            continue
-        streams.add(block.out)
-        kept.append(block)
-    return kept, dropped
-
-
-def _in_order(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """Drop blocks whose extras are needed before the block itself can be complete."""
-    dropped: list[Refusal] = []
-    while True:
-        ready = ready_times(flow, residuals)
-        late = {
-            side
-            for block in residuals
-            for side in block.sides
-            if ready[flow.by_name[side]] >= flow.index[flow.by_name[block.out]]
-        }
-        if not late:
-            return residuals, dropped
-        entangled = [r for r in residuals if r.extras]
-        if not entangled:
-            entangled = [r for r in residuals if late & set(r.sides)]
-        reason = "blocks read each other's branches, so none can come first"
-        dropped += [Refusal(r.path, r.total, reason) for r in entangled]
-        residuals = [r for r in residuals if r not in entangled]
-
-
-def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]:
-    """When each value is there, if a block's values appear all at once with its output."""
-    block_of = {flow.by_name[n]: r for r in residuals for n in (*r.branch, *r.adds, *r.post)}
-    ready: dict[fx.Node, int] = {}
-    for node in flow.nodes:
-        block = block_of.get(node)
-        if block is not None and not flow.anywhere(node) and node not in flow.plain:
-            ready[node] = flow.index[flow.by_name[block.out]]
-        else:
-            times = [ready[i] for i in node.all_input_nodes if i not in flow.plain]
-            known = node in flow.plain and node.meta.get(VALUE) is not None
-            ready[node] = max([flow.index[node], *(() if known else times)])
-    return ready

@@ -16,9 +16,10 @@ from revcompile.compiler.border import enter_widened, leave_concatenated
 from revcompile.compiler.flow import Flow
 from revcompile.compiler.placement import Pair, Placement
 from revcompile.compiler.region import Region
-from revcompile.compiler.residual import Found, find, ready_times
+from revcompile.compiler.residual import Found, find
 from revcompile.compiler.rules import RULES, Streams
 from revcompile.compiler.surgery import Surgeon, own_copy
+from revcompile.compiler.together import ready_times
 from revcompile.ir import (
     PATH,
     TYPE,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from revcompile.coupling import Block, Chain
@@ -217,7 +218,8 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
-            code = Chain(blocks, root.tolerance, root.check_every)
+            convolves = any(_convolves(c.branch, root) for c in couplings)
+            code = Chain(blocks, root.tolerance, root.check_every, convolves)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
         steps.append(_Step(code, inputs, outputs, drop))
     return tuple(steps)
@@ -273,6 +275,12 @@ def _circumstances(modules: Sequence[nn.Module]) -> Circumstances:
     others = [m for m in modules if not isinstance(m, _BatchNorm)]
     buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
     return Circumstances(norms, StatefulBuffers(buffers))
+
+
+def _convolves(graph: fx.Graph, root: nn.Module) -> bool:
+    functions = (str(getattr(n.target, "__name__", "")) for n in graph.nodes)
+    by_module = any(isinstance(module, _ConvNd) for module in _modules(graph, root))
+    return by_module or any(name.startswith("conv") for name in functions)
 
 
 def _modules(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,179 @@
+"""find, second half: residual blocks seen together.
+
+Blocks inside blocks, activations that follow a sum, projections next to nothing reversible, and
+blocks that read each other's branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from torch import fx, nn
+
+from revcompile.compiler.flow import Flow
+from revcompile.ir import VALUE, Refusal, Residual, ResidualKind
+
+__all__ = [
+    "absorb_activations",
+    "drop_entangled",
+    "drop_useless",
+    "is_activation",
+    "ready_times",
+    "resolve_nesting",
+]
+
+ACTIVATIONS: Final = frozenset(
+    [
+        "relu",
+        "relu6",
+        "relu_",
+        "gelu",
+        "silu",
+        "silu_",
+        "swish",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "leaky_relu",
+        "elu",
+        "selu",
+        "celu",
+        "prelu",
+        "mish",
+        "softplus",
+        "tanh",
+        "sigmoid",
+        "hard_swish",
+        "hard_mish",
+    ]
+)
+
+_MIN_INNER_BLOCKS: Final = 2
+_INNER_SHARE: Final = 0.8
+
+
+def is_activation(node: fx.Node, root: nn.Module) -> bool:
+    """Is the node an elementwise activation function?"""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        name = type(module).__name__
+        in_torch = type(module).__module__ == "torch.nn.modules.activation"
+        excluded = ("MultiheadAttention", "Softmax", "GLU", "LogSoftmax", "Softmax2d")
+        return (in_torch and name not in excluded) or name.lower() in ACTIVATIONS
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return node.op in ("call_function", "call_method") and name in ACTIVATIONS
+
+
+def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Of blocks inside blocks keep the inner ones if they are a chain, else the outer one."""
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+    for block in residuals:  # inner blocks end before the block around them
+        region = block.branch | block.shortcut
+        inner = [r for r in kept if r.total in region]
+        reversible = [r for r in inner if r.kind is not ResidualKind.PROJECTED]
+        chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
+        if reversible and (chain or block.kind is ResidualKind.PROJECTED):
+            reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        kept = [r for r in kept if r not in inner]
+        dropped += [Refusal(r.path, r.total, f"part of the branch of {block.path}") for r in inner]
+        kept.append(block)
+    return kept, dropped
+
+
+def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
+    """Do the inner blocks hold most of the outer block's parameters?"""
+
+    def size(block: Residual) -> int:
+        return sum(flow.parameter_count(flow.by_name[name]) for name in block.branch)
+
+    return sum(map(size, inner)) >= _INNER_SHARE * size(outer)
+
+
+def absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:
+    """Post-activation blocks: the activation after the sum belongs to the block.
+
+    A lone activation after the last sum of a pre-activation network belongs to the head: it
+    counts only if the next block starts from its result, or the block started from one.
+    """
+    result: list[Residual] = []
+    activated: set[str] = set()
+    for block in residuals:
+        total = flow.by_name[block.total]
+        users = flow.users(total)
+        if len(users) == 1 and is_activation(users[0], flow.root):
+            post = users[0]
+            if len(flow.users(post)) > 1 or block.x in activated:
+                activated.add(post.name)
+                kind = block.kind
+                if kind is ResidualKind.IDENTITY:
+                    kind = ResidualKind.POST_ACTIVATION
+                block = replace(block, kind=kind, out=post.name, post=(post.name,))
+        result.append(block)
+    return result
+
+
+def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """A projected block keeps two streams only where there are two streams to keep."""
+    by_x: dict[str, list[Residual]] = {}
+    for block in residuals:
+        by_x.setdefault(block.x, []).append(block)
+    streams: set[str] = set()
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+
+    def feeds_coupling(block: Residual) -> bool:
+        return any(
+            after.kind is not ResidualKind.PROJECTED or feeds_coupling(after)
+            for after in by_x.get(block.out, [])
+        )
+
+    for block in residuals:
+        projected = block.kind is ResidualKind.PROJECTED
+        if projected and block.x not in streams and not feeds_coupling(block):
+            reason = "a projected shortcut next to no reversible block"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        streams.add(block.out)
+        kept.append(block)
+    return kept, dropped
+
+
+def drop_entangled(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Drop blocks whose extras are needed before the block itself can be complete."""
+    dropped: list[Refusal] = []
+    while True:
+        ready = ready_times(flow, residuals)
+        late = {
+            side
+            for block in residuals
+            for side in block.sides
+            if ready[flow.by_name[side]] >= flow.index[flow.by_name[block.out]]
+        }
+        if not late:
+            return residuals, dropped
+        entangled = [r for r in residuals if r.extras]
+        if not entangled:
+            entangled = [r for r in residuals if late & set(r.sides)]
+        reason = "blocks read each other's branches, so none can come first"
+        dropped += [Refusal(r.path, r.total, reason) for r in entangled]
+        residuals = [r for r in residuals if r not in entangled]
+
+
+def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]:
+    """When each value is there, if a block's values appear all at once with its output."""
+    block_of = {flow.by_name[n]: r for r in residuals for n in (*r.branch, *r.adds, *r.post)}
+    ready: dict[fx.Node, int] = {}
+    for node in flow.nodes:
+        block = block_of.get(node)
+        if block is not None and not flow.anywhere(node) and node not in flow.plain:
+            ready[node] = flow.index[flow.by_name[block.out]]
+        else:
+            times = [ready[i] for i in node.all_input_nodes if i not in flow.plain]
+            known = node in flow.plain and node.meta.get(VALUE) is not None
+            ready[node] = max([flow.index[node], *(() if known else times)])
+    return ready
