@@ -19,6 +19,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from revcompile.ops import is_autocasting
+
 __all__ = ["HEADROOM", "add", "is_imprecise", "make_grid", "rounded", "subtract"]
 
 HEADROOM: Final = 7
@@ -29,7 +31,7 @@ def is_imprecise(stream: Tensor, cast: torch.dtype | None, convolves: bool) -> b
     """Do branches on this float32 stream round their inputs to fewer bits?"""
     if stream.dtype != torch.float32:
         return False
-    if cast is not None or torch.is_autocast_enabled(stream.device.type):
+    if cast is not None or is_autocasting(stream.device):
         return True
     if not stream.is_cuda:
         return False

@@ -11,6 +11,7 @@ __all__ = [
     "batch_norm",
     "device_of",
     "fuse_mean",
+    "is_autocasting",
     "select",
     "shape",
     "statistics_frozen",
@@ -42,6 +43,12 @@ def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 def fuse_mean(a: Tensor, b: Tensor) -> Tensor:
     """One value from two streams: their mean, so that two equal streams give what one gave."""
     return torch.lerp(a, b, 0.5) if a.is_floating_point() else (a + b) // 2
+
+
+def is_autocasting(device: torch.device) -> bool:
+    """Is autocast on for a device (never for one that has no autocast, like meta)?"""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def device_of(tensor: Tensor) -> torch.device:

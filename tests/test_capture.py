@@ -543,15 +543,18 @@ def classification_models() -> Iterable[str]:
     return models.list_models(module=models)
 
 
+CHECKS = {"regnet_y_128gf": "off", "vit_h_14": "off", "vit_l_16": "fast", "vit_l_32": "fast"}
+"""For models of 300 M parameters and more, whose gradients would not fit beside those of others."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", classification_models())
 def test_torchvision(name: str) -> None:
     from torchvision import models
 
-    size = {"inception_v3": 128}.get(name, 64)
-    if name.startswith(("vit_", "swin_", "maxvit")):
-        size = 224
+    size = 224 if name.startswith(("vit_", "swin_", "maxvit")) else 128
+    size = 299 if name == "inception_v3" else size
     model = models.get_model(name, weights=None)
-    captured = FX(model, torch.randn(2, 3, size, size), check="full")
+    captured = FX(model, torch.randn(2, 3, size, size), check=CHECKS.get(name, "full"))
     assert captured.notes == ()
     assert (captured.eval_graph is not None) == (name in ("googlenet", "inception_v3"))

@@ -261,6 +261,22 @@ def test_an_attempt_that_the_model_catches_leaves_nothing_behind() -> None:
     assert graph_lines(forward, X) == ["relu = relu(x)"]
 
 
+def test_a_layer_that_fails_is_named_with_the_line_that_calls_it() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Sequential(nn.Linear(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    with pytest.raises(Untraceable) as error:
+        traced(Model(), X)
+    assert error.value.path == "head.0"
+    assert error.value.cause.startswith("RuntimeError: ")
+    assert error.value.source.endswith("return self.head(x)")
+
+
 def test_nodes_know_where_they_come_from() -> None:
     found = traced(nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Flatten()), X)
     paths = {n.name: n.meta[PATH] for n in found.graph.nodes}

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.proxy import TraceError
 
-__all__ = ["Refused", "Unrecorded", "Untraceable", "error_line", "reason", "user_line"]
+__all__ = ["Refused", "Unrecorded", "Untraceable", "blame", "user_line"]
 
 _NOT_THE_USERS: Final = (torch.__path__[0], str(Path(__file__).parent), "<")
 """How the paths of files begin that no user wrote."""
@@ -42,9 +42,14 @@ class Refused(Unrecorded):
     """Not even keeping the module as one piece would help."""
 
 
+def blame(path: str, error: Exception) -> Untraceable:
+    """Put what went wrong in the module at `path` into words."""
+    return Untraceable(path, _reason(error), _source(error))
+
+
 def user_line() -> str:
     """`file:line` of the innermost frame in a file that a user wrote."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -52,17 +57,17 @@ def user_line() -> str:
     return "?"
 
 
-def error_line(error: BaseException) -> str:
+def _source(error: Exception) -> str:
     """`file:line: code` of the user's code that failed."""
     if isinstance(error, Unrecorded):
         code = inspect.unwrap(type(error.module).forward).__code__
         return f"{code.co_filename}:{code.co_firstlineno}: {type(error.module).__name__}.forward"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
     mine = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
     return f"{mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else "?"
 
 
-def reason(error: BaseException) -> str:
+def _reason(error: Exception) -> str:
     """One line of plain words."""
     if isinstance(error, DataDependentOutputException):
         return "control flow depends on the contents of a tensor"

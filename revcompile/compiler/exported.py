@@ -7,37 +7,35 @@ devices are asked for at run time, and assertions that break autocast are erased
 
 from __future__ import annotations
 
-import copy
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler.copies import copy_model, fake_copy, keep_constant, set_mode
+from revcompile.compiler.example import Example, signature_of
 from revcompile.compiler.modes import merge_modes
 from revcompile.compiler.simplify import simplify
-from revcompile.compiler.tracer import Untraceable, fake_copy, size_of_values, type_of_values
+from revcompile.compiler.tracer import Untraceable, size_of_values, type_of_values
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
 from revcompile.ops import batch_norm, device_of
 
-if TYPE_CHECKING:
-    from revcompile.compiler.capture import Example
-
 __all__ = ["export_capture"]
+
+_MODE_DEPENDENT = ("scaled_dot_product_attention", "dropout", "rrelu")
+"""Operators whose arguments differ between the modes: written out in full, so they line up."""
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
 def export_capture(model: nn.Module, example: Example, leaf_paths: frozenset[str]) -> Captured:
     """Export both modes and turn the result into a graph over the original's parameters."""
-    from revcompile.compiler.capture import keep_constant, set_mode, signature_of
-
     if leaf_paths:
         raise Untraceable("", "leaf_modules cannot be kept whole by torch.export", "?")
-    shadow = copy.deepcopy(model)
-    root = copy.deepcopy(model)
+    shadow, root = copy_model(model), copy_model(model)
     graphs: list[fx.Graph] = []
     out_spec = None
     for training in (True, False):
@@ -181,6 +179,11 @@ def _as_module_would(
         node.args = (*node.args[:8], count)
     schema = getattr(node.target, "_schema", None)
     name = _name(node)
+    if schema is not None and name in _MODE_DEPENDENT:
+        given = len(node.args)
+        rest = [a for a in schema.arguments[given:] if not a.kwarg_only]
+        node.args = (*node.args, *(node.kwargs.get(a.name, a.default_value) for a in rest))
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in {a.name for a in rest}}
     if schema is not None and schema.is_mutable and name.endswith("_"):
         node.op, node.target = "call_method", name
 

@@ -22,14 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.blame import (
-    Refused,
-    Unrecorded,
-    Untraceable,
-    error_line,
-    reason,
-    user_line,
-)
+from revcompile.compiler.blame import Refused, Unrecorded, Untraceable, blame, user_line
 from revcompile.compiler.copies import attributes_kept, fake_copy
 from revcompile.compiler.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.example import Example
@@ -84,8 +77,7 @@ def trace(
             with patched(tracer):
                 graph = tracer.trace(fake)
         except Exception as error:
-            path, first = tracer.failure or ("", error)
-            raise Untraceable(path, reason(first), error_line(first)) from error
+            raise (tracer.failure or blame("", error)) from error
         reads = {str(node.target) for node in graph.find_nodes(op="get_attr")}
         attributes = {name: _attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
@@ -111,7 +103,7 @@ class _Tracer(ShapedTracer):
         super().__init__(autowrap_modules=(math,))
         self.values = {}
         self.evaluating = False
-        self.failure: tuple[str, Exception] | None = None
+        self.failure: Untraceable | None = None
         self.resisted: dict[str, str] = {}
         self.out_spec: pytree.TreeSpec | None = None
         self.restore: Callable[[nn.Module], None] = _nothing
@@ -189,7 +181,7 @@ class _Tracer(ShapedTracer):
                 return self.create_proxy("call_module", self._path, args, kwargs)
             return self._descend(m, forward, args, kwargs)
         except Exception as error:
-            self.failure = self.failure or (self._path, error)
+            self.failure = self.failure or blame(self._path, error)
             raise
         finally:
             self._path = outer
@@ -205,14 +197,14 @@ class _Tracer(ShapedTracer):
         except Refused:
             raise
         except Exception as error:
-            _, cause = self.failure = self.failure or (path, error)
+            failure = self.failure = self.failure or blame(path, error)
             self._roll_back(mark)
             self.restore(module)
             torch.set_rng_state(generator)
             proxy = self.create_proxy("call_module", path, args, kwargs)
             within = f"{path}."
             self.resisted = {p: r for p, r in self.resisted.items() if not p.startswith(within)}
-            self.resisted[path] = reason(cause)
+            self.resisted[path] = failure.cause
             return proxy
 
     def _roll_back(self, mark: fx.Node) -> None:

@@ -17,6 +17,7 @@ from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Live, Opaque, Rewired, Signature
+from revcompile.ops import is_autocasting
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.code import compile_graph
 
@@ -74,13 +75,13 @@ class Reversible(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
         rewired = self.rewired
-        body = rewired.body
+        body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
-            body = rewired.eval_body
+            body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
         values = bind(rewired.signature, rewired.name, args, kwargs)
         values = self._run(body, values)
         flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
-        return pytree.tree_unflatten(flat, rewired.signature.out_spec)
+        return pytree.tree_unflatten(flat, out_spec)
 
     def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
         """Forward and back through every chain: each block's relative reconstruction error."""
@@ -192,7 +193,7 @@ def _widened_streams(
     """
     if a.dtype not in _LOW_PRECISION:
         return a, b, None, None
-    narrow = None if torch.is_autocast_enabled(a.device.type) else a.dtype
+    narrow = None if is_autocasting(a.device) else a.dtype
     return a.float(), b.float(), narrow, narrow
 
 
