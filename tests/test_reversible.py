@@ -376,3 +376,16 @@ def test_deepcopy_and_state_dict_round_trip() -> None:
     assert not torch.equal(net(x), twin(x))
     twin.load_state_dict(net.state_dict())
     assert torch.equal(net(x), twin(x))
+
+
+def test_a_member_with_a_reserved_name_is_a_clear_error() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rewired = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.rewired(x)
+
+    with pytest.raises(revcompile.RevcompileError, match="has a member called 'rewired'"):
+        revcompile.reversify(Model(), torch.randn(2, 4))

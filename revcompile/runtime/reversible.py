@@ -23,6 +23,9 @@ from revcompile.runtime.code import compile_graph
 
 __all__ = ["Reversible"]
 
+_RESERVED = frozenset(
+    {"rewired", "tolerance", "reversible", "check_every", "inversion_errors", "summary", "_plans"}
+)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -46,6 +49,12 @@ class Reversible(nn.Module):
     def __init__(self, rewired: Rewired, tolerance: float | None = None) -> None:
         super().__init__()
         root = rewired.root
+        taken = _RESERVED & {*root._modules, *root._parameters, *root._buffers}
+        if taken:
+            raise InputError(
+                f"reversify: {rewired.name} has a member called {sorted(taken)[0]!r}, a name the "
+                "reversible module needs for itself; rename it in the model"
+            )
         for name, child in root._modules.items():
             self.add_module(name, child)
         for name, parameter in root._parameters.items():
