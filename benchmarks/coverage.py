@@ -29,7 +29,7 @@ from torch import nn
 import revcompile
 from revcompile.compiler.capture import capture
 from revcompile.compiler.cost import costs
-from revcompile.compiler.residual import find
+from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.ir import Coupling

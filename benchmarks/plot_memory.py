@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 PLAIN, OURS = "#b0574f", "#2f6f8f"
 

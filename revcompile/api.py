@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from revcompile.compiler.capture import capture, make_example
-from revcompile.compiler.check import Check, model_unchanged
+from revcompile.compiler.capture.check import Check, model_unchanged
 from revcompile.compiler.cost import costs
-from revcompile.compiler.residual import find
+from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError, InversionError

@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler import capture as capture_module
 from revcompile.compiler.capture import capture, make_example
-from revcompile.compiler.check import Check, check_capture
-from revcompile.compiler.memory import tensors_in
+from revcompile.compiler.capture.check import Check, check_capture
+from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir import TYPE, Captured, Frontend
 from revcompile.runtime.code import compile_graph
+from tests import zoo
 
 FX = functools.partial(capture, frontend=Frontend.FX)
 
@@ -165,6 +166,7 @@ RESISTING = {
     "AutocastRegions": "1 is kept as one piece: an autocast region, which a graph cannot hold",
     "CustomFunction": "1 is kept as one piece: the custom autograd function Straight",
     "DataDependentPart": "1 is kept as one piece: control flow depends on the contents of a tensor",
+    "ResistsInEvalMode": "1 is kept as one piece: control flow depends on the contents of a tensor",
     "BooleanIndex": "1 is kept as one piece: a shape depends on the contents of a tensor",
 }
 
@@ -178,8 +180,20 @@ def test_only_what_resists_is_kept_as_one_piece(name: str) -> None:
         assert notes == ()
 
 
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in RESISTING])
+def test_graph_moves_to_another_device(name: str) -> None:
+    """The meta device stands for any: tensors left on the CPU do not mix with it."""
+    captured = caught(name)[1]
+    moved = dataclasses.replace(captured, root=copied(captured.root).to("meta"))
+    specimen = zoo.ZOO[name]
+    inputs = pytree.tree_leaves((specimen.args(2), specimen.kwargs(2)))
+    result = run_captured(moved, [t.to("meta") for t in inputs if is_tensor(t)])
+    assert {t.device.type for t in tensors_in(result)} == {"meta"}
+
+
 def test_modes_are_one_graph_unless_their_structures_differ() -> None:
-    assert {n for n in zoo.ZOO if caught(n)[1].eval_graph} == {"AuxiliaryHead", "BufferInPlace"}
+    with_two = {name for name in zoo.ZOO if caught(name)[1].eval_graph}
+    assert with_two == {"AuxiliaryHead", "BufferInPlace", "ConstantsOfTheMode"}
 
 
 def test_encoder_layers_are_opened() -> None:
@@ -188,8 +202,19 @@ def test_encoder_layers_are_opened() -> None:
     assert "layers.1" not in targets(captured, "call_module")
 
 
-def test_own_drop_path_becomes_a_leaf() -> None:
-    assert caught("OwnDropPath")[1].leaves == ("skips.0", "skips.1")
+def test_what_resists_in_one_mode_is_kept_in_both() -> None:
+    captured = caught("ResistsInEvalMode")[1]
+    assert captured.leaves == ("1",)
+    assert "1" in targets(captured, "call_module")
+
+
+def test_own_drop_paths_become_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = []
+    real = capture_module.trace
+    monkeypatch.setattr(capture_module, "trace", lambda *a: traces.append(1) or real(*a))
+    captured = FX(zoo.OwnDropPath(), zoo.tokens(2), check="off")
+    assert captured.leaves == ("skips.0", "skips.1")
+    assert len(traces) == 4
 
 
 def test_tied_parameters_stay_one() -> None:
@@ -335,6 +360,33 @@ def test_fast_check_runs_eval_mode_where_the_graph_chooses() -> None:
 
     problem = tampered("FunctionalDropout", drop_always)(Check.FAST)
     assert problem is not None and "eval mode" in problem
+
+
+def test_batch_size_at_which_the_original_fails_is_not_held_against_the_graph() -> None:
+    model, captured, _ = caught("OptionalMask")
+    example = make_example(model, zoo.rows(2))
+    broken = dataclasses.replace(example, grown=(torch.randn(3, 7),))
+    assert check_capture(model, captured, broken, Check.FULL) is None
+
+
+def test_fast_check_falls_back_to_the_example_itself() -> None:
+    model, captured, _ = caught("OptionalMask")
+    graph = copy.deepcopy(captured.graph)
+    with graph.inserting_before(graph.output_node()):
+        scale_output(graph, graph.output_node())
+    wrong = dataclasses.replace(captured, graph=graph)
+    example = make_example(model, zoo.rows(2))
+    broken = dataclasses.replace(example, grown=(torch.randn(3, 7),))
+    problem = check_capture(model, wrong, broken, Check.FAST)
+    assert problem == "output 0 differs by 0.01 (relative) (train mode, batch 2, seed 0)"
+
+
+def test_check_leaves_the_generators_alone() -> None:
+    model, captured, _ = caught("Noise")
+    example = make_example(model, zoo.rows(2))
+    before = fingerprint(model, (), {})
+    check_capture(model, captured, example, Check.FULL)
+    assert fingerprint(model, (), {}) == before
 
 
 def test_check_does_not_run_on_the_users_parameters() -> None:

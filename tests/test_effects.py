@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from tracing import Function, lines, outputs, traced
 
-from revcompile.compiler.effects import functionalize, is_effect
+from revcompile.compiler.capture.effects import functionalize, is_effect
 from revcompile.ir import TYPE
+from tests.tracing import Function, lines, outputs, traced
 
 X = torch.randn(2, 6)
 
@@ -202,6 +202,27 @@ def test_writing_into_state_keeps_the_effect() -> None:
             return x - self.seen
 
     assert effects(pure(Model())) == ["iadd"]
+
+
+def test_writing_into_state_that_a_leaf_hands_out_keeps_the_effect() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(6))
+
+        def forward(self) -> Tensor:
+            return self.table
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaf = Table()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x - self.leaf().add_(1)
+
+    graph = traced(Model(), X, leaf_paths=["leaf"]).graph
+    assert effects(functionalize(graph)) == ["add_"]
 
 
 def test_input_of_an_in_place_layer_is_read_as_its_output() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from revcompile.compiler.capture import capture
-from revcompile.compiler.residual import find
+from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.ir import Captured, Frontend, Policy
 from revcompile.runtime.reversible import Reversible

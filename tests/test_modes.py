@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tracing import lines, outputs, traced
 
-from revcompile.compiler.modes import first_difference, merge_modes
+from revcompile.compiler.capture.modes import first_difference, merge_modes
+from tests.tracing import lines, outputs, traced
 
 X = torch.randn(2, 6)
 
@@ -75,6 +75,16 @@ def test_choice_is_written_as_select() -> None:
         "select = select(training, 2.0, 3.0)",
         "mul = mul(x, select)",
     ]
+
+
+def test_order_of_keywords_makes_no_difference() -> None:
+    train, evaluation = both(
+        lambda x, training: x.clamp(min=0.0, max=1.0) if training else x.clamp(max=3.0, min=2.0)
+    )
+    merged = merge_modes(train, evaluation)
+    assert merged is not None
+    (actual,) = outputs(merged, X, root=nn.Module().eval())
+    torch.testing.assert_close(actual, X.clamp(min=2.0, max=3.0))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.compiler.capture import capture
-from revcompile.compiler.residual import Found, find
+from revcompile.compiler.find import Found, find
 from revcompile.ir import ResidualKind
 
 Forward = Callable[["Model", Tensor], Tensor]

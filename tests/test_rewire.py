@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import revcompile
 from revcompile import Enter, Fuse, Leave, Policy
 from revcompile.compiler.capture import capture
-from revcompile.compiler.residual import find
+from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError

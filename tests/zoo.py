@@ -269,6 +269,16 @@ class AuxiliaryHead(nn.Module):
         return (self.head(y), self.aux(x)) if self.training else self.head(y)
 
 
+@specimen(rows)
+class ConstantsOfTheMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + (torch.ones(8) if self.training else torch.arange(8.0))
+
+
 # -- shared and unusual parameters ---------------------------------------------------------------
 
 
@@ -689,6 +699,25 @@ class Clip(nn.Module):
 @specimen(rows)
 def DataDependentPart() -> nn.Module:
     return nn.Sequential(Mlp(), Clip(), Mlp())
+
+
+class Guarded(nn.Module):
+    """Looks at the data in eval mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not self.training and y.isnan().any():
+            y = torch.zeros_like(y)
+        return y
+
+
+@specimen(rows)
+def ResistsInEvalMode() -> nn.Module:
+    return nn.Sequential(Mlp(), Guarded())
 
 
 class Positive(nn.Module):

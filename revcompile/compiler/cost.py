@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from revcompile.compiler.tracer import fake_copy
+from revcompile.compiler.capture.tracer import fake_copy
 from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
 
 __all__ = ["costs"]

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.effects import is_effect
+from revcompile.compiler.capture.effects import is_effect
 from revcompile.ir import TYPE, TensorType
 
 __all__ = ["Flow", "is_add", "is_plain", "tensor_type"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from revcompile.compiler.flow import is_plain
-from revcompile.compiler.region import ORIGIN
+from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
 from revcompile.ir import Body, Captured, Coupling, Live, Rewired
 

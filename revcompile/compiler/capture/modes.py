@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.memory import MEMORY, WRITES
+from revcompile.compiler.capture.memory import MEMORY, WRITES
 from revcompile.ir import PATH, SOURCE, TYPE
 from revcompile.ops import select
 

@@ -13,7 +13,7 @@ from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
-from revcompile.compiler.proxy import ShapedProxy, ShapedTracer, contains_proxy
+from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer, contains_proxy
 
 __all__ = ["AUTOCAST", "patched"]
 

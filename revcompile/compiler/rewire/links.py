@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from revcompile.compiler.flow import Flow, tensor_type
-from revcompile.compiler.region import Region, describe
+from revcompile.compiler.rewire.region import Region, describe
 from revcompile.ir import Link
 
 __all__ = ["build_link", "link_source"]

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.memory import tensors_in
+from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
 from revcompile.ir import Signature
 

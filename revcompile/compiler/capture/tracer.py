@@ -22,22 +22,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.blame import Refused, Unrecorded, Untraceable, blame, user_line
-from revcompile.compiler.copies import attributes_kept, fake_copy
-from revcompile.compiler.evaluate import NEEDS_DATA, fold, run_on_data
-from revcompile.compiler.example import Example
-from revcompile.compiler.leaves import is_leaf
-from revcompile.compiler.memory import MEMORY, WRITES, number_memory, watched_memory
-from revcompile.compiler.patches import AUTOCAST, patched
-from revcompile.compiler.proxy import (
+from revcompile.compiler.capture.blame import Refused, Unrecorded, Untraceable, blame, user_line
+from revcompile.compiler.capture.copies import attributes_kept, fake_copy
+from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
+from revcompile.compiler.capture.example import Example
+from revcompile.compiler.capture.leaves import is_leaf
+from revcompile.compiler.capture.memory import MEMORY, WRITES, number_memory, watched_memory
+from revcompile.compiler.capture.patches import AUTOCAST, patched
+from revcompile.compiler.capture.proxy import (
     ShapedProxy,
     ShapedTracer,
     Values,
     size_of_values,
     type_of_values,
 )
-from revcompile.compiler.rng import foreign_state, rng_kept
-from revcompile.compiler.tidy import NO_GRAD, detach_no_grad, tidy
+from revcompile.compiler.capture.rng import foreign_state, rng_kept
+from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]

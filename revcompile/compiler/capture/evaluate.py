@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.copies import copy_model
-from revcompile.compiler.memory import MEMORY, WRITES, tensors_in
-from revcompile.compiler.rng import rng_kept
+from revcompile.compiler.capture.copies import copy_model
+from revcompile.compiler.capture.memory import MEMORY, WRITES, tensors_in
+from revcompile.compiler.capture.rng import rng_kept
 
 __all__ = ["NEEDS_DATA", "fold", "run_on_data"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from revcompile.compiler.flow import Flow, tensor_type
-from revcompile.compiler.placement import Pair, Placement
-from revcompile.compiler.region import Region
-from revcompile.compiler.surgery import Surgeon
+from revcompile.compiler.rewire.placement import Pair, Placement
+from revcompile.compiler.rewire.region import Region
+from revcompile.compiler.rewire.surgery import Surgeon
 from revcompile.ir import Coupling, Link, Opaque, Residual, ResidualKind, Segment
 
 __all__ = ["RULES", "Couple", "Rule", "Streams", "Transition"]

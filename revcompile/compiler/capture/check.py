@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.copies import copy_model, set_mode
-from revcompile.compiler.example import Example
-from revcompile.compiler.memory import tensors_in
-from revcompile.compiler.rng import rng_kept, seed_all
+from revcompile.compiler.capture.copies import copy_model, set_mode
+from revcompile.compiler.capture.example import Example
+from revcompile.compiler.capture.memory import tensors_in
+from revcompile.compiler.capture.rng import rng_kept, seed_all
 from revcompile.errors import InputError
 from revcompile.ir import Captured
 from revcompile.ops import select

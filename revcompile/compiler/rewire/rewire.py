@@ -12,14 +12,14 @@ import operator
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.border import enter_widened, leave_concatenated
+from revcompile.compiler.find.residual import Found, find
+from revcompile.compiler.find.together import ready_times
 from revcompile.compiler.flow import Flow
-from revcompile.compiler.placement import Pair, Placement
-from revcompile.compiler.region import Region
-from revcompile.compiler.residual import Found, find
-from revcompile.compiler.rules import RULES, Streams
-from revcompile.compiler.surgery import Surgeon, own_copy
-from revcompile.compiler.together import ready_times
+from revcompile.compiler.rewire.border import enter_widened, leave_concatenated
+from revcompile.compiler.rewire.placement import Pair, Placement
+from revcompile.compiler.rewire.region import Region
+from revcompile.compiler.rewire.rules import RULES, Streams
+from revcompile.compiler.rewire.surgery import Surgeon, own_copy
 from revcompile.ir import (
     PATH,
     TYPE,

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from revcompile.compiler.memory import MEMORY, STATE, WRITES
+from revcompile.compiler.capture.memory import MEMORY, STATE, WRITES
 from revcompile.ir import PATH, SOURCE, TYPE, TensorType
 from revcompile.ops import with_item
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from revcompile.compiler.flow import Flow, tensor_type
-from revcompile.compiler.links import build_link, link_source
-from revcompile.compiler.region import Region
+from revcompile.compiler.rewire.links import build_link, link_source
+from revcompile.compiler.rewire.region import Region
 from revcompile.ir import TYPE, VALUE, Link, Live, Residual, ResidualKind
 from revcompile.ops import fuse_mean, shape
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.effects import is_effect
+from revcompile.compiler.capture.effects import is_effect
 from revcompile.compiler.flow import Flow
 from revcompile.ir import PATH, SOURCE, TYPE
 

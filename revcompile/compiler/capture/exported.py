@@ -15,11 +15,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.copies import copy_model, fake_copy, keep_constant, set_mode
-from revcompile.compiler.example import Example, signature_of
-from revcompile.compiler.modes import merge_modes
-from revcompile.compiler.simplify import simplify
-from revcompile.compiler.tracer import Untraceable, size_of_values, type_of_values
+from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
+from revcompile.compiler.capture.example import Example, signature_of
+from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.simplify import simplify
+from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
 from revcompile.ops import batch_norm, device_of
 

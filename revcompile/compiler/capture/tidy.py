@@ -6,7 +6,7 @@ from typing import Final
 
 from torch import fx
 
-from revcompile.compiler.effects import eliminate_dead_code, is_effect
+from revcompile.compiler.capture.effects import eliminate_dead_code, is_effect
 from revcompile.ir import TYPE, TensorType
 
 __all__ = ["NO_GRAD", "detach_no_grad", "tidy"]

@@ -14,13 +14,13 @@ from typing import Final
 import torch
 from torch import fx
 
-from revcompile.compiler.flow import Flow, is_add, tensor_type
-from revcompile.compiler.together import (
+from revcompile.compiler.find.together import (
     absorb_activations,
     drop_entangled,
     drop_useless,
     resolve_nesting,
 )
+from revcompile.compiler.flow import Flow, is_add, tensor_type
 from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
 __all__ = ["Found", "find"]

@@ -11,9 +11,9 @@ from typing import Final
 
 from torch import fx, nn
 
+from revcompile.compiler.find.together import is_activation
 from revcompile.compiler.flow import Flow, tensor_type
-from revcompile.compiler.surgery import Surgeon
-from revcompile.compiler.together import is_activation
+from revcompile.compiler.rewire.surgery import Surgeon
 from revcompile.ir import Residual
 
 __all__ = ["enter_widened", "leave_concatenated"]

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
-from revcompile.compiler.effects import INPLACE_OPERATORS
+from revcompile.compiler.capture.effects import INPLACE_OPERATORS
 from revcompile.ir import TensorType
 
 __all__ = [

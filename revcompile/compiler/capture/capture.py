@@ -17,14 +17,15 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from revcompile.compiler.check import Check, check_capture, why_it_fails
-from revcompile.compiler.copies import copy_model, fake_copy, keep_constant, set_mode
-from revcompile.compiler.example import Example, make_example, regrown, signature_of
-from revcompile.compiler.exported import export_capture
-from revcompile.compiler.modes import first_difference, merge_modes
-from revcompile.compiler.rng import rng_kept
-from revcompile.compiler.simplify import simplify
-from revcompile.compiler.tracer import Traced, Untraceable, trace
+from revcompile.compiler.capture.check import Check, check_capture, why_it_fails
+from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
+from revcompile.compiler.capture.example import Example, make_example, regrown, signature_of
+from revcompile.compiler.capture.exported import export_capture
+from revcompile.compiler.capture.leaves import is_leaf
+from revcompile.compiler.capture.modes import first_difference, merge_modes
+from revcompile.compiler.capture.rng import rng_kept
+from revcompile.compiler.capture.simplify import simplify
+from revcompile.compiler.capture.tracer import Traced, Untraceable, trace
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir import PATH, Captured, Frontend
 
@@ -146,7 +147,7 @@ def _mode_dependent(model: nn.Module, train: fx.Graph, evaluation: fx.Graph) -> 
     for node in first_difference(train, evaluation):
         path = node.meta.get(PATH, "")
         culprit = model.get_submodule(path)
-        if path and not any(culprit.children()):
+        if path and not any(culprit.children()) and not is_leaf(culprit):
             alike = (p for p, m in model.named_modules() if type(m) is type(culprit))
             return tuple(p for p in alike if p)
     return ()
