@@ -94,7 +94,12 @@ def reversify(
 
 @dataclass(frozen=True)
 class InversionReport:
-    """Reconstruction error of every reversible block, relative to its largest input."""
+    """Reconstruction error of every reversible block, relative to its largest input.
+
+    >>> report = InversionReport((("blocks.0", 2e-7), ("blocks.1", 1e-7)), tolerance=1e-3)
+    >>> report.ok, report.worst
+    (True, ('blocks.0', 2e-07))
+    """
 
     errors: tuple[tuple[str, float], ...]
     tolerance: float

@@ -190,21 +190,33 @@ class Refusal:
 
 
 class Enter(enum.Enum):
-    """How one value becomes two streams."""
+    """How one value becomes two streams.
+
+    >>> Policy(enter=Enter.DUPLICATE).enter.value
+    'duplicate'
+    """
 
     WIDEN = "widen"
     DUPLICATE = "duplicate"
 
 
 class Fuse(enum.Enum):
-    """How two streams become one value inside the model."""
+    """How two streams become one value inside the model.
+
+    >>> Policy().fuse is Fuse.MEAN
+    True
+    """
 
     MEAN = "mean"
     CONCAT = "concat"
 
 
 class Leave(enum.Enum):
-    """How the last two streams reach the head."""
+    """How the last two streams reach the head.
+
+    >>> Policy.named("pretrained").leave is Leave.MEAN
+    True
+    """
 
     CONCAT = "concat"
     MEAN = "mean"

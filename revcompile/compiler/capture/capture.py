@@ -45,6 +45,11 @@ def capture(
 
     `leaf_modules` (paths or classes) are kept as single calls. `frontend` forces one of the two
     tracers; by default FX is tried first and `torch.export` second.
+
+    >>> import torch, revcompile
+    >>> captured = revcompile.capture(torch.nn.Linear(3, 2), torch.randn(2, 3), check="full")
+    >>> captured.signature.placeholders, captured.frontend.value
+    (('input_1',), 'torch.fx')
     """
     level = Check.parse(check)
     example = make_example(model, example_inputs, example_kwargs)
