@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import operator
 import random
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler import capture as capture_module
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, check_capture
 from revcompile.compiler.capture.memory import tensors_in
@@ -210,8 +211,9 @@ def test_what_resists_in_one_mode_is_kept_in_both() -> None:
 
 def test_own_drop_paths_become_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
-    real = capture_module.trace
-    monkeypatch.setattr(capture_module, "trace", lambda *a: traces.append(1) or real(*a))
+    module = sys.modules[capture.__module__]
+    real = module.trace
+    monkeypatch.setattr(module, "trace", lambda *a: traces.append(1) or real(*a))
     captured = FX(zoo.OwnDropPath(), zoo.tokens(2), check="off")
     assert captured.leaves == ("skips.0", "skips.1")
     assert len(traces) == 4
@@ -225,6 +227,12 @@ def test_tied_parameters_stay_one() -> None:
 def test_batch_stays_free() -> None:
     types = {str(node.meta[TYPE]) for node in caught("ShapeArithmetic")[1].graph.nodes}
     assert {"float32[B, 5, 8]", "float32[3B, 2, 8]"} <= types
+
+
+def test_model_in_eval_mode_is_captured_for_both_modes() -> None:
+    captured = FX(zoo.FunctionalDropout().eval(), zoo.rows(2), check="full")
+    assert not captured.root.training
+    assert "training" in targets(captured, "get_attr")
 
 
 def test_batch_of_one_is_enough() -> None:
@@ -265,6 +273,17 @@ def test_named_arguments_become_placeholders() -> None:
     signature = caught("DictInput")[1].signature
     assert signature.labels == ("batch['x']", "batch['more'][0]")
     assert signature.placeholders == ("batch__x", "batch__more___0")
+
+
+def test_arguments_are_labelled_as_a_user_would_write_them() -> None:
+    class Varied(nn.Module):
+        def forward(self, x: Tensor, *rest: Tensor, scale: float = 1.0, **more: Tensor) -> Tensor:
+            return sum(rest, x) * scale + more["b"]
+
+    x = torch.randn(2, 3)
+    signature = FX(Varied(), (x, x, x), {"b": x, "scale": 2.0}, check="full").signature
+    assert signature.labels == ("x", "rest[0]", "rest[1]", "b")
+    assert signature.placeholders == ("x", "rest_0", "rest_1", "b")
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -538,6 +557,17 @@ def test_wrapped_model(wrap: Callable[[nn.Module], nn.Module], words: str) -> No
     assert words in message(InputError, lambda: FX(wrap(zoo.Mlp()), zoo.rows(2)))
 
 
+def test_scripted_part() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated
+        model = nn.Sequential(zoo.Mlp(), torch.jit.script(nn.Linear(8, 8)))
+    text = message(InputError, lambda: FX(model, zoo.rows(2)))
+    assert text == (
+        "capture: 1 is scripted, and copies of scripted modules do not train; pass the Python "
+        "module it was made from"
+    )
+
+
 def test_lazy_parameters() -> None:
     text = message(InputError, lambda: FX(nn.LazyLinear(3), zoo.rows(2)))
     assert text == "capture: weight has no shape yet; run the model once, then capture it"
@@ -604,7 +634,7 @@ CHECKS = {"regnet_y_128gf": "off", "vit_h_14": "off", "vit_l_16": "fast", "vit_l
 def test_torchvision(name: str) -> None:
     from torchvision import models
 
-    size = 224 if name.startswith(("vit_", "swin_", "maxvit")) else 128
+    size = 224 if name.startswith(("vit_", "swin_", "maxvit")) else 64
     size = 299 if name == "inception_v3" else size
     model = models.get_model(name, weights=None)
     captured = FX(model, torch.randn(2, 3, size, size), check=CHECKS.get(name, "full"))

@@ -112,9 +112,9 @@ def test_control_flow_on_a_mask_written_to_is_not_folded() -> None:
 
 def test_types_and_devices_stay_in_the_graph() -> None:
     assert graph_lines(lambda x, y: x.to(y.dtype).to(y.device), X, X) == [
-        "getattr_1 = getattr(more, dtype)",
+        "getattr_1 = getattr(more_0, dtype)",
         "to = to(x, getattr_1)",
-        "getattr_2 = getattr(more, device)",
+        "getattr_2 = getattr(more_0, device)",
         "to_1 = to(to, getattr_2)",
     ]
 

@@ -66,7 +66,7 @@ def make_example(
             f"{error}"
         ) from None
     with_paths, in_spec = pytree.tree_flatten_with_path((bound.args, bound.kwargs))
-    labels = [_label(tuple(signature.parameters), path) for path, _ in with_paths]
+    labels = [_label(signature, path) for path, _ in with_paths]
     leaves = [leaf for _, leaf in with_paths]
     _refuse_unknown_containers(leaves, labels)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -139,6 +139,12 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 f"capture: the model is {kind} ({type(model).__name__}); pass the plain model, "
                 f"model.{attribute}, and wrap the result"
             )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"capture: {path or 'the model'} is scripted, and copies of scripted modules do "
+                "not train; pass the Python module it was made from"
+            )
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise InputError(f"capture: {lazy} has no shape yet; run the model once, then capture it")
@@ -187,11 +193,16 @@ def _size_set_by_user(model: nn.Module, size: tuple[int, ...]) -> tuple[int, ...
     return size
 
 
-def _label(parameters: tuple[str, ...], path: tuple[Any, ...]) -> str:
-    """`x`, `batch['mask']`: how a user would write the argument."""
+def _label(signature: inspect.Signature, path: tuple[Any, ...]) -> str:
+    """`x`, `batch['mask']`, `rest[1]`: how a user would write the argument."""
     side, argument, *rest = path
-    is_positional = side.idx == 0
-    name = parameters[min(argument.idx, len(parameters) - 1)] if is_positional else argument.key
+    if side.idx == 1:
+        return "".join(map(str, (argument.key, *rest)))
+    for position, (name, parameter) in enumerate(signature.parameters.items()):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return "".join(map(str, (name, f"[{argument.idx - position}]", *rest)))
+        if position == argument.idx:
+            break
     return "".join(map(str, (name, *rest)))
 
 
