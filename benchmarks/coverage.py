@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--check", default="fast", choices=["full", "fast", "off"])
     parser.add_argument("--torchvision", action="store_true")
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
@@ -123,6 +124,8 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
     Console().print(_table(rows))
+    if options.markdown:
+        options.markdown.write_text(markdown(rows))
     if any("error" in row for row in rows):
         raise SystemExit(1)
 
@@ -134,6 +137,31 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['family']:24} {row['model']:34} {row['flops_share']:5.1f} % of FLOPs "
         f"{row['parameter_share']:5.1f} % of parameters  {row['seconds']} s"
     )
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a page: shares, and for what stayed opaque the most frequent reasons."""
+    captured = sum("error" not in row for row in rows)
+    lines = [
+        "# What becomes reversible",
+        "",
+        f"The smallest model of each timm family, {captured} of {len(rows)} captured. Shares are",
+        "of the original's forward FLOPs and parameters. Made by `benchmarks/coverage.py`.",
+        "",
+        "| family | model | FLOPs | parameters | blocks | sums that were refused |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda r: (-r.get("flops_share", 0.0), r["family"])):
+        if "error" in row:
+            lines.append(f"| {row['family']} | {row['model']} | failed | | | {row['error']} |")
+            continue
+        most = sorted(row["refused"].items(), key=lambda item: -item[1])[:2]
+        reasons = "; ".join(f"{count}× {reason}" for reason, count in most)
+        lines.append(
+            f"| {row['family']} | {row['model']} | {row['flops_share']:.1f} % "
+            f"| {row['parameter_share']:.1f} % | {row['reversible']} | {reasons} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

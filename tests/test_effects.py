@@ -248,6 +248,20 @@ def test_leaf_that_writes_into_its_input_is_an_effect() -> None:
     assert effects(pure(nn.Sequential(nn.Linear(6, 6), Writes()))) == ["_1"]
 
 
+def test_views_of_exported_graphs_are_seen() -> None:
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.mul.Tensor, (x, 2))
+    part = graph.call_function(aten.slice.Tensor, (y, 1, 2, 4))
+    graph.call_method("mul_", (part, 3))
+    graph.output((y,))
+    pure_graph = functionalize(graph)
+    assert effects(pure_graph) == ["mul_"]
+    (actual,) = outputs(pure_graph, X.clone())
+    assert torch.equal(actual[:, 2:4], X[:, 2:4] * 6)
+
+
 def test_type_stays_what_it_was() -> None:
     def forward(x: Tensor) -> Tensor:
         y = x.bfloat16()

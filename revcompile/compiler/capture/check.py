@@ -93,9 +93,8 @@ def _fast(captured: Captured) -> Iterator[_Trial]:
 
 def why_it_fails(model: nn.Module, example: Example, which: int) -> Exception | None:
     """The exception the original raises in training mode on the example, if it does."""
-    reference = set_mode(copy_model(model), model, True)
     try:
-        _run(lambda inputs: _call(reference, example, inputs), example, which, 0, deep=False)
+        _run_original(model, example, _Trial(which, 0, training=True, deep=False))
     except Exception as error:
         return error
     return None
@@ -106,22 +105,18 @@ def _compare_once(
 ) -> str | None:
     mode = "train" if trial.training else "eval"
     where = f"{mode} mode, batch {example.batch[trial.which]}, seed {trial.seed}"
-    reference = set_mode(copy_model(model), model, trial.training)
-    root = set_mode(copy_model(captured.root), model, trial.training)
-    how = example, trial.which, trial.seed
     try:
-        expected = _run(lambda inputs: _call(reference, example, inputs), *how, deep=trial.deep)
+        expected = _run_original(model, example, trial)
     except Exception as error:
         if trial.which == 0:
             return f"the original itself fails in {where}: {error}"
         return _compare_once(model, captured, example, replace(trial, which=0))
     try:
-        actual = _run(lambda inputs: _call_graph(captured, root, inputs), *how, deep=trial.deep)
+        actual = _run_captured(model, captured, example, trial)
     except Exception as error:
         return f"the graph fails in {where}: {type(error).__name__}: {error}"
-    problem = compare(expected, actual)
-    if problem is None and trial.deep:
-        problem = _compare_state(reference, root)
+    constants = {name for name in actual.keys() - expected.keys() if name.startswith("buffer ")}
+    problem = compare(expected, {k: v for k, v in actual.items() if k not in constants})
     return f"{problem} ({where})" if problem else None
 
 
@@ -130,49 +125,55 @@ def run_graph(graph: fx.Graph, root: nn.Module, inputs: list[torch.Tensor]) -> A
     return fx.Interpreter(root, graph=graph).run(*inputs)
 
 
-def _call(model: nn.Module, example: Example, inputs: list[torch.Tensor]) -> Any:
-    tensors = iter(inputs)
-    leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
-    args, kwargs = pytree.tree_unflatten(leaves, example.in_spec)
-    return model(*args, **kwargs)
+def _run_original(model: nn.Module, example: Example, trial: _Trial) -> dict[str, Any]:
+    def call(twin: nn.Module, inputs: list[torch.Tensor]) -> Any:
+        tensors = iter(inputs)
+        leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, example.in_spec)
+        return twin(*args, **kwargs)
+
+    return _run(set_mode(copy_model(model), model, trial.training), call, example, trial)
 
 
-def _call_graph(captured: Captured, root: nn.Module, inputs: list[torch.Tensor]) -> Any:
-    graph, spec = captured.graph, captured.signature.out_spec
-    if not root.training:
-        graph = captured.eval_graph or graph
-        spec = captured.signature.eval_out_spec or spec
-    return pytree.tree_unflatten(list(run_graph(graph, root, inputs)), spec)
+def _run_captured(
+    model: nn.Module, captured: Captured, example: Example, trial: _Trial
+) -> dict[str, Any]:
+    def call(root: nn.Module, inputs: list[torch.Tensor]) -> Any:
+        graph, spec = captured.graph, captured.signature.out_spec
+        if not root.training:
+            graph = captured.eval_graph or graph
+            spec = captured.signature.eval_out_spec or spec
+        return pytree.tree_unflatten(list(run_graph(graph, root, inputs)), spec)
+
+    return _run(set_mode(copy_model(captured.root), model, trial.training), call, example, trial)
 
 
 def _run(
-    call: Callable[[list[torch.Tensor]], Any],
+    module: nn.Module,
+    call: Callable[[nn.Module, list[torch.Tensor]], Any],
     example: Example,
-    which: int,
-    seed: int,
-    *,
-    deep: bool,
+    trial: _Trial,
 ) -> dict[str, Any]:
-    """Outputs, and gradients of the inputs, by name."""
-    inputs = [t.detach().clone() for t in example.tensors(which)]
-    for tensor in inputs if deep else ():
+    """Outputs by name; in a deep trial also gradients of inputs and parameters, and buffers."""
+    inputs = [t.detach().clone() for t in example.tensors(trial.which)]
+    for tensor in inputs if trial.deep else ():
         # a mask of -inf is no variable, and torch may not even read one that is causal
         tensor.requires_grad_(tensor.is_floating_point() and bool(tensor.isfinite().all()))
-    with rng_kept(), torch.set_grad_enabled(deep):
-        seed_all(seed)
+    with rng_kept(), torch.set_grad_enabled(trial.deep):
+        seed_all(trial.seed)
         # models may write into what they are given, which must not be a leaf then
-        output = call([t * 1 if t.requires_grad else t.clone() for t in inputs])
+        output = call(module, [t * 1 if t.requires_grad else t.clone() for t in inputs])
         flat = tensors_in(output)
-        found: dict[str, torch.Tensor | None] = {
-            f"output {i}": t.detach() for i, t in enumerate(flat)
-        }
-        if deep:
-            torch.manual_seed(seed)
-            weighted = [(t * torch.randn_like(t)).sum() for t in flat if t.requires_grad]
-            torch.autograd.backward([w.real if w.is_complex() else w for w in weighted])
-            for label, tensor in zip(example.labels, inputs, strict=True):
-                found[f"the gradient of input {label}"] = tensor.grad
-        return found
+        found: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(flat)}
+        if not trial.deep:
+            return found
+        torch.manual_seed(trial.seed)
+        weighted = [(t * torch.randn_like(t)).sum() for t in flat if t.requires_grad]
+        torch.autograd.backward([w.real if w.is_complex() else w for w in weighted])
+    for label, tensor in zip(example.labels, inputs, strict=True):
+        found[f"the gradient of input {label}"] = tensor.grad
+    found |= {f"the gradient of {name}": p.grad for name, p in module.named_parameters()}
+    return found | {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
 
 
 def compare(expected: dict[str, Any], actual: dict[str, Any]) -> str | None:
@@ -209,18 +210,6 @@ def _distance(want: torch.Tensor, have: torch.Tensor) -> float:
 
 def _tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
-
-
-def _compare_state(reference: nn.Module, root: nn.Module) -> str | None:
-    expected: dict[str, Any] = {}
-    actual: dict[str, Any] = {}
-    for label, found in ((expected, reference), (actual, root)):
-        for name, parameter in found.named_parameters():
-            label[f"the gradient of {name}"] = parameter.grad
-        for name, buffer in found.named_buffers():
-            label[f"buffer {name}"] = buffer
-    actual = {name: value for name, value in actual.items() if name in expected}
-    return compare(expected, actual)
 
 
 @contextmanager

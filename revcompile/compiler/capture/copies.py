@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from revcompile.compiler.capture.blame import Untraceable
 from revcompile.errors import CaptureError
 
 __all__ = ["attributes_kept", "copy_model", "fake_copy", "keep_constant", "set_mode"]
@@ -56,6 +57,9 @@ def keep_constant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
     One that is a plain attribute of the model keeps its place and value.
     """
+    if not isinstance(tensor, torch.Tensor):
+        what = "a region of the graph (no_grad, autocast) kept as a submodule"
+        raise Untraceable("", what, f"{name}: {type(tensor).__name__}")
     path, _, leaf = name.rpartition(".")
     owner = root.get_submodule(path)
     value = vars(owner).pop(leaf, tensor)

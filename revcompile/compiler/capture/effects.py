@@ -67,8 +67,12 @@ def is_view(node: fx.Node) -> bool:
     """May the node's result share memory with its first input?"""
     if node.op == "call_method":
         return str(node.target) in _VIEWS
-    name = str(getattr(node.target, "__name__", "")).split(".")[0]
-    return node.op == "call_function" and name in _VIEWS
+    if node.op != "call_function":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and any(result.alias_info is not None for result in schema.returns):
+        return True
+    return str(getattr(node.target, "__name__", "")).split(".")[0] in _VIEWS
 
 
 def is_effect(node: fx.Node) -> bool:
