@@ -1,13 +1,15 @@
-"""The few functions generated graphs call besides torch's own."""
+"""The few functions generated graphs call besides torch's own, and what reads such graphs."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "attribute",
     "batch_norm",
     "device_of",
     "fuse_mean",
@@ -43,6 +45,15 @@ def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 def fuse_mean(a: Tensor, b: Tensor) -> Tensor:
     """One value from two streams: their mean, so that two equal streams give what one gave."""
     return torch.lerp(a, b, 0.5) if a.is_floating_point() else (a + b) // 2
+
+
+def attribute(root: Any, path: str) -> Any:
+    """The value at a dotted path: what a `get_attr` node reads.
+
+    >>> attribute(torch.nn.Sequential(torch.nn.Linear(2, 3)), "0.bias").shape
+    torch.Size([3])
+    """
+    return functools.reduce(getattr, path.split("."), root)
 
 
 def is_autocasting(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from revcompile.compiler.capture.tracer import fake_copy
 from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.ops import attribute
 
 __all__ = ["costs"]
 
@@ -90,9 +91,7 @@ def _parameters(graph: fx.Graph, root: nn.Module) -> list[nn.Parameter]:
         if node.op == "call_module":
             found += root.get_submodule(str(node.target)).parameters()
         elif node.op == "get_attr":
-            value: Any = root
-            for atom in str(node.target).split("."):
-                value = getattr(value, atom)
+            value = attribute(root, str(node.target))
             if isinstance(value, nn.Parameter):
                 found.append(value)
     return found

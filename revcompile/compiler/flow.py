@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.effects import is_effect
 from revcompile.ir import TYPE, TensorType
+from revcompile.ops import attribute
 
 __all__ = ["Flow", "is_add", "is_plain", "tensor_type"]
 
@@ -200,9 +201,7 @@ class Flow:
             return sum(p.numel() for p in self.root.get_submodule(str(node.target)).parameters())
         if node.op != "get_attr":
             return 0
-        value: Any = self.root
-        for atom in str(node.target).split("."):
-            value = getattr(value, atom)
+        value = attribute(self.root, str(node.target))
         return value.numel() if isinstance(value, nn.Parameter) else 0
 
     def users(self, node: fx.Node) -> list[fx.Node]:

@@ -17,7 +17,7 @@ from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Live, Opaque, Rewired, Signature
-from revcompile.ops import is_autocasting
+from revcompile.ops import attribute, is_autocasting
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.code import compile_graph
 
@@ -303,9 +303,7 @@ def _parameters(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...]:
     for module in _modules(graph, root):
         found.update(dict.fromkeys(module.parameters(recurse=False)))
     for node in graph.find_nodes(op="get_attr"):
-        value: Any = root
-        for atom in str(node.target).split("."):
-            value = getattr(value, atom)
+        value = attribute(root, str(node.target))
         if isinstance(value, nn.Parameter):
             found[value] = None
     return tuple(found)

@@ -21,7 +21,7 @@ from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
-from revcompile.ops import batch_norm, device_of
+from revcompile.ops import attribute, batch_norm, device_of
 
 __all__ = ["export_capture"]
 
@@ -42,7 +42,7 @@ def export_capture(model: nn.Module, example: Example, leaf_paths: frozenset[str
         module, program = _export(set_mode(shadow, model, training), example)
         for node in module.graph.find_nodes(op="get_attr"):
             if not _has(root, str(node.target)):
-                keep_constant(root, str(node.target), _attribute(module, str(node.target)))
+                keep_constant(root, str(node.target), attribute(module, str(node.target)))
         graph = _normalize(module.graph, example, root)
         _infer_types(graph, root, example)
         graphs.append(graph)
@@ -240,15 +240,9 @@ class _Recorder(fx.Interpreter):
         return self.values[n]
 
 
-def _attribute(root: Any, path: str) -> Any:
-    for atom in path.split("."):
-        root = getattr(root, atom)
-    return root
-
-
 def _has(root: nn.Module, path: str) -> bool:
     try:
-        _attribute(root, path)
+        attribute(root, path)
     except AttributeError:
         return False
     return True
