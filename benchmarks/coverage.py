@@ -1,8 +1,8 @@
 """Capture and rewire the smallest model of every timm family; report what became reversible.
 
-    python benchmarks/coverage.py                    # all families, shares and reasons
-    python benchmarks/coverage.py --check full       # compare every capture with its original
-    python benchmarks/coverage.py resnet swin_transformer convnext_atto   # some, by family or name
+    python -m benchmarks.coverage                    # all families, shares and reasons
+    python -m benchmarks.coverage --check full       # compare every capture with its original
+    python -m benchmarks.coverage resnet swin_transformer convnext_atto   # some, by family or name
 
 Shares are of the original model's parameters and forward FLOPs (policy "pretrained", which adds
 none). timm's `test_*` toys are passed over. `--torchvision` does torchvision's classifiers.

@@ -1,8 +1,8 @@
 """Activation memory of plain training and of `reversify`: against depth, or of one timm model.
 
-    python benchmarks/memory.py                                    # two stacks, 2 to 32 blocks, CPU
-    python benchmarks/memory.py --device cuda
-    python benchmarks/memory.py --device cuda --model vit_large_patch16_224 --batch 64
+    python -m benchmarks.memory                                    # two stacks, 2 to 32 blocks, CPU
+    python -m benchmarks.memory --device cuda
+    python -m benchmarks.memory --device cuda --model vit_large_patch16_224 --batch 64
 
 Parameters, their gradients and the batch are there before a step begins and do not count. The bars:
 what a block adds is under 5 % of what it adds to the plain model, and a whole large model takes at

@@ -1,7 +1,7 @@
 """Step time (forward and backward) of the same blocks: plain, checkpointed, reversible, memcnn.
 
-    python benchmarks/speed.py                        # small stacks on the CPU
-    python benchmarks/speed.py --device cuda --dtype bf16
+    python -m benchmarks.speed                        # small stacks on the CPU
+    python -m benchmarks.speed --device cuda --dtype bf16
 
 `reversify` evaluates each branch twice and differentiates it once, as checkpointing does; memcnn
 evaluates it three times. By default checkpointing leaves out what no gradient needs of the second
