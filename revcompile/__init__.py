@@ -1,6 +1,13 @@
 """revcompile: a graph compiler for reversible, pipelined training of PyTorch models."""
 
-from revcompile.api import InversionReport, ReversibleModule, check_invertible, reversify
+from revcompile.api import (
+    InversionReport,
+    ReversibleModule,
+    StagedModel,
+    check_invertible,
+    petrafy,
+    reversify,
+)
 from revcompile.compiler.capture import capture
 from revcompile.errors import RevcompileError
 from revcompile.ir import Enter, Fuse, Leave, Policy
@@ -13,8 +20,10 @@ __all__ = [
     "Policy",
     "RevcompileError",
     "ReversibleModule",
+    "StagedModel",
     "capture",
     "check_invertible",
+    "petrafy",
     "reversify",
 ]
 

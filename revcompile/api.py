@@ -11,16 +11,26 @@ from torch import nn
 
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, model_unchanged
-from revcompile.compiler.cost import costs
+from revcompile.compiler.cost import How, costs
 from revcompile.compiler.find import find
+from revcompile.compiler.partition import Limits, partition
 from revcompile.compiler.rewire import rewire
-from revcompile.compiler.verify import verify_rewired
+from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError
 from revcompile.inspect.tables import invertibility_table, summary_text
-from revcompile.ir import Policy
+from revcompile.ir import Policy, TensorType
 from revcompile.runtime.reversible import Reversible
+from revcompile.schedule import choose
+from revcompile.staged import StagedModel
 
-__all__ = ["InversionReport", "ReversibleModule", "check_invertible", "reversify"]
+__all__ = [
+    "InversionReport",
+    "ReversibleModule",
+    "StagedModel",
+    "check_invertible",
+    "petrafy",
+    "reversify",
+]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
@@ -90,6 +100,59 @@ def reversify(
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)
     return net
+
+
+def petrafy(
+    model: nn.Module,
+    num_stages: int,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: str | Policy = "paper",
+    check: str = "fast",
+    leaf_modules: Iterable[str | type[nn.Module]] = (),
+    tolerance: float | None = None,
+    cost: How = "analytic",
+    memory_limit: int | None = None,
+    batch_size: int | None = None,
+    optimizer_copies: int = 1,
+) -> StagedModel:
+    """Rewire a model, cut it into balanced stages and generate each stage's programs.
+
+    Arguments up to `tolerance` are those of `reversify`. `cost` says how work is measured:
+    "analytic" (FLOPs and bytes), "measured" on the device the model is on, or given as a mapping
+    or function from a block's name to a number. `memory_limit` is what one device can hold, in
+    bytes, with `batch_size` samples a micro-batch (the example's if not given) and
+    `optimizer_copies` numbers of optimizer state a parameter (SGD with momentum 1, Adam 2).
+
+    >>> import timm, revcompile
+    >>> net = revcompile.petrafy(timm.create_model("resnet18"), num_stages=4, check="off")
+    >>> net
+    StagedModel(ResNet: 4 stages, 0 reversible)
+    """
+    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
+        raise InputError(f"petrafy: num_stages={num_stages!r}; expected a whole number")
+    net = reversify(
+        model,
+        example_inputs,
+        example_kwargs,
+        policy=policy,
+        check=check,
+        leaf_modules=leaf_modules,
+        tolerance=tolerance,
+    )
+    method = choose("petra")
+    limits = None
+    if memory_limit is not None:
+        limits = Limits(memory_limit, batch_size or _example_batch(net), optimizer_copies)
+    cut = partition(net.rewired, num_stages, method, how=cost, limits=limits)
+    verify_partition(cut)
+    return StagedModel(net, cut, method)
+
+
+def _example_batch(net: ReversibleModule) -> int:
+    kinds = net.rewired.body.types.values()
+    return next((kind.batch for kind in kinds if isinstance(kind, TensorType)), 1)
 
 
 @dataclass(frozen=True)

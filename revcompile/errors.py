@@ -6,6 +6,7 @@ __all__ = [
     "CaptureError",
     "InputError",
     "InversionError",
+    "NonFiniteError",
     "PolicyError",
     "RevcompileError",
     "VerificationError",
@@ -38,6 +39,15 @@ class CaptureError(RevcompileError):
 
 class InversionError(RevcompileError):
     """A chain of couplings does not reconstruct its own input."""
+
+
+class NonFiniteError(RevcompileError, ArithmeticError):
+    """A loss or gradient is infinite or not a number; the update was not applied."""
+
+    def __init__(self, message: str, *, stage: int, microbatch: int) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.microbatch = microbatch
 
 
 class VerificationError(RevcompileError):

@@ -338,10 +338,38 @@ Segment = Coupling | Opaque
 
 @dataclass(frozen=True)
 class Cost:
-    """One segment's forward FLOPs (at the example's batch size) and parameters."""
+    """What one segment, or a part of one, costs at the example's batch size.
+
+    >>> Cost(flops=20, parameters=4, saved=800, shared=200, batch=2).saved_at(batch=8)
+    3200
+    """
 
     flops: int
+    """Of the forward pass."""
     parameters: int
+    """How many; each counts where it is used first."""
+    forward: float = 0.0
+    """Work of the forward pass: FLOPs and bytes moved in one unit, seconds, or the user's unit."""
+    backward: float = 0.0
+    """Work of computing forward again (or inverting) and differentiating, in the same unit."""
+    saved: int = 0
+    """Bytes autograd holds for one run with gradients: each storage once, no parameters."""
+    shared: int = 0
+    """Of `saved`, what the piece before saves as well: two in one graph hold it once."""
+    weights: int = 0
+    """Bytes of the parameters."""
+    trained: int = 0
+    """Bytes of those parameters that receive gradients."""
+    batch: int = 1
+    """The example's batch size."""
+
+    def saved_at(self, batch: int) -> int:
+        """`saved` at another batch size, as if all of it grew with the batch."""
+        return self.saved * batch // self.batch
+
+    def shared_at(self, batch: int) -> int:
+        """`shared` at another batch size."""
+        return self.shared * batch // self.batch
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,20 @@ import pytest
 
 import revcompile
 
-GROUND = {"errors", "ir", "ops", "growth", "grid", "replay", "coupling", "schedule"}
+GROUND = {
+    "errors",
+    "ir",
+    "ops",
+    "growth",
+    "grid",
+    "replay",
+    "coupling",
+    "schedule",
+    "steps",
+    "program",
+}
 WINGS = {"compiler", "runtime", "inspect"}
-FLOORS = (GROUND, WINGS, {"api"}, {"__init__"}, {"cli"}, {"__main__"})
+FLOORS = (GROUND, WINGS, {"staged"}, {"api"}, {"__init__"}, {"cli"}, {"__main__"})
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}
 OUTSIDE = {"models", "examples", "benchmarks", "tests"}
 

@@ -13,7 +13,7 @@ from revcompile.compiler.capture.effects import is_effect
 from revcompile.ir import TYPE, TensorType
 from revcompile.ops import attribute
 
-__all__ = ["Flow", "is_add", "is_plain", "tensor_type"]
+__all__ = ["Flow", "draws_random", "is_add", "is_plain", "tensor_type"]
 
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -32,6 +32,23 @@ _WEIGHTED_FUNCTIONS: Final = frozenset(
         "mm",
         "addmm",
     ]
+)
+
+
+_RANDOM_WORDS: Final = (
+    "rand",
+    "bernoulli",
+    "dropout",
+    "exponential_",
+    "fractional",
+    "geometric_",
+    "gumbel",
+    "multi_head_attention",
+    "multinomial",
+    "normal_",
+    "poisson",
+    "rrelu",
+    "uniform",
 )
 
 
@@ -92,7 +109,7 @@ class Flow:
         self._ancestors[node] = mask
         from_constants = all(i in self.constant for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
-        is_call = is_call and node not in self.effects and not _draws_random(node)
+        is_call = is_call and node not in self.effects and not draws_random(node)
         if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
         elif is_call and node not in self.plain:
@@ -209,6 +226,12 @@ class Flow:
         return [u for u in node.users if u not in self.plain]
 
 
-def _draws_random(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", str(node.target))
-    return any(word in name for word in ("rand", "bernoulli", "dropout", "multinomial", "normal_"))
+def draws_random(node: fx.Node) -> bool:
+    """May a function or method draw random numbers, by its name and arguments?"""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    if "scaled_dot_product_attention" in name:
+        rate = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0)
+        return bool(rate != 0)
+    return name == "normal" or any(word in name for word in _RANDOM_WORDS)

@@ -5,14 +5,18 @@ Every violation is collected before anything is raised.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 from revcompile.compiler.flow import is_plain
+from revcompile.compiler.partition.cuts import graphs_of, parameter_names
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
-from revcompile.ir import Body, Captured, Coupling, Live, Rewired
+from revcompile.ir import Body, Captured, Coupling, Live, Rewired, Segment
+from revcompile.program import Part, Partition, StageProgram
 
-__all__ = ["verify_rewired"]
+__all__ = ["verify_partition", "verify_programs", "verify_rewired"]
 
 
 def verify_rewired(captured: Captured, rewired: Rewired) -> None:
@@ -20,9 +24,7 @@ def verify_rewired(captured: Captured, rewired: Rewired) -> None:
     problems = [*_computed_once(captured, rewired), *_defined_before_use(rewired, rewired.body)]
     if rewired.eval_body is not None:
         problems += _defined_before_use(rewired, rewired.eval_body)
-    if problems:
-        listed = "\n".join(f"  - {p}" for p in problems[:20])
-        raise VerificationError(f"rewire: {rewired.name} came out wrong:\n{listed}")
+    _raise(f"rewire: {rewired.name} came out wrong", problems)
 
 
 def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
@@ -66,3 +68,80 @@ def _defined_before_use(rewired: Rewired, body: Body) -> list[str]:
         if isinstance(leaf, Live) and leaf.name not in known:
             problems.append(f"the result reads {leaf.name}, which nobody has computed")
     return problems
+
+
+def verify_partition(partition: Partition) -> None:
+    """Stages follow each other without a gap, and compute what the rewired model computes."""
+    rewired, parts = partition.rewired, partition.parts
+    problems = []
+    for before, after in itertools.pairwise(parts):
+        if before.outputs != after.inputs:
+            problems.append(f"stage {before.index} sends {before.outputs}, the next expects others")
+    expected = _computations(rewired.body.segments)
+    found = _computations([piece.segment for part in parts for piece in part.pieces])
+    for name in expected.keys() | found.keys():
+        if expected[name] != found[name]:
+            problems.append(f"{name} is computed {found[name]} times, not {expected[name]}")
+    for leaf in rewired.body.result:
+        if isinstance(leaf, Live) and leaf.name not in parts[-1].outputs:
+            problems.append(f"the result {leaf.name} does not leave the last stage")
+    for part in parts:
+        problems += _reads_what_is_there(part)
+    _raise(f"partition: {rewired.name} came out wrong", problems)
+
+
+def _computations(segments: Sequence[Segment]) -> Counter[str]:
+    """How often each layer of the captured model is called."""
+    counts: Counter[str] = Counter()
+    for segment in segments:
+        graph = segment.branch if isinstance(segment, Coupling) else segment.graph
+        calls = graph.find_nodes(op="call_module")
+        counts.update(str(n.meta[ORIGIN]) for n in calls if ORIGIN in n.meta)
+    return counts
+
+
+def _reads_what_is_there(part: Part) -> list[str]:
+    known, problems = set(part.inputs), []
+    for piece in part.pieces:
+        for name in piece.inputs:
+            if name not in known:
+                problems.append(
+                    f"stage {part.index}: {piece.name} reads {name}, which is not there"
+                )
+        known |= set(piece.outputs)
+    missing = set(part.outputs) - known
+    return [*problems, *(f"stage {part.index} sends {name}, which it has not" for name in missing)]
+
+
+def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> None:
+    """What one stage wants back the next one returns, and code and signature agree."""
+    problems = []
+    for before, after in itertools.pairwise(programs):
+        if before.wanted != after.returned:
+            problems.append(f"stage {before.index} wants {before.wanted}, not what comes back")
+    for program in programs:
+        takes = len(program.forward.find_nodes(op="placeholder"))
+        if takes != 1 + len(program.inputs):
+            problems.append(f"stage {program.index}: forward takes {takes - 1} values")
+        takes = len(program.backward.find_nodes(op="placeholder"))
+        given = len(program.kept) + len(program.wanted) + len(program.graded_outputs)
+        if takes != 1 + given:
+            problems.append(
+                f"stage {program.index}: backward takes {takes - 1} values, not {given}"
+            )
+    covered = {name for program in programs for name in program.parameters}
+    used = {
+        name
+        for part in partition.parts
+        for piece in part.pieces
+        for graph in graphs_of(piece.segment)
+        for name in parameter_names(graph, partition.rewired.root)
+    }
+    problems += [f"nobody computes the gradient of {name}" for name in sorted(used - covered)]
+    _raise(f"lower: {partition.rewired.name} came out wrong", problems)
+
+
+def _raise(what: str, problems: Sequence[str]) -> None:
+    if problems:
+        listed = "\n".join(f"  - {p}" for p in problems[:20])
+        raise VerificationError(f"{what}:\n{listed}")

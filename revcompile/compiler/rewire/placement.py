@@ -121,8 +121,9 @@ class Placement:
     def _place_size(self, node: fx.Node) -> None:
         """Sizes of streams and of values inside blocks are had without touching those."""
         sources = [self._same_shape(i) for i in node.all_input_nodes]
+        streams = self.by_out.keys() | self.links.keys()
         free = all(
-            (s in self.levels and s not in self.by_out) or self.flow.anywhere(s) for s in sources
+            (s in self.levels and s not in streams) or self.flow.anywhere(s) for s in sources
         )
         values = node.meta.get(VALUE)
         if not free and values is not None:

@@ -1,0 +1,127 @@
+"""PETRA's Table 3 from our own compiler: the memory of RevNet-50 under each choice of buffers.
+
+    python -m benchmarks.accounting
+    python -m benchmarks.accounting --batch 32
+
+The paper counts the model, the input buffers and the parameter buffers of all 18 stages, and does
+not say how in detail. The reading below is the one under which our stages give its figures, in
+units of 10^9 bytes:
+
+- A stage with an input buffer holds every micro-batch in flight, the one at work included. One
+  without (a reversible stage, or the last) holds the input of the one at work.
+- A reversible stage needs one of its two streams, the one its branch reads.
+- A parameter buffer holds the versions in flight besides the latest.
+- The first stage gets its input from the dataset where inputs are not buffered. The paper's text
+  leaves that buffer out altogether, but its two figures with input buffers have it in: without
+  it they would be 43.1 and 42.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import timm
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import revcompile
+from revcompile.compiler.cost import MemoryModel, costs
+from revcompile.ir import Rewired
+from revcompile.program import Piece
+from revcompile.schedule import Keep, Method, Weights, choose
+
+STAGES: Final = 18
+BATCH: Final = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration: what is buffered, in which order, and the bytes of all stages."""
+
+    inputs: bool
+    parameters: bool
+    order: str
+    expected: float
+    """Gigabytes, as in the paper or in our design."""
+    buffer_dtype: torch.dtype | None = None
+    total: int = 0
+
+    @property
+    def method(self) -> Method:
+        """The method that keeps this."""
+        keep = Keep.INPUT if self.inputs else Keep.NOTHING
+        weights = Weights.STASHED if self.parameters else Weights.LATEST
+        return replace(choose("petra", order=self.order), keep=keep, weights=weights)
+
+
+ROWS: Final = (
+    Row(inputs=True, parameters=True, order="paper", expected=44.5),
+    Row(inputs=True, parameters=False, order="paper", expected=43.6),
+    Row(inputs=False, parameters=True, order="paper", expected=21.2),
+    Row(inputs=False, parameters=False, order="paper", expected=20.3),
+    Row(inputs=False, parameters=False, order="half", expected=11.2),
+    Row(False, False, "half", 6.6, buffer_dtype=torch.bfloat16),
+)
+
+
+def revnet50() -> Rewired:
+    """The model of the paper, on the meta device."""
+    with torch.device("meta"):
+        model = timm.create_model("resnet50")
+    return revcompile.reversify(model, check="off").rewired
+
+
+def table3(rewired: Rewired, batch: int = BATCH) -> Iterator[Row]:
+    """The rows of the table with their totals: one segment a stage."""
+    pieces = tuple(Piece(segment) for segment in rewired.body.segments)
+    found = costs(rewired)
+    for row in ROWS:
+        model = MemoryModel(
+            pieces,
+            rewired.body.types,
+            found,
+            row.method,
+            len(pieces),
+            batch=batch,
+            buffer_dtype=row.buffer_dtype,
+            first_input_free=not row.inputs,
+            lean=True,
+        )
+        yield replace(row, total=sum(_counted(model, stage) for stage in range(len(pieces))))
+
+
+def _counted(model: MemoryModel, stage: int) -> int:
+    """Model, parameter buffer and input buffer of one stage; the input at work in any case."""
+    memory = model.stage(stage, stage, stage + 1)
+    at_work = model.read(stage, stage, stage + 1)
+    return memory.parameters + memory.stashed + max(memory.buffers, at_work)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=BATCH)
+    options = parser.parse_args()
+    rows = list(table3(revnet50(), options.batch))
+    table = Table(title=f"RevNet-50, {STAGES} stages, batch {options.batch}, 224 x 224")
+    for column in ("input buffers", "parameter buffers", "order", "GB", "saving", "expected"):
+        table.add_column(column, justify="left" if column in ("order",) else "right")
+    for row in rows:
+        kind = str(row.buffer_dtype).removeprefix("torch.") if row.buffer_dtype else "float32"
+        table.add_row(
+            f"all, {kind}" if row.inputs else f"where not reversible, {kind}",
+            "yes" if row.parameters else "no",
+            row.order,
+            f"{row.total / 1e9:.2f}",
+            f"{100 * (1 - row.total / rows[0].total):.1f} %",
+            f"{row.expected:.1f}" if options.batch == BATCH else "",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

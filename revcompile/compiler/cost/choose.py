@@ -1,0 +1,138 @@
+"""Which costs are used: counted, measured, or the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from revcompile.compiler.cost.analytic import analytic_costs
+from revcompile.compiler.cost.measured import measured_costs
+from revcompile.errors import InputError
+from revcompile.ir import Cost, Rewired
+from revcompile.program import Piece
+
+__all__ = ["How", "costs", "piece_costs", "sum_costs"]
+
+How = str | Mapping[str, float] | Callable[[str], float]
+"""Where work comes from: "analytic", "measured", or numbers by name (a mapping, a function)."""
+
+
+def costs(rewired: Rewired) -> tuple[Cost, ...]:
+    """Analytic cost of every segment in order. A parameter counts where it is used first."""
+    pieces = tuple(Piece(segment) for segment in rewired.body.segments)
+    return analytic_costs(rewired, pieces, rewired.body.types)
+
+
+def piece_costs(
+    rewired: Rewired, pieces: Sequence[Piece], types: Mapping[str, Any], how: How = "analytic"
+) -> tuple[Cost, ...]:
+    """Cost of every piece in order; `types` knows every live value.
+
+    Numbers of the user's own stand for forward and backward work together, in any unit. They may
+    be given for pieces, or for whole segments, whose parts then share them.
+    """
+    if isinstance(how, str) and how not in ("analytic", "measured"):
+        raise InputError(
+            f'cost: expected "analytic", "measured", a mapping of names to numbers, or a function '
+            f"of a name, got {how!r}"
+        )
+    found = analytic_costs(rewired, pieces, types)
+    if how == "analytic":
+        return found
+    if how == "measured":
+        return measured_costs(rewired, pieces, types, found)
+    assert not isinstance(how, str)
+    return _given_costs(rewired, pieces, found, how)
+
+
+def sum_costs(costs: Sequence[Cost]) -> Cost:
+    """Several pieces in a row as one.
+
+    >>> parts = [Cost(1, 2, saved=30), Cost(10, 20, saved=40, shared=5)]
+    >>> sum_costs(parts).saved
+    65
+    """
+    first, *rest = costs
+    return Cost(
+        flops=sum(cost.flops for cost in costs),
+        parameters=sum(cost.parameters for cost in costs),
+        forward=math.fsum(cost.forward for cost in costs),
+        backward=math.fsum(cost.backward for cost in costs),
+        saved=first.saved + sum(cost.saved - cost.shared for cost in rest),
+        shared=first.shared,
+        weights=sum(cost.weights for cost in costs),
+        trained=sum(cost.trained for cost in costs),
+        batch=first.batch,
+    )
+
+
+def _given_costs(
+    rewired: Rewired,
+    pieces: Sequence[Piece],
+    analytic: Sequence[Cost],
+    how: Mapping[str, float] | Callable[[str], float],
+) -> tuple[Cost, ...]:
+    segments = _segments(rewired, pieces)
+    work = [cost.forward + cost.backward for cost in analytic]
+    whole: dict[str, float] = {}
+    for segment, share in zip(segments, work, strict=True):
+        whole[segment] = whole.get(segment, 0.0) + share
+    numbers = _numbers([piece.name for piece in pieces], segments, how)
+    result = []
+    for piece, segment, cost, share in zip(pieces, segments, analytic, work, strict=True):
+        number = numbers[piece.name]
+        if number is None:
+            part = share / whole[segment] if whole[segment] else 1 / segments.count(segment)
+            number = numbers[segment]
+            assert number is not None
+            number *= part
+        ahead = cost.forward / share if share else 0.25
+        result.append(replace(cost, forward=number * ahead, backward=number * (1 - ahead)))
+    return tuple(result)
+
+
+def _numbers(
+    pieces: Sequence[str],
+    segments: Sequence[str],
+    how: Mapping[str, float] | Callable[[str], float],
+) -> dict[str, float | None]:
+    """The user's number of each name; None for pieces that only their segment has one for."""
+    if not isinstance(how, Mapping):
+        return {name: _valid(name, how(name)) for name in pieces}
+    known = {*pieces, *segments}
+    unknown = [name for name in how if name not in known]
+    missing = [
+        piece
+        for piece, segment in zip(pieces, segments, strict=True)
+        if piece not in how and segment not in how
+    ]
+    if unknown or missing:
+        raise InputError(
+            "cost: the given costs do not fit the model"
+            + (f"; nothing is given for {', '.join(missing)}" if missing else "")
+            + (f"; there is no {', '.join(unknown)}" if unknown else "")
+            + ". Give one number for each piece, or for the segment it is a part of"
+        )
+    given = {name: _valid(name, how[name]) for name in how}
+    return {name: given.get(name) for name in known}
+
+
+def _valid(name: str, number: float) -> float:
+    if not 0 <= number < math.inf:
+        raise InputError(f"cost: {name} was given {number}; work is a number from 0 on")
+    return float(number)
+
+
+def _segments(rewired: Rewired, pieces: Sequence[Piece]) -> list[str]:
+    """For every piece the segment it is, or is a part of: the first not complete before it."""
+    made: set[str] = set()
+    rest = list(rewired.body.segments)
+    found = []
+    for piece in pieces:
+        while len(rest) > 1 and rest[0].outputs and made.issuperset(rest[0].outputs):
+            rest.pop(0)
+        found.append(rest[0].name)
+        made.update(piece.outputs)
+    return found

@@ -1,0 +1,139 @@
+"""What a stage differentiates at once, and what that depends on besides its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from revcompile.compiler.flow import draws_random
+from revcompile.compiler.partition.cuts import graphs_of, parameter_names
+from revcompile.ir import Coupling
+from revcompile.program import Part, Partition, Piece, Unit
+from revcompile.schedule import Keep, Method
+
+__all__ = ["Group", "convolves", "groups"]
+
+_DETERMINISTIC: Final = (
+    _BatchNorm,
+    _ConvNd,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.AvgPool2d,
+    nn.Embedding,
+    nn.Flatten,
+    nn.GELU,
+    nn.GroupNorm,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.LeakyReLU,
+    nn.Linear,
+    nn.MaxPool2d,
+    nn.PReLU,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Sigmoid,
+    nn.SiLU,
+    nn.Softmax,
+    nn.Tanh,
+)
+"""Layers known to draw nothing. Of all others it is assumed that they do."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pieces that are differentiated at once: a unit in the making."""
+
+    pieces: tuple[Piece, ...]
+    keep: Keep
+    parameters: tuple[str, ...]
+    random: bool
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Live values read from outside."""
+        made = set(self.outputs)
+        read = dict.fromkeys(name for piece in self.pieces for name in piece.inputs)
+        return tuple(name for name in read if name not in made)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Live values made."""
+        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
+
+    def unit(self) -> Unit:
+        """What is told of it afterwards."""
+        names = tuple(piece.name for piece in self.pieces)
+        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        reversible = all(piece.reversible for piece in self.pieces)
+        return Unit(label, names, reversible, self.keep, self.random)
+
+
+def groups(partition: Partition, part: Part, method: Method) -> tuple[Group, ...]:
+    """A stage's units for a method.
+
+    If nothing is to be kept, couplings stand alone and opaque pieces in a row are one unit that
+    keeps its input; at the last stage, where backward follows forward at once, its graph.
+    Otherwise the stage is one unit.
+    """
+    if method.keep is not Keep.NOTHING:
+        return (_group(partition, part.pieces, method.keep),)
+    is_last = part.index == len(partition.parts) - 1
+    opaque = Keep.GRAPH if is_last else Keep.INPUT
+    found: list[Group] = []
+    run: list[Piece] = []
+    for piece in part.pieces:
+        if not piece.reversible:
+            run.append(piece)
+            continue
+        if run:
+            found.append(_group(partition, tuple(run), opaque))
+        run = []
+        found.append(_group(partition, (piece,), Keep.NOTHING))
+    if run:
+        found.append(_group(partition, tuple(run), opaque))
+    return tuple(found)
+
+
+def _group(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Group:
+    root = partition.rewired.root
+    names = {id(p): name for name, p in root.named_parameters()}
+    graphs = [graph for piece in pieces for graph in graphs_of(piece.segment)]
+    parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
+    return Group(pieces, keep, tuple(parameters), any(_draws(g, root) for g in graphs))
+
+
+def _draws(graph: fx.Graph, root: nn.Module) -> bool:
+    """Might the graph draw random numbers? Yes, unless everything in it is known not to."""
+    for node in graph.nodes:
+        if node.op == "call_module":
+            for module in root.get_submodule(str(node.target)).modules():
+                idle = isinstance(module, _DropoutNd) and module.p == 0
+                if type(module) is nn.Dropout and idle:
+                    continue
+                if not isinstance(module, _DETERMINISTIC):
+                    return True
+        elif draws_random(node):
+            return True
+    return False
+
+
+def convolves(piece: Piece, root: nn.Module) -> bool:
+    """Does a coupling's branch hold convolutions (which may run in TF32)?"""
+    segment = piece.segment
+    assert isinstance(segment, Coupling)
+    for node in segment.branch.nodes:
+        if node.op == "call_module":
+            modules = root.get_submodule(str(node.target)).modules()
+            if any(isinstance(module, _ConvNd) for module in modules):
+                return True
+        elif str(getattr(node.target, "__name__", "")).startswith("conv"):
+            return True
+    return False

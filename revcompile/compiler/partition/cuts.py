@@ -1,0 +1,66 @@
+"""What crosses a cut, and which parameters two sides of it share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from revcompile.ir import Coupling, Live, Rewired, Segment, TensorType
+from revcompile.ops import attribute
+from revcompile.program import Piece
+
+__all__ = ["crossing", "graphs_of", "parameter_names", "size_of"]
+
+
+def crossing(rewired: Rewired, pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
+    """The live values at every cut: entry `i` lists what is alive before piece `i`.
+
+    The last entry holds the model's results.
+    """
+    last_use: dict[str, int] = {}
+    for index, piece in enumerate(pieces):
+        for name in piece.inputs:
+            last_use[name] = index
+    for leaf in rewired.body.result:
+        if isinstance(leaf, Live):
+            last_use[leaf.name] = len(pieces)
+    alive: dict[str, None] = dict.fromkeys(rewired.signature.placeholders)
+    found = [tuple(alive)]
+    for index, piece in enumerate(pieces):
+        alive |= dict.fromkeys(piece.outputs)
+        alive = {name: None for name in alive if last_use.get(name, -1) > index}
+        found.append(tuple(alive))
+    return found
+
+
+def size_of(names: Sequence[str], types: Mapping[str, Any]) -> int:
+    """Bytes of the values at the example's batch size."""
+    kinds = (types.get(name) for name in names)
+    return sum(k.numel() * k.dtype.itemsize for k in kinds if isinstance(k, TensorType))
+
+
+def graphs_of(segment: Segment) -> tuple[fx.Graph, ...]:
+    """The graphs of a segment that compute with parameters."""
+    return (segment.branch,) if isinstance(segment, Coupling) else (segment.graph,)
+
+
+def parameter_names(
+    graph: fx.Graph, root: nn.Module, names: Mapping[int, str] | None = None
+) -> tuple[str, ...]:
+    """Parameters a graph reads, each under the name it has first in the model.
+
+    `names` maps `id(parameter)` to that name; it is worked out if not given.
+    """
+    known = names or {id(p): name for name, p in root.named_parameters()}
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            for parameter in root.get_submodule(str(node.target)).parameters():
+                found[known[id(parameter)]] = None
+        elif node.op == "get_attr":
+            value = attribute(root, str(node.target))
+            if isinstance(value, nn.Parameter):
+                found[known[id(value)]] = None
+    return tuple(found)

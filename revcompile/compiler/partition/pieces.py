@@ -1,0 +1,165 @@
+"""What may be cut: couplings and residual blocks stay whole, other opaque segments may be torn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from revcompile.compiler.flow import Flow, is_plain, tensor_type
+from revcompile.compiler.rewire.region import ORIGIN
+from revcompile.ir import TYPE, Body, Coupling, Opaque, Rewired
+from revcompile.program import Piece
+
+__all__ = ["torn_pieces", "whole_pieces"]
+
+
+def whole_pieces(body: Body) -> tuple[Piece, ...]:
+    """Every segment as one piece; couplings of one chain share a grid."""
+    grids: dict[tuple[str, str], str] = {}
+    pieces = []
+    for segment in body.segments:
+        if not isinstance(segment, Coupling):
+            pieces.append(Piece(segment))
+            continue
+        opens = segment.streams_in not in grids
+        grid = f"{segment.streams_in[0]}_grid" if opens else grids[segment.streams_in]
+        grids[segment.streams_out] = grid
+        pieces.append(Piece(segment, grid, opens))
+    return tuple(pieces)
+
+
+def torn_pieces(
+    rewired: Rewired, pieces: Sequence[Piece]
+) -> tuple[tuple[tuple[Piece, ...], ...], Mapping[str, Any]]:
+    """What each piece can be torn into, and the types of the values that then cross.
+
+    Opaque pieces are torn before each of their weighted layers. Couplings, and blocks with a
+    shortcut that rewiring understood (transitions), are not.
+    """
+    blocks = {name for block in rewired.residuals for name in block.branch}
+    taken = {*rewired.body.types, *rewired.signature.placeholders}
+    types: dict[str, Any] = {}
+    result: list[tuple[Piece, ...]] = []
+    for piece in pieces:
+        segment = piece.segment
+        if isinstance(segment, Opaque) and not _holds(segment.graph, blocks):
+            tear = _Tear(segment, rewired.root, taken)
+            result.append(tuple(Piece(part) for part in tear.parts()))
+            types |= tear.types
+            taken |= set(tear.types)
+        else:
+            result.append((piece,))
+    return tuple(result), types
+
+
+def _holds(graph: fx.Graph, names: set[str]) -> bool:
+    return any(n.meta.get(ORIGIN) in names for n in graph.nodes if not is_plain(n))
+
+
+class _Tear:
+    """One opaque segment on its way to several."""
+
+    def __init__(self, segment: Opaque, root: nn.Module, taken: Iterable[str]) -> None:
+        self.segment = segment
+        self.flow = Flow(segment.graph, root)
+        self.taken = set(taken)
+        self.types: dict[str, Any] = {}
+        nodes = self.flow.nodes
+        placeholders = [n for n in nodes if n.op == "placeholder"]
+        self.live: dict[fx.Node, str] = dict(zip(placeholders, segment.inputs, strict=True))
+        self.inner = [n for n in nodes if n.op not in ("placeholder", "output")]
+        self.inner = [n for n in self.inner if n not in self.flow.constant]
+        self.ends: dict[str, fx.Node] = {}
+        (output,) = segment.graph.find_nodes(op="output")
+        for name, node in zip(segment.outputs, output.args[0], strict=True):
+            assert isinstance(node, fx.Node)
+            self.ends[name] = node
+
+    def parts(self) -> list[Opaque]:
+        """The segment's parts in order."""
+        groups = self._groups()
+        if len(groups) < 2:
+            return [self.segment]
+        home = {node: i for i, group in enumerate(groups) for node in group}
+        parts = []
+        for index, group in enumerate(groups):
+            outputs = {}
+            for node in group:
+                if any(home.get(user, index) > index for user in node.users):
+                    outputs[self._name(node)] = node
+            last = index == len(groups) - 1
+            for name, node in self.ends.items():
+                if home.get(node, len(groups) - 1) == index or (last and node not in home):
+                    outputs[name] = node
+            parts.append(self._part(index, group, outputs))
+        return parts
+
+    def _groups(self) -> list[list[fx.Node]]:
+        """Nodes between two legal cuts: just before a layer with a weight matrix or kernel."""
+        groups: list[list[fx.Node]] = [[]]
+        weighted, uncuttable = False, self._uncuttable()
+        for index, node in enumerate(self.inner):
+            begins = self.flow.is_weighted(node)
+            if begins and weighted and index not in uncuttable:
+                groups.append([])
+                weighted = False
+            groups[-1].append(node)
+            weighted = weighted or begins
+        return groups
+
+    def _uncuttable(self) -> set[int]:
+        """Positions that a tuple of tensors would cross: only tensors and plain values travel."""
+        position = {node: i for i, node in enumerate(self.inner)}
+        found: set[int] = set()
+        for node, index in position.items():
+            if tensor_type(node) is None and not is_plain(node):
+                last = max((position.get(user, index) for user in node.users), default=index)
+                found |= set(range(index + 1, last + 1))
+        return found
+
+    def _name(self, node: fx.Node) -> str:
+        """The live name under which a value crosses a cut."""
+        if node not in self.live:
+            ends = [name for name, end in self.ends.items() if end is node]
+            name = ends[0] if ends else node.name
+            while not ends and (name in self.taken or name in self.types):
+                name = f"{name}_"
+            self.live[node] = name
+            self.types[name] = node.meta.get(TYPE)
+        return self.live[node]
+
+    def _part(self, index: int, group: list[fx.Node], outputs: dict[str, fx.Node]) -> Opaque:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        inside = set(group)
+        outside = [i for n in (*group, *outputs.values()) for i in (*n.all_input_nodes, n)]
+        inputs = dict.fromkeys(
+            n for n in outside if n not in inside and n not in self.flow.constant
+        )
+        for node in inputs:
+            name = self._name(node)
+            copies[node] = graph.placeholder(name)
+            copies[node].meta = dict(node.meta)
+
+        def copy(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                for source in node.all_input_nodes:
+                    copy(source)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            return copies[node]
+
+        constants = {i for n in group for i in n.all_input_nodes} & self.flow.constant
+        for node in self.flow.nodes:
+            if node in inside or node in constants:
+                copy(node)
+        graph.output(tuple(copy(node) for node in outputs.values()))
+        graph.lint()
+        name = self._part_name(index, group)
+        names = tuple(self._name(node) for node in inputs)
+        return Opaque(name, names, tuple(outputs), graph, self.segment.reason)
+
+    def _part_name(self, index: int, group: list[fx.Node]) -> str:
+        layer = next((str(n.target) for n in group if n.op == "call_module"), "")
+        return f"{self.segment.name}: {layer}" if layer else f"{self.segment.name} ({index})"

@@ -1,0 +1,152 @@
+"""Stages as the compiler cuts them and as the runtime executes them.
+
+    Rewired --partition--> Part (pieces) --lower--> StageProgram (generated code) --run-->
+
+A program is all a device needs to know of the model: what arrives, what it computes, what it
+keeps, what it sends on and what it sends back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.schedule import Keep, Method, Tie
+
+__all__ = ["Part", "Partition", "Piece", "Port", "StageProgram", "Unit"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment, or a part of an opaque one: what is never torn.
+
+    Couplings of one chain share a `grid` (see `revcompile.grid`), a value that the chain's
+    first coupling makes (`opens`) and that travels with the streams.
+    """
+
+    segment: Segment
+    grid: str | None = None
+    opens: bool = False
+
+    @property
+    def name(self) -> str:
+        """The segment's name."""
+        return self.segment.name
+
+    @property
+    def reversible(self) -> bool:
+        """Is the piece a coupling?"""
+        return isinstance(self.segment, Coupling)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every live value the piece reads."""
+        shared = (self.grid,) if self.grid and not self.opens else ()
+        return (*self.segment.inputs, *shared)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Every live value the piece defines."""
+        made = (self.grid,) if self.grid and self.opens else ()
+        return (*self.segment.outputs, *made)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The pieces of one stage, and the live values that enter and leave it."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    costs: tuple[Cost, ...] = ()
+
+    @property
+    def reversible(self) -> bool:
+        """Can the stage's input be rebuilt from its output?"""
+        return all(piece.reversible for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A rewired model cut into stages. `types` knows every live value, the cut ones included."""
+
+    rewired: Rewired
+    parts: tuple[Part, ...]
+    types: Mapping[str, Any]
+    ties: Mapping[Tie, tuple[str, ...]]
+    """Parameters (by name) that two stages share."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A value that crosses a boundary. `type` is None for sizes and other plain values.
+
+    `graded`: does a gradient come back for it?
+    """
+
+    name: str
+    type: TensorType | None
+    graded: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type or 'plain'}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is differentiated at once: a coupling, a run of opaque pieces, or a whole stage."""
+
+    name: str
+    pieces: tuple[str, ...]
+    reversible: bool
+    keep: Keep
+    random: bool
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One stage for one method.
+
+    `forward(key, *inputs) -> (outputs, kept)` and
+    `backward(key, *kept, *wanted, *gradients) -> (returned, input gradients, parameter gradients)`
+    are graphs whose code runs as it reads. `inverse(key, *outputs) -> inputs` is there for
+    stages that are reversible as a whole. `key` identifies stage and micro-batch to whatever
+    draws random numbers.
+    """
+
+    index: int
+    stages: int
+    method: Method
+    units: tuple[Unit, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    kept: tuple[str, ...]
+    """Values kept from forward to backward, for each micro-batch in flight."""
+    wanted: tuple[str, ...]
+    """Outputs whose value must come back with their gradient."""
+    returned: tuple[str, ...]
+    """Inputs whose value is sent back: what the stage before wants."""
+    parameters: tuple[str, ...]
+    forward: fx.Graph
+    backward: fx.Graph
+    inverse: fx.Graph | None = None
+
+    @property
+    def graded_outputs(self) -> tuple[str, ...]:
+        """Outputs for which a gradient arrives."""
+        return tuple(port.name for port in self.outputs if port.graded)
+
+    @property
+    def graded_inputs(self) -> tuple[str, ...]:
+        """Inputs for which a gradient is sent back."""
+        return tuple(port.name for port in self.inputs if port.graded)
+
+    @property
+    def reversible(self) -> bool:
+        """Does the stage keep nothing between forward and backward?"""
+        return all(unit.reversible and unit.keep is Keep.NOTHING for unit in self.units)

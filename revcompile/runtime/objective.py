@@ -1,0 +1,115 @@
+"""The loss at the end of the pipeline: any function of the model's output and a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.ir import Live, Rewired
+
+__all__ = ["Loss", "Objective", "described"]
+
+Loss = Callable[[Any, Any], Tensor]
+"""From the model's output and a target (any pytree) to a scalar."""
+
+
+class Objective:
+    """Computes the loss of a micro-batch and its gradient with respect to the outputs."""
+
+    def __init__(self, rewired: Rewired, loss: Loss, autocast: torch.dtype | None, last: int):
+        if not callable(loss):
+            raise InputError(
+                f"loss: expected a function of (output, target), got {type(loss).__name__}; "
+                "write e.g. loss=torch.nn.functional.cross_entropy"
+            )
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise InputError(
+                "loss: it has parameters of its own, which no stage would train; make them part "
+                "of the model (let its forward return what the loss needs)"
+            )
+        self.loss, self.autocast, self.last = loss, autocast, last
+        self._result = rewired.body.result
+        self._spec = rewired.signature.out_spec
+        self.targets: dict[int, Any] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self.check_finite = True
+
+    def __call__(self, microbatch: int, outputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """The gradients of the outputs; the loss and the output stay here to be read."""
+        target = self.targets.pop(microbatch)
+        leaves = {
+            name: value.detach().requires_grad_(value.is_floating_point())
+            if isinstance(value, Tensor)
+            else value
+            for name, value in outputs.items()
+        }
+        with torch.enable_grad():
+            flat = [leaves[r.name] if isinstance(r, Live) else r for r in self._result]
+            output = pytree.tree_unflatten(flat, self._spec)
+            loss = self._evaluate(microbatch, output, target)
+            wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
+            if not loss.requires_grad:
+                raise InputError(
+                    "loss: its value does not depend on the model's output, so there is nothing "
+                    "to train; do not detach the output or return a plain number"
+                )
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        self.losses[microbatch] = loss.detach()
+        self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+        return dict(zip(wanted, found, strict=True))
+
+    def _evaluate(self, microbatch: int, output: Any, target: Any) -> Tensor:
+        loss = self.evaluate(output, target, f"micro-batch {microbatch}")
+        if self.check_finite and not bool(torch.isfinite(loss)):
+            raise NonFiniteError(
+                f"stage {self.last}, micro-batch {microbatch}: the loss is {float(loss)}. The "
+                "micro-batch was left out; look at its data, or lower the learning rate",
+                stage=self.last,
+                microbatch=microbatch,
+            )
+        return loss
+
+    def evaluate(self, output: Any, target: Any, where: str) -> Tensor:
+        """The loss, or an error that says what it was given."""
+        device = next((t.device for t in pytree.tree_leaves(output) if isinstance(t, Tensor)), None)
+        kind = device.type if device is not None else "cpu"
+        try:
+            with torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
+                loss = self.loss(output, target)
+        except Exception as error:
+            raise InputError(
+                f"loss, {where}: it raised {type(error).__name__}: {error}\n"
+                f"  output: {described(output)}\n  target: {described(target)}\n"
+                "Nothing was changed by this step; check that the target fits the output."
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise InputError(
+                f"loss, {where}: expected a scalar tensor, got {described(loss)}; reduce it, "
+                "e.g. with .mean()"
+            )
+        return loss.reshape(())
+
+
+def described(value: Any) -> str:
+    """A pytree with its tensors as types and shapes."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            return _Shown(f"{dtype}{list(leaf.shape)}")
+        return leaf
+
+    return repr(pytree.tree_map(one, value))
+
+
+class _Shown(str):
+    """Text that prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)

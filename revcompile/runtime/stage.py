@@ -1,0 +1,251 @@
+"""One stage's numerics: run its programs, keep what is in flight, gather its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from revcompile import ops
+from revcompile.coupling import relative_error
+from revcompile.errors import NonFiniteError
+from revcompile.ops import attribute
+from revcompile.program import StageProgram
+from revcompile.replay import Snapshot, StatefulBuffers
+from revcompile.runtime.code import compile_graph
+from revcompile.runtime.stash import Slots, Stash
+from revcompile.schedule import Keep, Weights
+from revcompile.steps import mix, recording
+
+__all__ = ["InFlight", "Stage"]
+
+
+@dataclass
+class InFlight:
+    """What a stage holds of one micro-batch between its forward and its backward pass."""
+
+    kept: tuple[Any, ...]
+    weights: Mapping[str, Tensor] | None = None
+    buffers: list[Snapshot] = field(default_factory=list)
+    versions: tuple[int, ...] = ()
+    original: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Stage:
+    """Runs a `StageProgram` on the modules of `root`.
+
+    Results depend on the order of calls, on `seed` and on the micro-batches' numbers: never on
+    time or on the global random state, which is left as it was.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        root: nn.Module,
+        *,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        replicas: Sequence[str] = (),
+        check_finite: bool = True,
+    ) -> None:
+        self.program = program
+        self.root = root
+        self.seed = mix(seed, program.index)
+        self.autocast = autocast
+        self.check_finite = check_finite
+        self.parameters: dict[str, Tensor] = {
+            name: attribute(root, name) for name in program.parameters
+        }
+        self._slots = Slots(root, self.parameters)
+        for name in replicas:
+            original = self.parameters[name]
+            self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
+        self._own = dict(self.parameters) if replicas else None
+        self._stash = Stash() if program.method.weights is Weights.STASHED else None
+        self._random = any(unit.random for unit in program.units)
+        self._stateful = StatefulBuffers(_candidates(program, root))
+        self._forward = compile_graph(program.forward, f"stage {program.index} forward")
+        self._backward = compile_graph(program.backward, f"stage {program.index} backward")
+        self.in_flight: dict[int, InFlight] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.reconstruction: dict[int, float] = {}
+        """Relative error of the rebuilt input, for the micro-batches that were to be measured."""
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def forward(
+        self, microbatch: int, inputs: Mapping[str, Any], *, measure: bool = False
+    ) -> dict[str, Any]:
+        """Run a micro-batch; what backward needs stays here until then."""
+        program = self.program
+        weights = self._stash.version(self.parameters) if self._stash else None
+        values = [inputs[port.name] for port in program.inputs]
+        before = self._stateful.before()
+        with self._running(weights, microbatch):
+            outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
+        self.in_flight[microbatch] = InFlight(
+            kept=kept,
+            weights=weights,
+            buffers=self._stateful.after(before),
+            versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+            original={name: inputs[name] for name in program.returned} if measure else {},
+        )
+        return dict(zip((port.name for port in program.outputs), outputs, strict=True))
+
+    def drop(self, microbatch: int) -> None:
+        """Forget a micro-batch that will not come back."""
+        self.in_flight.pop(microbatch, None)
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def backward(
+        self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
+    ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+        """Rebuild or recompute, and differentiate; returns values and gradients of the inputs.
+
+        The gradient of the parameters is added to what the stage has gathered. If it is not
+        finite nothing is added, and `NonFiniteError` is raised.
+        """
+        program, held = self.program, self.in_flight.pop(microbatch)
+        self._unwritten(microbatch, held)
+        arguments = (
+            *held.kept,
+            *(values[name] for name in program.wanted),
+            *(gradients.get(name) for name in program.graded_outputs),
+        )
+        with (
+            self._running(held.weights, microbatch),
+            self._stateful.replayed(held.buffers),
+        ):
+            returned, of_inputs, of_parameters = self._backward(
+                self.root, mix(self.seed, microbatch), *arguments
+            )
+        found = dict(zip(program.parameters, of_parameters, strict=True))
+        back = dict(zip(program.graded_inputs, of_inputs, strict=True))
+        if self.check_finite:
+            self._finite(microbatch, found, back)
+        self._gather(found)
+        rebuilt = dict(zip(program.returned, returned, strict=True))
+        if held.original:
+            self.reconstruction[microbatch] = max(
+                relative_error(held.original[name], rebuilt[name])
+                for name in held.original
+                if isinstance(rebuilt[name], Tensor) and rebuilt[name].is_floating_point()
+            )
+        return rebuilt, back
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The gathered gradient (a sum over micro-batches); gathering starts anew."""
+        found, self.gradients = self.gradients, {}
+        return found
+
+    def updated(self) -> None:
+        """The parameters have changed."""
+        if self._stash is not None:
+            self._stash.forget()
+
+    def stashed(self) -> int:
+        """How many copies of its parameters the stage keeps."""
+        versions = {id(held.weights) for held in self.in_flight.values() if held.weights}
+        return len(versions)
+
+    def _gather(self, found: Mapping[str, Tensor | None]) -> None:
+        for name, gradient in found.items():
+            if gradient is None:
+                continue
+            if name in self.gradients:
+                self.gradients[name] += gradient
+            else:
+                self.gradients[name] = gradient
+
+    def _finite(
+        self, microbatch: int, found: Mapping[str, Tensor | None], back: Mapping[str, Any]
+    ) -> None:
+        there = {n: g for n, g in {**back, **found}.items() if g is not None and g.numel()}
+        if not there:
+            return
+        largest = torch.stack([n.float() for n in torch._foreach_norm(list(there.values()))])
+        fine = torch.isfinite(largest)
+        if bool(fine.all()):
+            return
+        bad = [name for name, ok in zip(there, fine.tolist(), strict=True) if not ok]
+        of_parameters = [name for name in bad if name in found]
+        where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"stage {self.program.index}, micro-batch {microbatch}: the gradient of {where}{more} "
+            "is not finite. The micro-batch was left out of the update; lower the learning rate, "
+            "clip gradients, or look at this batch",
+            stage=self.program.index,
+            microbatch=microbatch,
+        )
+
+    def _unwritten(self, microbatch: int, held: InFlight) -> None:
+        for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):
+            if isinstance(value, Tensor) and value._version != version:
+                raise RuntimeError(
+                    f"stage {self.program.index}: {name} of micro-batch {microbatch} was written "
+                    "to while it was in flight; hand the trainer a fresh tensor for each step"
+                )
+
+    # -- circumstances ------------------------------------------------------------------------
+
+    @contextmanager
+    def _running(self, weights: Mapping[str, Tensor] | None, microbatch: int) -> Iterator[None]:
+        """Programs start with nothing recorded; everything global is put back afterwards."""
+        frozen = ops.statistics_frozen
+        with ExitStack() as stack:
+            device = self._device()
+            if self._random:
+                devices = [device] if device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.no_grad())
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(device.type, self.autocast))
+            chosen = weights if weights is not None else self._own
+            if chosen is not None:
+                stack.enter_context(self._slots.filled(chosen))
+            try:
+                recording(False)
+                yield
+            finally:
+                ops.statistics_frozen = frozen
+
+    def _device(self) -> torch.device:
+        first = next(iter(self.parameters.values()), None)
+        if first is None:
+            first = next(self.root.parameters(), None)
+        return first.device if first is not None else torch.device("cpu")
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Is something in flight that no checkpoint can hold?"""
+        return any(unit.keep is Keep.GRAPH for unit in self.program.units) and bool(self.in_flight)
+
+
+def _candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Buffers the stage might write into, other than batch norms' statistics."""
+    found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+    for node in program.forward.nodes:
+        target = str(node.target)
+        if node.op == "call_module":
+            modules = list(root.get_submodule(target).modules())
+        elif node.op == "get_attr" and not isinstance(attribute(root, target), nn.Module):
+            owner, _, name = target.rpartition(".")
+            module = root.get_submodule(owner)
+            if name in module._buffers and not isinstance(module, _BatchNorm):
+                found[id(module), name] = module, name
+            continue
+        else:
+            continue
+        for module in modules:
+            if not isinstance(module, _BatchNorm):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        found[id(module), name] = module, name
+    return list(found.values())

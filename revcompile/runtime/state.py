@@ -1,0 +1,215 @@
+"""A trainer's state as plain values and tensors, by the original parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.replay import Snapshot
+from revcompile.runtime.stage import InFlight, Stage
+from revcompile.runtime.transport import Channel, Message
+from revcompile.runtime.worker import Actor
+from revcompile.schedule import Schedule
+
+if TYPE_CHECKING:
+    from revcompile.runtime.trainer import Trainer
+
+__all__ = ["load_trainer", "save_trainer"]
+
+FORMAT = 1
+
+
+def save_trainer(trainer: Trainer) -> dict[str, Any]:
+    """A copy of everything: nothing in it changes when training goes on."""
+    graphs = [a.index for a in trainer.actors if a.stage.keeps_graphs]
+    if graphs:
+        raise InputError(
+            f"trainer.state_dict: stage {graphs[0]} keeps graphs of micro-batches in flight, which "
+            "cannot be saved; call trainer.flush() first"
+        )
+    optimizers = [actor.updater.state() for actor in trainer.actors]
+    return {
+        "format": FORMAT,
+        "cuts": _cuts(trainer),
+        "seed": trainer.settings.seed,
+        "model": _copied(trainer.model.state_dict()),
+        "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
+        "groups": [group for o in optimizers for group in o["groups"]],
+        "lr_schedule": next((o["lr_schedule"] for o in optimizers if o["lr_schedule"]), None),
+        "schedule": trainer.schedule.state(),
+        "stages": [_actor_state(actor) for actor in trainer.actors],
+        "messages": [
+            [source, target, channel.value, _message_state(message)]
+            for (source, target, channel), queue in trainer.transport.queues.items()
+            for message in queue
+        ],
+    }
+
+
+def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Take a state over. Checked first: a state that does not fit changes nothing."""
+    if state.get("format") != FORMAT:
+        raise InputError(
+            f"trainer.load_state_dict: expected a trainer's state of format {FORMAT}, got "
+            f"{state.get('format')!r}"
+        )
+    empty = all(not at["outstanding"] for at in state["schedule"]["progress"])
+    same = _cuts(trainer) == [list(c) for c in state["cuts"]] and _method(
+        trainer.schedule.state()
+    ) == _method(state["schedule"])
+    if not empty and not same:
+        raise InputError(
+            f"trainer.load_state_dict: the state holds micro-batches in flight in "
+            f"{len(state['cuts'])} stages ({state['schedule']['method']['name']}), but this "
+            f"trainer has {len(trainer.actors)} ({trainer.schedule.method.name}), cut or scheduled "
+            "otherwise; call flush() before state_dict() to move between them"
+        )
+    trainer.model.load_state_dict(state["model"])
+    settings = {name: group for group in state["groups"] for name in group["params"]}
+    for actor in trainer.actors:
+        actor.updater.load(state["optimizer"], settings, state["lr_schedule"])
+    _clear(trainer)
+    if same:
+        trainer.schedule = Schedule.load(state["schedule"])
+        for actor, saved in zip(trainer.actors, state["stages"], strict=True):
+            _load_actor(actor, saved)
+        for source, target, channel, message in state["messages"]:
+            trainer.transport.send(source, target, Channel(channel), _message(message))
+    else:
+        trainer.schedule.injected = state["schedule"]["injected"]
+
+
+def _method(schedule: Mapping[str, Any]) -> tuple[Any, ...]:
+    return schedule["method"], schedule["accumulate"], schedule["ties"]
+
+
+def _cuts(trainer: Trainer) -> list[list[str]]:
+    return [[piece.name for piece in part.pieces] for part in trainer.partition.parts]
+
+
+def _clear(trainer: Trainer) -> None:
+    """Nothing in flight; replicas of tied parameters as the model has them."""
+    trainer.transport.queues.clear()
+    own = dict(trainer.model.named_parameters())
+    for actor in trainer.actors:
+        stage = actor.stage
+        stage.in_flight.clear()
+        stage.gradients.clear()
+        stage.updated()
+        for mail in (actor.inputs, actor.outputs, actor.incoming, actor.outgoing):
+            mail.clear()
+        actor.gradients, actor.contributed = None, 0
+        with torch.no_grad():
+            for name in _replicas(actor):
+                stage.parameters[name].copy_(own[name])
+
+
+def _replicas(actor: Actor) -> list[str]:
+    return [name for names in actor.held.values() for name in names]
+
+
+# -- one stage ------------------------------------------------------------------------------------
+
+
+def _actor_state(actor: Actor) -> dict[str, Any]:
+    stage = actor.stage
+    state: dict[str, Any] = {
+        "gradients": _copied(stage.gradients),
+        "contributed": actor.contributed,
+        "replicas": {n: stage.parameters[n].detach().clone() for n in _replicas(actor)},
+        "in_flight": [[m, _held_state(stage, held)] for m, held in stage.in_flight.items()],
+        "versions": _versions(stage),
+        "incoming": [_message_state(message) for message in actor.incoming.values()],
+        "outputs": [[m, _copied(dict(values))] for m, values in actor.outputs.items()],
+    }
+    if actor.synthesiser is not None:
+        state["synthesiser"] = _copied(actor.synthesiser.layers.state_dict())
+        state["synthesiser_optimizer"] = actor.synthesiser.updater.state()
+    return state
+
+
+def _versions(stage: Stage) -> list[dict[str, Tensor]]:
+    """Stashed parameters, each version once, oldest first."""
+    found = {id(h.weights): h.weights for h in stage.in_flight.values() if h.weights is not None}
+    return [_copied(dict(version)) for version in found.values()]
+
+
+def _held_state(stage: Stage, held: InFlight) -> dict[str, Any]:
+    ids = [id(h.weights) for h in stage.in_flight.values() if h.weights is not None]
+    versions = list(dict.fromkeys(ids))
+    return {
+        "kept": _copied(list(held.kept)),
+        "version": versions.index(id(held.weights)) if held.weights is not None else None,
+        "buffers": [[_path(stage, s), s[4].clone()] for s in held.buffers],
+    }
+
+
+def _path(stage: Stage, snapshot: Snapshot) -> str:
+    names = {id(module): name for name, module in stage.root.named_modules()}
+    return f"{names[id(snapshot[0])]}:{snapshot[1]}"
+
+
+def _load_actor(actor: Actor, saved: Mapping[str, Any]) -> None:
+    stage = actor.stage
+    stage.gradients = _copied(dict(saved["gradients"]))
+    actor.contributed = saved["contributed"]
+    with torch.no_grad():
+        for name, value in saved["replicas"].items():
+            stage.parameters[name].copy_(value)
+    versions = [
+        {n: t.clone().requires_grad_(stage.parameters[n].requires_grad) for n, t in version.items()}
+        for version in saved["versions"]
+    ]
+    for microbatch, held in saved["in_flight"]:
+        kept = tuple(_copied(list(held["kept"])))
+        stage.in_flight[microbatch] = InFlight(
+            kept=kept,
+            weights=versions[held["version"]] if held["version"] is not None else None,
+            buffers=[_snapshot(stage, path, copy) for path, copy in held["buffers"]],
+            versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+        )
+    actor.incoming = {m["index"]: _message(m) for m in saved["incoming"]}
+    actor.outputs = {m: _copied(dict(values)) for m, values in saved["outputs"]}
+    if actor.synthesiser is not None:
+        actor.synthesiser.layers.load_state_dict(saved["synthesiser"])
+        found = saved["synthesiser_optimizer"]
+        settings = {name: group for group in found["groups"] for name in group["params"]}
+        actor.synthesiser.updater.load(found["state"], settings, found["lr_schedule"])
+
+
+def _snapshot(stage: Stage, path: str, copy: Tensor) -> Snapshot:
+    owner, _, name = path.rpartition(":")
+    module = stage.root.get_submodule(owner)
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return module, name, buffer, buffer._version, copy.clone()
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def _message_state(message: Message) -> dict[str, Any]:
+    return {
+        "index": message.index,
+        "values": _copied(dict(message.values)),
+        "gradients": _copied(dict(message.gradients)),
+        "void": message.void,
+    }
+
+
+def _message(state: Mapping[str, Any]) -> Message:
+    return Message(
+        state["index"],
+        _copied(dict(state["values"])),
+        _copied(dict(state["gradients"])),
+        state["void"],
+    )
+
+
+def _copied(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)

@@ -1,0 +1,364 @@
+"""The trainer: feeds micro-batches to the stages and reports what comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError, RevcompileError
+from revcompile.program import Partition, StageProgram
+from revcompile.runtime.objective import Loss, Objective, described
+from revcompile.runtime.reversible import Reversible, bind
+from revcompile.runtime.stage import Stage
+from revcompile.runtime.state import load_trainer, save_trainer
+from revcompile.runtime.synthesis import Synthesiser
+from revcompile.runtime.transport import Channel, InProcess
+from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
+from revcompile.runtime.worker import Actor, Worker
+from revcompile.schedule import Order, Schedule, delay
+
+__all__ = ["Evaluation", "Metrics", "Settings", "Trainer"]
+
+
+class Metric(Protocol):
+    """A mean over a batch, from the model's output and the target."""
+
+    def __call__(self, output: Any, target: Any, /) -> float | Tensor: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train: what `net.trainer(...)` takes besides optimizer and loss."""
+
+    accumulate: int = 1
+    lr_schedule: ScheduleFactory | None = None
+    param_groups: ParamGroups | None = None
+    autocast: torch.dtype | None = None
+    clip_grad_norm: float | None = None
+    seed: int = 0
+    check_finite: bool = True
+    measure_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise InputError(f"accumulate={self.accumulate}; an update needs at least 1")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise InputError(f"clip_grad_norm={self.clip_grad_norm}; use a positive norm or None")
+        if self.autocast not in (None, torch.bfloat16):
+            raise InputError(
+                f"autocast={self.autocast}; use torch.bfloat16 or None (float16 needs loss "
+                "scaling, which delayed gradients do not survive)"
+            )
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What has reached the last stage by now.
+
+    `loss` waits for the device the first time it is read.
+    """
+
+    microbatch: int
+    samples: int
+    delays: tuple[int, ...]
+    updates: tuple[int, ...]
+    lr: float | None
+    throughput: float
+    """Samples a second, since the trainer was made or last asked to count anew."""
+    loss_tensor: Tensor | None = field(default=None, repr=False)
+    output: Any = field(default=None, repr=False)
+    reconstruction: Mapping[int, float] = field(default_factory=dict)
+    """Relative error of each stage's rebuilt input, when measured in this step."""
+
+    @property
+    def loss(self) -> float:
+        """The micro-batch's loss."""
+        return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over all samples of a loader."""
+
+    loss: float
+    samples: int
+    metrics: Mapping[str, float]
+
+
+class Trainer:
+    """Trains a staged model with one of the methods, all stages in this process.
+
+    `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
+    moment. If a step fails, nothing of it stays: the trainer is as it was before.
+    """
+
+    def __init__(
+        self,
+        model: Reversible,
+        partition: Partition,
+        programs: Sequence[StageProgram],
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        settings: Settings,
+    ) -> None:
+        self.model, self.partition, self.settings = model, partition, settings
+        self.programs = tuple(programs)
+        method, stages = programs[0].method, len(programs)
+        self.schedule = Schedule(method, stages, settings.accumulate, partition.ties)
+        self.delays = tuple(delay(method, stages, j, settings.accumulate) for j in range(stages))
+        self.transport = InProcess(stages)
+        self.objective = Objective(partition.rewired, loss, settings.autocast, stages - 1)
+        self.objective.check_finite = settings.check_finite
+        self.actors = [self._actor(program, optimizer) for program in programs]
+        self.worker = Worker(self.actors)
+        self._broken: str | None = None
+        self._samples, self._started = 0, time.perf_counter()
+        self.metrics: Metrics | None = None
+        """What the last step returned."""
+
+    def _actor(self, program: StageProgram, optimizer: OptimizerFactory) -> Actor:
+        settings, index = self.settings, program.index
+        ties = self.partition.ties
+        held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
+        owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
+        replicas = [name for names in held.values() for name in names]
+        stage = Stage(
+            program,
+            self.model,
+            seed=settings.seed,
+            autocast=settings.autocast,
+            replicas=replicas,
+            check_finite=settings.check_finite,
+        )
+        own = {n: p for n, p in stage.parameters.items() if n not in replicas}
+        updater = Updater(
+            f"stage {index}",
+            own,
+            optimizer,
+            groups=settings.param_groups,
+            lr_schedule=settings.lr_schedule,
+        )
+        is_last = index == len(self.programs) - 1
+        synthesiser = None
+        if program.method.order is Order.SYNTHETIC and not is_last:
+            device = next(self.model.parameters()).device
+            synthesiser = Synthesiser(index, program.outputs, optimizer, device)
+        return Actor(
+            stage,
+            updater,
+            self.transport,
+            objective=self.objective if is_last else None,
+            synthesiser=synthesiser,
+            clip_grad_norm=settings.clip_grad_norm,
+            held=held,
+            owned=owned,
+        )
+
+    # -- training -----------------------------------------------------------------------------
+
+    def step(self, inputs: Any, target: Any = None) -> Metrics:
+        """Train on one micro-batch.
+
+        `inputs` is what the model takes: a tensor, a tuple of positional arguments, or a dict of
+        keyword arguments.
+        """
+        self._usable()
+        values = self._bound(inputs)
+        microbatch = self.schedule.injected
+        before = self.schedule.state()
+        self.actors[0].inputs[microbatch] = values
+        self.objective.targets[microbatch] = self._moved(target)
+        every = self.settings.measure_every
+        if every is not None and microbatch % every == 0:
+            for actor in self.actors:
+                actor.measured.add(microbatch)
+        if not self.model.training:
+            self.model.train()
+        lists = self.schedule.inject()
+        try:
+            rest = self.worker.forward(lists)
+        except BaseException as error:
+            self._take_back(microbatch, before)
+            if isinstance(error, RevcompileError) or not isinstance(error, Exception):
+                raise
+            raise self._explained(error, values) from error
+        self._finish(rest)
+        self._samples += _batch_size(values)
+        self.metrics = self._metrics(microbatch, _batch_size(values))
+        self._raise_failures()
+        return self.metrics
+
+    def flush(self) -> None:
+        """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""
+        self._usable()
+        if not self.model.training:
+            self.model.train()
+        lists = self.schedule.drain()
+        self._finish(self.worker.forward(lists))
+        self._raise_failures()
+
+    def _finish(self, rest: Any) -> None:
+        try:
+            self.worker.finish(rest)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _take_back(self, microbatch: int, before: dict[str, Any]) -> None:
+        for actor in self.actors:
+            actor.forget(microbatch)
+            actor.measured.discard(microbatch)
+        self.transport.discard(Channel.X, microbatch)
+        self.objective.targets.pop(microbatch, None)
+        self.objective.losses.pop(microbatch, None)
+        self.objective.outputs.pop(microbatch, None)
+        arrived = [at["arriving"] for at in self.schedule.state()["progress"]]
+        for at, arriving in zip(before["progress"], arrived, strict=True):
+            at["arriving"] = arriving  # tied weights that came with this round are in place
+        self.schedule = Schedule.load(before)
+
+    def _explained(self, error: Exception, values: Mapping[str, Any]) -> InputError:
+        expected = ", ".join(map(str, self.programs[0].inputs))
+        got = ", ".join(f"{name}: {described(value)}" for name, value in values.items())
+        return InputError(
+            f"trainer.step: the model failed on this micro-batch: {type(error).__name__}: {error}\n"
+            f"  captured with: {expected}\n  got:           {got}\n"
+            "Nothing was changed by this step; feed inputs of the captured form (any batch size)."
+        )
+
+    def _raise_failures(self) -> None:
+        failures = [error for actor in self.actors for error in actor.failures]
+        for actor in self.actors:
+            actor.failures = []
+        if failures:
+            raise failures[0]
+
+    def _usable(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"this trainer stopped in the middle of a step ({self._broken}); build a new one "
+                "and load its last state_dict"
+            )
+
+    # -- inputs -------------------------------------------------------------------------------
+
+    def _bound(self, inputs: Any) -> dict[str, Any]:
+        args, kwargs = _call(inputs)
+        return bind(
+            self.partition.rewired.signature,
+            self.partition.rewired.name,
+            self._moved(args),
+            self._moved(kwargs),
+        )
+
+    def _moved(self, tree: Any) -> Any:
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def evaluate(
+        self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
+    ) -> Evaluation:
+        """Mean loss (and other metrics) over a loader of `(inputs, target)`, in eval mode.
+
+        Training goes on afterwards as if nothing had happened.
+        """
+        sums: dict[str, float] = {"loss": 0.0, **dict.fromkeys(metrics or {}, 0.0)}
+        samples = 0
+        with self._evaluating():
+            for number, batch in enumerate(loader):
+                inputs, target = _pair(batch)
+                args, kwargs = _call(self._moved(inputs))
+                target = self._moved(target)
+                output = self.model(*args, **kwargs)
+                size = _batch_size({"inputs": inputs})
+                loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
+                sums["loss"] += float(loss) * size
+                for name, metric in (metrics or {}).items():
+                    sums[name] += float(metric(output, target)) * size
+                samples += size
+        if not samples:
+            raise InputError("trainer.evaluate: the loader is empty")
+        means = {name: total / samples for name, total in sums.items()}
+        return Evaluation(means.pop("loss"), samples, means)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = {module: module.training for module in self.model.modules()}
+        devices = {p.device for p in self.model.parameters() if p.is_cuda}
+        kind = next(iter(devices)).type if devices else "cpu"
+        autocast = self.settings.autocast
+        self.model.eval()
+        try:
+            with (
+                torch.random.fork_rng(list(devices)),
+                torch.no_grad(),
+                torch.autocast(kind, autocast, enabled=autocast is not None),
+            ):
+                yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The current parameters under their original names."""
+        return dict(self.model.named_parameters())
+
+    def _metrics(self, microbatch: int, samples: int) -> Metrics:
+        found = {}
+        for actor in self.actors:
+            for measured in list(actor.stage.reconstruction):
+                found[actor.index] = actor.stage.reconstruction.pop(measured)
+        elapsed = max(time.perf_counter() - self._started, 1e-9)
+        return Metrics(
+            microbatch=microbatch,
+            samples=samples,
+            delays=self.delays,
+            updates=self.schedule.updates,
+            lr=self.actors[0].updater.lr,
+            throughput=self._samples / elapsed,
+            loss_tensor=self.objective.losses.pop(microbatch, None),
+            output=self.objective.outputs.pop(microbatch, None),
+            reconstruction=found,
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly from here, micro-batches in flight included."""
+        self._usable()
+        return save_trainer(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, also of another number of stages if nothing was in flight."""
+        load_trainer(self, state)
+        self._broken = None
+
+
+def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs,), {}
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InputError(
+        f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"
+    )
+
+
+def _batch_size(values: Mapping[str, Any]) -> int:
+    tensors = (t for t in pytree.tree_leaves(dict(values)) if isinstance(t, Tensor) and t.dim())
+    return next((t.shape[0] for t in tensors), 1)

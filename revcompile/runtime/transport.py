@@ -1,0 +1,90 @@
+"""How messages get from stage to stage."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Channel", "InProcess", "Message", "Transport"]
+
+
+class Channel(enum.Enum):
+    """What a message is about. Messages of one channel between two stages keep their order."""
+
+    X = "x"
+    DY = "dy"
+    TIED_GRAD = "tied grad"
+    TIED_WEIGHT = "tied weight"
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values and gradients by name; `index` is the micro-batch or the update they belong to.
+
+    A `void` message says that its micro-batch was lost on the way.
+    """
+
+    index: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    void: bool = False
+
+
+class Transport(Protocol):
+    """Delivers messages in order. What is not there yet is `None`."""
+
+    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Hand a message over; returns at once."""
+        ...
+
+    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+        """The next message, if it has arrived."""
+        ...
+
+    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """Add a stage's squared gradient norm to an update's; the sum once all have added."""
+        ...
+
+
+class InProcess:
+    """All stages in one process: messages are references, nothing is copied."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.queues: dict[tuple[int, int, Channel], deque[Message]] = {}
+        self._norms: dict[int, dict[int, Tensor]] = {}
+
+    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Put a message at the end of its queue."""
+        self.queues.setdefault((source, target, channel), deque()).append(message)
+
+    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+        """Take the first message of the queue."""
+        queue = self.queues.get((source, target, channel))
+        return queue.popleft() if queue else None
+
+    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """The sum over all stages, once the last one has come."""
+        norms = self._norms.setdefault(update, {})
+        norms[stage] = squared
+        if len(norms) < self.stages:
+            return None
+        self._norms = {u: n for u, n in self._norms.items() if u >= update}
+        # In the order of the stages, whoever came first: sums of floats depend on it.
+        total = norms[0]
+        for index in range(1, self.stages):
+            total = total + norms[index].to(total.device)
+        return total
+
+    def discard(self, channel: Channel, index: int) -> None:
+        """Take back the messages about a micro-batch."""
+        for (_, _, found), queue in self.queues.items():
+            if found is channel:
+                kept = [message for message in queue if message.index != index]
+                queue.clear()
+                queue.extend(kept)

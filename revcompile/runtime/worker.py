@@ -1,0 +1,285 @@
+"""Performing actions: one stage's list in its own order, several stages in turn.
+
+There is one dispatcher. It knows actions, messages and stages; where messages come from is the
+transport's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import NonFiniteError, VerificationError
+from revcompile.program import StageProgram
+from revcompile.runtime.stage import Stage
+from revcompile.runtime.synthesis import Synthesiser
+from revcompile.runtime.transport import Channel, Message, Transport
+from revcompile.runtime.update import Updater
+from revcompile.schedule import Action, Op, Order
+
+__all__ = ["Actor", "Worker"]
+
+_BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
+
+Objective = Callable[[int, Mapping[str, Any]], dict[str, Tensor | None]]
+"""From a micro-batch and the last stage's outputs to the gradients of these."""
+
+
+class Actor:
+    """One stage, its optimizer and its mail."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        updater: Updater,
+        transport: Transport,
+        *,
+        objective: Objective | None = None,
+        synthesiser: Synthesiser | None = None,
+        clip_grad_norm: float | None = None,
+        held: Mapping[int, tuple[str, ...]] | None = None,
+        owned: Mapping[int, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.stage, self.updater, self.transport = stage, updater, transport
+        self.objective, self.synthesiser = objective, synthesiser
+        self.clip_grad_norm = clip_grad_norm
+        self.held, self.owned = held or {}, owned or {}
+        self.inputs: dict[int, Mapping[str, Any]] = {}
+        self.outputs: dict[int, Mapping[str, Any]] = {}
+        self.incoming: dict[int, Message] = {}
+        self.outgoing: dict[int, Message] = {}
+        self.gradients: dict[str, Tensor] | None = None
+        self.contributed = 0
+        self.failures: list[NonFiniteError] = []
+        self.measured: set[int] = set()
+        self._perform: dict[Op, Callable[[Action], bool]] = {
+            Op.RECV_X: self._receive_x,
+            Op.FORWARD: self._forward,
+            Op.SEND_Y: self._send_y,
+            Op.RECV_DY: self._receive_dy,
+            Op.BACKWARD: self._backward,
+            Op.SEND_DX: self._send_dx,
+            Op.UPDATE: self._update,
+            Op.TRAIN: self._train,
+            Op.SEND_TIED_GRAD: self._send_tied_grad,
+            Op.RECV_TIED_GRAD: self._receive_tied_grad,
+            Op.SEND_TIED_WEIGHT: self._send_tied_weight,
+            Op.RECV_TIED_WEIGHT: self._receive_tied_weight,
+        }
+
+    @property
+    def program(self) -> StageProgram:
+        """What the stage runs."""
+        return self.stage.program
+
+    @property
+    def index(self) -> int:
+        """The stage's number."""
+        return self.stage.program.index
+
+    def perform(self, action: Action) -> bool:
+        """Do it; False if it has to wait for somebody."""
+        return self._perform[action.op](action)
+
+    def forget(self, microbatch: int) -> None:
+        """Undo the forward pass of a micro-batch."""
+        self.stage.drop(microbatch)
+        for mail in (self.inputs, self.outputs, self.incoming, self.outgoing):
+            mail.pop(microbatch, None)
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def _receive_x(self, action: Action) -> bool:
+        message = self._receive(self.index - 1, Channel.X, action)
+        if message is None:
+            return False
+        self.inputs[action.index] = message.values
+        return True
+
+    def _forward(self, action: Action) -> bool:
+        inputs = self.inputs.pop(action.index)
+        measure = action.index in self.measured
+        self.outputs[action.index] = self.stage.forward(action.index, inputs, measure=measure)
+        if self.objective is not None:
+            gradients = self.objective(action.index, self.outputs.pop(action.index))
+            self.incoming[action.index] = Message(action.index, {}, gradients)
+        return True
+
+    def _send_y(self, action: Action) -> bool:
+        keep = self.synthesiser is not None
+        outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
+        self._send(self.index + 1, Channel.X, Message(action.index, outputs))
+        return True
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def _receive_dy(self, action: Action) -> bool:
+        message = self._receive(self.index + 1, Channel.DY, action)
+        if message is None:
+            return False
+        self.incoming[action.index] = message
+        return True
+
+    def _backward(self, action: Action) -> bool:
+        if self.synthesiser is not None:
+            predicted = self.synthesiser.predict(self.outputs[action.index])
+            message = Message(action.index, {}, predicted)
+        else:
+            message = self.incoming.pop(action.index)
+        back = self._differentiate(message)
+        if self.index > 0:
+            self.outgoing[action.index] = back
+        return True
+
+    def _differentiate(self, message: Message) -> Message:
+        """What goes back; a micro-batch that is lost here or was lost before goes back void."""
+        lost = Message(message.index, void=True)
+        if message.void:
+            self.stage.drop(message.index)
+            return lost
+        try:
+            values, gradients = self.stage.backward(
+                message.index, message.values, message.gradients
+            )
+        except NonFiniteError as error:
+            self.failures.append(error)
+            return lost
+        self.contributed += 1
+        return Message(message.index, values, gradients)
+
+    def _send_dx(self, action: Action) -> bool:
+        self._send(self.index - 1, Channel.DY, self.outgoing.pop(action.index))
+        return True
+
+    def _train(self, action: Action) -> bool:
+        assert self.synthesiser is not None
+        message, outputs = self.incoming.pop(action.index), self.outputs.pop(action.index)
+        if not message.void:
+            self.synthesiser.train(outputs, message.gradients)
+        return True
+
+    # -- update -------------------------------------------------------------------------------
+
+    def _update(self, action: Action) -> bool:
+        gradients = self._mean_gradients()
+        scale: Tensor | None = None
+        if self.clip_grad_norm is not None:
+            squared = _squared_norm(gradients, self.stage)
+            if self.program.method.order is not Order.CONTINUOUS:
+                # All stages update with the same micro-batches: clip the norm over all of them.
+                total = self.transport.share(self.index, action.index, squared)
+                if total is None:
+                    return False
+                squared = total
+            limit = self.clip_grad_norm / (squared.sqrt() + 1e-6)
+            scale = limit.clamp(max=1.0)
+        self.updater.apply(gradients, scale)
+        self.gradients, self.contributed = None, 0
+        self.stage.updated()
+        return True
+
+    def _mean_gradients(self) -> dict[str, Tensor]:
+        """Once per update: the sums gathered so far, divided by their number."""
+        if self.gradients is None:
+            found = self.stage.take_gradients()
+            if self.contributed > 1 and found:
+                torch._foreach_div_(list(found.values()), float(self.contributed))
+            self.gradients = found
+        return self.gradients
+
+    # -- tied parameters ----------------------------------------------------------------------
+
+    def _send_tied_grad(self, action: Action) -> bool:
+        assert action.peer is not None
+        gradients = self._mean_gradients()
+        names = self.held[action.peer]
+        sent = {name: gradients.pop(name) for name in names if name in gradients}
+        self._send(action.peer, Channel.TIED_GRAD, Message(action.index, {}, sent))
+        return True
+
+    def _receive_tied_grad(self, action: Action) -> bool:
+        assert action.peer is not None
+        message = self._receive(action.peer, Channel.TIED_GRAD, action)
+        if message is None:
+            return False
+        gradients = self._mean_gradients()
+        for name, gradient in message.gradients.items():
+            if gradient is not None:
+                mine = gradients.get(name)
+                gradients[name] = gradient if mine is None else mine + gradient
+        return True
+
+    def _send_tied_weight(self, action: Action) -> bool:
+        assert action.peer is not None
+        values = {
+            name: self.stage.parameters[name].detach().clone() for name in self.owned[action.peer]
+        }
+        self._send(action.peer, Channel.TIED_WEIGHT, Message(action.index, values))
+        return True
+
+    def _receive_tied_weight(self, action: Action) -> bool:
+        assert action.peer is not None
+        message = self._receive(action.peer, Channel.TIED_WEIGHT, action)
+        if message is None:
+            return False
+        with torch.no_grad():
+            for name, value in message.values.items():
+                self.stage.parameters[name].copy_(value)
+        self.stage.updated()
+        return True
+
+    # -- mail ---------------------------------------------------------------------------------
+
+    def _send(self, target: int, channel: Channel, message: Message) -> None:
+        self.transport.send(self.index, target, channel, message)
+
+    def _receive(self, source: int, channel: Channel, action: Action) -> Message | None:
+        message = self.transport.receive(source, self.index, channel)
+        if message is not None and message.index != action.index:
+            raise VerificationError(
+                f"stage {self.index}: expected {channel.value} of {action.index} from stage "
+                f"{source}, got that of {message.index}"
+            )
+        return message
+
+
+def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=stage._device())
+    norms = torch._foreach_norm(list(gradients.values()))
+    return torch.stack(norms).square().sum()
+
+
+class Worker:
+    """Several stages in one process, each at its own place in its list."""
+
+    def __init__(self, actors: Sequence[Actor]) -> None:
+        self.actors = list(actors)
+
+    def forward(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
+        """The forward part of a round, first stage to last; returns what is left to do."""
+        rest = [deque(actions) for actions in lists]
+        for actor, actions in zip(self.actors, rest, strict=True):
+            while actions and actions[0].op in _BEFORE_BACKWARD:
+                if not actor.perform(actions[0]):
+                    raise VerificationError(f"stage {actor.index} waits for {actions[0]}")
+                actions.popleft()
+        return rest
+
+    def finish(self, rest: Sequence[deque[Action]]) -> None:
+        """Everything else, last stage to first, until all is done."""
+        waiting = list(zip(self.actors, rest, strict=True))
+        while waiting:
+            moved = False
+            for actor, actions in reversed(waiting):
+                while actions and actor.perform(actions[0]):
+                    actions.popleft()
+                    moved = True
+            waiting = [(actor, actions) for actor, actions in waiting if actions]
+            if waiting and not moved:
+                listed = "; ".join(f"stage {a.index} at {actions[0]}" for a, actions in waiting)
+                raise VerificationError(f"the stages wait for each other: {listed}")

@@ -1,0 +1,150 @@
+"""What generated stage programs call besides torch: recording, vector-Jacobian products, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from revcompile import ops
+from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract
+
+__all__ = [
+    "detached",
+    "enter_chain",
+    "leaf",
+    "minus",
+    "mix",
+    "normalised",
+    "plus",
+    "pull_back",
+    "recording",
+    "reseed",
+    "total",
+    "wide",
+]
+
+_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
+_WORD: Final = (1 << 64) - 1
+
+
+def recording(on: bool) -> None:
+    """From here on autograd records, or does not; statistics move only while it does."""
+    torch._C._set_grad_enabled(on)
+    ops.statistics_frozen = not on
+
+
+def normalised(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A layer with batch norms: running statistics move once a micro-batch, while recording."""
+    if not ops.statistics_frozen:
+        return module(*args, **kwargs)
+    moving = [
+        norm
+        for norm in module.modules()
+        if isinstance(norm, _BatchNorm) and norm.training and norm.track_running_stats
+    ]
+    for norm in moving:
+        norm.__dict__["track_running_stats"] = False
+    try:
+        return module(*args, **kwargs)
+    finally:
+        for norm in moving:
+            norm.__dict__["track_running_stats"] = True
+
+
+def leaf(x: Any) -> Any:
+    """The value as the beginning of a graph."""
+    if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+        return x.detach().requires_grad_()
+    return x
+
+
+def detached(x: Any) -> Any:
+    """The value without its graph."""
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def pull_back(
+    outputs: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    inputs: Sequence[Any],
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of inputs and parameters, from gradients of outputs (PETRA, Eq. 2 and 3).
+
+    >>> x = leaf(torch.tensor([2.0, 3.0]))
+    >>> pull_back((x * x,), (torch.ones(2),), (x,), ())
+    (tensor([4., 6.]),)
+    """
+    seeded = [
+        (out, seed.to(out.dtype))
+        for out, seed in zip(outputs, gradients, strict=True)
+        if seed is not None and isinstance(out, Tensor) and out.requires_grad
+    ]
+    wanted = [
+        (i, t)
+        for i, t in enumerate((*inputs, *parameters))
+        if isinstance(t, Tensor) and t.requires_grad
+    ]
+    found: list[Tensor | None] = [None] * (len(inputs) + len(parameters))
+    if seeded and wanted:
+        ends, seeds = zip(*seeded, strict=True)
+        grads = torch.autograd.grad(ends, [t for _, t in wanted], seeds, allow_unused=True)
+        for (index, _), grad in zip(wanted, grads, strict=True):
+            found[index] = grad
+    return tuple(found)
+
+
+def total(*gradients: Tensor | None) -> Tensor | None:
+    """The sum of those gradients that are there."""
+    there = [g for g in gradients if g is not None]
+    if not there:
+        return None
+    result = there[0]
+    for gradient in there[1:]:
+        result = result + gradient
+    return result
+
+
+def wide(x: Tensor) -> Tensor:
+    """A stream in float32 at least: bf16 streams drift."""
+    return x.float() if x.dtype in _LOW_PRECISION else x
+
+
+def enter_chain(
+    a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The streams of a chain as it keeps them: wide, and on a grid where branches are imprecise."""
+    a, b = wide(a), wide(b)
+    grid = make_grid(a, b) if is_imprecise(a, cast, convolves) else None
+    return rounded(a, grid), rounded(b, grid), grid
+
+
+def plus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
+    """`a + F(b)`."""
+    return add(stream, addend, grid)
+
+
+def minus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
+    """`y - F(b)`, whatever graph F has."""
+    return subtract(stream.detach(), addend.detach(), grid)
+
+
+def mix(key: int, number: int) -> int:
+    """A new key from a key and a number; keys that differ a little give unrelated ones.
+
+    >>> mix(1, 2) != mix(2, 1)
+    True
+    """
+    word = (key * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+def reseed(key: int, unit: int) -> None:
+    """Start the random numbers of one unit, the same in forward and backward."""
+    torch.manual_seed(mix(key, unit) >> 1)

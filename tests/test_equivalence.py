@@ -1,0 +1,432 @@
+"""The spine: the engine against autograd, and against the papers' equations written out.
+
+float64, every parameter, 1e-10. `transcription` is the other side of the comparison for methods
+with a delay; autograd on `net.module()` for those without.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from helpers import worst
+from revcompile.runtime.trainer import Trainer
+from transcription import ROWS, Transcription
+
+EXACT: Final = 1e-10
+STAGES: Final = 4
+MICROBATCHES: Final = 12
+NO_DELAY: Final = ("backprop", "reversible_backprop", "gpipe", "1f1b")
+DELAYED: Final = tuple(method for method in ROWS if method != "dni")
+ORDERS: Final = ("half", "paper")
+
+Batch = tuple[tuple[Tensor, ...], Tensor]
+Gradients = Mapping[str, Tensor]
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, before: int, width: int) -> None:
+        super().__init__()
+        stride = width // before
+        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1:
+            conv = nn.Conv2d(before, width, 1, stride, bias=False)
+            self.short = nn.Sequential(conv, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(self.short(x) + y)
+
+
+class ResNet(nn.Module):
+    """Batch norms, post-activation blocks, and a transition in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        widths = itertools.pairwise((4, 4, 4, 8, 8, 8))
+        self.blocks = nn.Sequential(*(BasicBlock(a, b) for a, b in widths))
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(F.relu(self.bn(self.conv(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Skips(nn.Module):
+    """A value of the first stage is read at the end; another chain begins after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Linear(7, 6), nn.Linear(6, 6)
+        self.first = nn.ModuleList(Mlp() for _ in range(4))
+        self.merge = nn.Linear(12, 6)
+        self.second = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = torch.sin(self.stem(x))
+        x = self.down(skip)
+        for mlp in self.first:
+            x = x + mlp(x)
+        x = torch.tanh(self.merge(torch.cat((x, skip), dim=-1)))
+        for mlp in self.second:
+            x = x + mlp(x)
+        return self.head(x + skip)
+
+
+class Gated(nn.Module):
+    """A branch with a side input that has a gradient."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.mlp = Mlp(width)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + self.mlp(x) * torch.sigmoid(gate)
+
+
+class Words(nn.Module):
+    """Side inputs; the embedding is the head; two blocks far apart share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.gate = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Gated() for _ in range(6))
+        self.blocks[4].mlp.up = self.blocks[1].mlp.up
+
+    def forward(self, words: Tensor, weight: Tensor) -> Tensor:
+        x = self.embed(words)
+        gate = self.gate(x) * weight
+        for block in self.blocks:
+            x = block(x, gate)
+        return F.linear(x, self.embed.weight).mean(1)
+
+
+class Arranged(nn.Module):
+    """Blocks on images, then on tokens of the same elements: a coupling with a link."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, 2, 1)
+        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3))
+        self.mlps = nn.ModuleList(Mlp() for _ in range(3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for conv in self.convs:
+            x = x + torch.tanh(conv(x))
+        x = x.flatten(2).transpose(1, 2)
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return self.head(x.mean(1))
+
+
+def vit() -> nn.Module:
+    return VisionTransformer(8, 4, num_classes=5, embed_dim=24, depth=4, num_heads=2, mlp_ratio=2)
+
+
+def images(size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(size, 3, 8, 8, dtype=torch.float64),)
+
+
+def rows(size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(size, 7, dtype=torch.float64),)
+
+
+def words(size: int) -> tuple[Tensor, ...]:
+    return torch.randint(0, 11, (size, 4)), torch.rand(size, 1, 1, dtype=torch.float64)
+
+
+MODELS: Final[dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]]] = {
+    "resnet": (ResNet, images),
+    "vit": (vit, images),
+    "skips": (Skips, rows),
+    "words": (Words, words),
+    "arranged": (Arranged, images),
+}
+
+
+# -- both sides -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(name: str) -> tuple[revcompile.StagedModel, dict[str, Tensor]]:
+    """A staged model, and the weights it starts with."""
+    make, inputs = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = make().double().train()
+        with torch.no_grad():
+            for parameter in model.parameters():  # no layer starts at zero, or without effect
+                parameter += 0.1 * torch.randn_like(parameter)
+        net = revcompile.petrafy(model, STAGES, inputs(2), check="off")
+    return net, {key: value.clone() for key, value in net.module().state_dict().items()}
+
+
+def fresh(name: str) -> revcompile.StagedModel:
+    """The staged model with the weights it started with."""
+    net, start = compiled(name)
+    net.model.load_state_dict(start)
+    return net
+
+
+@functools.cache
+def batches(name: str, count: int = MICROBATCHES) -> list[Batch]:
+    """Micro-batches of three samples; the last has fewer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        sizes = [3] * (count - 1) + [2]
+        return [(MODELS[name][1](size), torch.randint(0, 5, (size,))) for size in sizes]
+
+
+def momentum(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2, foreach=False
+    )
+
+
+class Recorded:
+    """An optimizer factory that writes down, for each of its optimizers, every gradient."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer] = momentum) -> None:
+        self.make = make
+        self.steps: list[list[dict[int, Tensor]]] = []
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        given = list(parameters)
+        optimizer = self.make(given)
+        mine: list[dict[int, Tensor]] = []
+        self.steps.append(mine)
+
+        def write(*_: Any) -> None:
+            mine.append({id(p): p.grad.clone() for p in given if p.grad is not None})
+
+        optimizer.register_step_pre_hook(write)
+        return optimizer
+
+    def gradients(self, names: Mapping[int, str]) -> list[dict[str, Tensor]]:
+        """Update by update, the gradients of all stages."""
+        stages = [steps for steps in self.steps if steps and steps[0].keys() <= names.keys()]
+        return [
+            {names[i]: gradient for step in steps for i, gradient in step.items()}
+            for steps in zip(*stages, strict=True)
+        ]
+
+
+def standing_still(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def engine(
+    name: str,
+    method: str,
+    fed: Sequence[Batch],
+    *,
+    make: Callable[[Any], torch.optim.Optimizer] = momentum,
+    **settings: Any,
+) -> tuple[Trainer, list[dict[str, Tensor]]]:
+    """The engine's trainer after all micro-batches, and the gradients of all updates."""
+    record = Recorded(make)
+    trainer = fresh(name).trainer(record, F.cross_entropy, method=method, **settings)
+    for inputs, target in fed:
+        trainer.step(inputs, target)
+    trainer.flush()
+    return trainer, record.gradients({id(p): n for n, p in trainer.parameters().items()})
+
+
+def autograd(
+    module: nn.Module, fed: Sequence[Batch], optimizer: torch.optim.Optimizer, accumulate: int = 1
+) -> Iterator[dict[str, Tensor]]:
+    """A plain training loop; yields the gradient of every update."""
+    module.train()
+    module.reversible = False
+    for start in range(0, len(fed), accumulate):
+        group = fed[start : start + accumulate]
+        optimizer.zero_grad()
+        for inputs, target in group:
+            (F.cross_entropy(module(*inputs), target) / len(group)).backward()
+        yield {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        optimizer.step()
+
+
+def copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+def assert_same(
+    expected: Sequence[Gradients], actual: Sequence[Gradients], where: Callable[[str], int]
+) -> None:
+    """Name the first update at which the two part ways, and the stage."""
+    assert len(expected) == len(actual)
+    for update, (want, have) in enumerate(zip(expected, actual, strict=True)):
+        error, name = worst(want, have)
+        assert error <= EXACT, f"update {update}, stage {where(name)}, {name}: {error:.1e}"
+
+
+def stage_of(name: str) -> Callable[[str], int]:
+    """From a parameter's name to the first stage that reads it."""
+    trainer = compiled(name)[0].trainer(momentum, F.cross_entropy)
+    return lambda parameter: next(
+        (a.index for a in trainer.actors if parameter in a.stage.parameters), -1
+    )
+
+
+@functools.cache
+def transcribed(
+    name: str, row: str, order: str | None, accumulate: int
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """The papers' parameters after all micro-batches, and the gradients of all updates."""
+    method = next((m for m in ROWS if ROWS[m][0].name == row))
+    other = Transcription(
+        fresh(name).partition, method, momentum, F.cross_entropy, order=order, accumulate=accumulate
+    )
+    other.run(batches(name))
+    return other.parameters(), other.gradients()
+
+
+# -- 1. no delay ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 5])
+@pytest.mark.parametrize("method", NO_DELAY)
+@pytest.mark.parametrize("name", MODELS)
+def test_without_delay_every_update_is_autograd_s(name: str, method: str, accumulate: int) -> None:
+    module = fresh(name).module()
+    optimizer = momentum(module.parameters())
+    expected = list(autograd(module, batches(name), optimizer, accumulate))
+    trainer, actual = engine(name, method, batches(name), accumulate=accumulate)
+    assert_same(expected, actual, stage_of(name))
+    error, where = worst(copied(dict(module.named_parameters())), copied(trainer.parameters()))
+    assert error <= EXACT, where
+
+
+@pytest.mark.parametrize("method", NO_DELAY)
+def test_without_delay_running_statistics_are_plain_training_s(method: str) -> None:
+    module = fresh("resnet").module()
+    list(autograd(module, batches("resnet"), momentum(module.parameters())))
+    trainer, _ = engine("resnet", method, batches("resnet"))
+    expected = {n: b.double() for n, b in module.named_buffers()}
+    assert any("running_var" in n for n in expected)
+    error, where = worst(expected, {n: b.double() for n, b in trainer.model.named_buffers()})
+    assert error <= EXACT, where
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("method", [*NO_DELAY, *ROWS])
+def test_statistics_move_once_a_microbatch(method: str, accumulate: int) -> None:
+    trainer, _ = engine("resnet", method, batches("resnet"), accumulate=accumulate)
+    counts = {n: int(b) for n, b in trainer.model.named_buffers() if "num_batches" in n}
+    assert counts and set(counts.values()) == {MICROBATCHES}
+
+
+# -- 2. parameters that stand still ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", DELAYED)
+@pytest.mark.parametrize("name", MODELS)
+def test_with_still_parameters_every_gradient_is_autograd_s(
+    name: str, method: str, order: str
+) -> None:
+    module = fresh(name).module()
+    expected = list(autograd(module, batches(name), standing_still(module.parameters())))
+    _, actual = engine(name, method, batches(name), make=standing_still, order=order)
+    assert_same(expected, actual, stage_of(name))
+
+
+# -- 3. parameters that move ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", DELAYED)
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_is_the_paper_s(name: str, method: str, order: str, accumulate: int) -> None:
+    expected, expected_gradients = transcribed(name, ROWS[method][0].name, order, accumulate)
+    trainer, gradients = engine(
+        name, method, batches(name), order=order, accumulate=accumulate
+    )
+    assert_same(expected_gradients, gradients, stage_of(name))
+    error, where = worst(expected, copied(trainer.parameters()))
+    assert error <= EXACT, where
+
+
+@pytest.mark.parametrize("method", DELAYED)
+def test_the_default_order_is_the_published_one(method: str) -> None:
+    row, order = ROWS[method]
+    trainer, _ = engine("skips", method, batches("skips"))
+    error, where = worst(transcribed("skips", row.name, order, 1)[0], copied(trainer.parameters()))
+    assert error <= EXACT, where
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_synthetic_gradients_are_the_paper_s(name: str, accumulate: int) -> None:
+    expected, expected_gradients = transcribed(name, "SYNTHETIC", None, accumulate)
+    trainer, gradients = engine(name, "dni", batches(name), accumulate=accumulate)
+    assert_same(expected_gradients, gradients, stage_of(name))
+    error, where = worst(expected, copied(trainer.parameters()))
+    assert error <= EXACT, where
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rows_of_the_table_differ(name: str, accumulate: int) -> None:
+    """Or the comparisons above would compare nothing."""
+    found = {
+        f"{row} {order}": transcribed(name, row, order, accumulate)[0]
+        for row in ("RECONSTRUCT", "REPLAY", "STASH")
+        for order in ORDERS
+    }
+    found["dni"] = transcribed(name, "SYNTHETIC", None, accumulate)[0]
+    module = fresh(name).module()
+    for _ in autograd(module, batches(name), momentum(module.parameters()), accumulate):
+        pass
+    found["backprop"] = copied(dict(module.named_parameters()))
+    for one, other in itertools.combinations(found, 2):
+        assert worst(found[one], found[other])[0] > 1e-6, (one, other)
+
+
+@pytest.mark.parametrize("method", ROWS)
+@pytest.mark.parametrize("name", ["skips", "words"])
+def test_training_goes_on_after_a_flush(name: str, method: str) -> None:
+    first, rest = batches(name)[:5], batches(name)[5:]
+    other = Transcription(
+        fresh(name).partition, method, momentum, F.cross_entropy, accumulate=2
+    )
+    trainer = compiled(name)[0].trainer(momentum, F.cross_entropy, method=method, accumulate=2)
+    for fed in (first, rest):
+        other.run(fed)
+        for inputs, target in fed:
+            trainer.step(inputs, target)
+        trainer.flush()
+        error, where = worst(other.parameters(), copied(trainer.parameters()))
+        assert error <= EXACT, where

@@ -1,0 +1,533 @@
+"""schedule: complete action lists, delays, and dry runs of every method."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from revcompile.errors import InputError
+from revcompile.schedule import (
+    METHODS,
+    Action,
+    Costs,
+    Keep,
+    Method,
+    Op,
+    Order,
+    Schedule,
+    ScheduleError,
+    Tie,
+    Weights,
+    actions,
+    choose,
+    delay,
+    dry_run,
+    throughput,
+    window,
+)
+
+Lists = tuple[tuple[Action, ...], ...]
+
+LOCKED = """
+F0 SY0 RDY0 B0 U0 F1 SY1 RDY1 B1 U1 F2 SY2 RDY2 B2 U2 F3 SY3 RDY3 B3 U3 F4 SY4 RDY4 B4 U4
+RX0 F0 SY0 RDY0 B0 SDX0 U0 RX1 F1 SY1 RDY1 B1 SDX1 U1 RX2 F2 SY2 RDY2 B2 SDX2 U2 \
+RX3 F3 SY3 RDY3 B3 SDX3 U3 RX4 F4 SY4 RDY4 B4 SDX4 U4
+RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3 RX4 F4 B4 SDX4 U4
+"""
+LOCKED_3 = """
+F0 SY0 RDY0 B0 F1 SY1 RDY1 B1 F2 SY2 RDY2 B2 U0 F3 SY3 RDY3 B3 F4 SY4 RDY4 B4 U1
+RX0 F0 SY0 RDY0 B0 SDX0 RX1 F1 SY1 RDY1 B1 SDX1 RX2 F2 SY2 RDY2 B2 SDX2 U0 \
+RX3 F3 SY3 RDY3 B3 SDX3 RX4 F4 SY4 RDY4 B4 SDX4 U1
+RX0 F0 B0 SDX0 RX1 F1 B1 SDX1 RX2 F2 B2 SDX2 U0 RX3 F3 B3 SDX3 RX4 F4 B4 SDX4 U1
+"""
+GPIPE_3 = """
+F0 SY0 F1 SY1 F2 SY2 RDY0 B0 RDY1 B1 RDY2 B2 U0 F3 SY3 F4 SY4 RDY3 B3 RDY4 B4 U1
+RX0 F0 SY0 RX1 F1 SY1 RX2 F2 SY2 RDY0 B0 SDX0 RDY1 B1 SDX1 RDY2 B2 SDX2 U0 \
+RX3 F3 SY3 RX4 F4 SY4 RDY3 B3 SDX3 RDY4 B4 SDX4 U1
+RX0 F0 RX1 F1 RX2 F2 B0 SDX0 B1 SDX1 B2 SDX2 U0 RX3 F3 RX4 F4 B3 SDX3 B4 SDX4 U1
+"""
+ONE_F_ONE_B_3 = """
+F0 SY0 F1 SY1 F2 SY2 RDY0 B0 RDY1 B1 RDY2 B2 U0 F3 SY3 F4 SY4 RDY3 B3 RDY4 B4 U1
+RX0 F0 SY0 RX1 F1 SY1 RDY0 B0 SDX0 RX2 F2 SY2 RDY1 B1 SDX1 RDY2 B2 SDX2 U0 \
+RX3 F3 SY3 RX4 F4 SY4 RDY3 B3 SDX3 RDY4 B4 SDX4 U1
+RX0 F0 B0 SDX0 RX1 F1 B1 SDX1 RX2 F2 B2 SDX2 U0 RX3 F3 B3 SDX3 RX4 F4 B4 SDX4 U1
+"""
+HALF = """
+F0 SY0 F1 SY1 F2 SY2 RDY0 B0 U0 F3 SY3 RDY1 B1 U1 F4 SY4 RDY2 B2 U2 RDY3 B3 U3 RDY4 B4 U4
+RX0 F0 SY0 RX1 F1 SY1 RDY0 B0 SDX0 U0 RX2 F2 SY2 RDY1 B1 SDX1 U1 \
+RX3 F3 SY3 RDY2 B2 SDX2 U2 RX4 F4 SY4 RDY3 B3 SDX3 U3 RDY4 B4 SDX4 U4
+RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3 RX4 F4 B4 SDX4 U4
+"""
+HALF_3 = """
+F0 SY0 F1 SY1 F2 SY2 RDY0 B0 F3 SY3 RDY1 B1 F4 SY4 RDY2 B2 U0 RDY3 B3 RDY4 B4 U1
+RX0 F0 SY0 RX1 F1 SY1 RDY0 B0 SDX0 RX2 F2 SY2 RDY1 B1 SDX1 \
+RX3 F3 SY3 RDY2 B2 SDX2 U0 RX4 F4 SY4 RDY3 B3 SDX3 RDY4 B4 SDX4 U1
+RX0 F0 B0 SDX0 RX1 F1 B1 SDX1 RX2 F2 B2 SDX2 U0 RX3 F3 B3 SDX3 RX4 F4 B4 SDX4 U1
+"""
+PAPER = """
+F0 SY0 F1 SY1 F2 SY2 F3 SY3 F4 SY4 RDY0 B0 U0 RDY1 B1 U1 RDY2 B2 U2 RDY3 B3 U3 RDY4 B4 U4
+RX0 F0 SY0 RX1 F1 SY1 RX2 F2 SY2 RDY0 B0 SDX0 U0 RX3 F3 SY3 RDY1 B1 SDX1 U1 \
+RX4 F4 SY4 RDY2 B2 SDX2 U2 RDY3 B3 SDX3 U3 RDY4 B4 SDX4 U4
+RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3 RX4 F4 B4 SDX4 U4
+"""
+PAPER_3 = """
+F0 SY0 F1 SY1 F2 SY2 F3 SY3 F4 SY4 RDY0 B0 RDY1 B1 RDY2 B2 U0 RDY3 B3 RDY4 B4 U1
+RX0 F0 SY0 RX1 F1 SY1 RX2 F2 SY2 RDY0 B0 SDX0 RX3 F3 SY3 RDY1 B1 SDX1 \
+RX4 F4 SY4 RDY2 B2 SDX2 U0 RDY3 B3 SDX3 RDY4 B4 SDX4 U1
+RX0 F0 B0 SDX0 RX1 F1 B1 SDX1 RX2 F2 B2 SDX2 U0 RX3 F3 B3 SDX3 RX4 F4 B4 SDX4 U1
+"""
+DNI = """
+F0 SY0 B0 U0 F1 SY1 RDY0 T0 B1 U1 F2 SY2 RDY1 T1 B2 U2 F3 SY3 RDY2 T2 B3 U3 \
+F4 SY4 RDY3 T3 B4 U4 RDY4 T4
+RX0 F0 SY0 B0 SDX0 U0 RX1 F1 SY1 RDY0 T0 B1 SDX1 U1 RX2 F2 SY2 RDY1 T1 B2 SDX2 U2 \
+RX3 F3 SY3 RDY2 T2 B3 SDX3 U3 RX4 F4 SY4 RDY3 T3 B4 SDX4 U4 RDY4 T4
+RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3 RX4 F4 B4 SDX4 U4
+"""
+DNI_3 = """
+F0 SY0 B0 F1 SY1 RDY0 T0 B1 F2 SY2 RDY1 T1 B2 U0 F3 SY3 RDY2 T2 B3 F4 SY4 RDY3 T3 B4 RDY4 T4 U1
+RX0 F0 SY0 B0 SDX0 RX1 F1 SY1 RDY0 T0 B1 SDX1 RX2 F2 SY2 RDY1 T1 B2 SDX2 U0 \
+RX3 F3 SY3 RDY2 T2 B3 SDX3 RX4 F4 SY4 RDY3 T3 B4 SDX4 RDY4 T4 U1
+RX0 F0 B0 SDX0 RX1 F1 B1 SDX1 RX2 F2 B2 SDX2 U0 RX3 F3 B3 SDX3 RX4 F4 B4 SDX4 U1
+"""
+WHOLE = {
+    "backprop": (LOCKED, LOCKED_3),
+    "reversible_backprop": (LOCKED, LOCKED_3),
+    "gpipe": (LOCKED, GPIPE_3),  # a group of one is locked
+    "1f1b": (LOCKED, ONE_F_ONE_B_3),
+    "pipedream": (HALF, HALF_3),
+    "ddg": (HALF, HALF_3),
+    "features_replay": (HALF, HALF_3),
+    "delayed": (PAPER, PAPER_3),
+    "dsp": (PAPER, PAPER_3),
+    "petra": (HALF, HALF_3),
+    "dni": (DNI, DNI_3),
+}
+PETRA_TIED = """
+F0 SY0 F1 SY1 RDY0 B0 RTG0<1 U0 STW0>1 F2 SY2 RDY1 B1 RTG1<1 U1 STW1>1 RDY2 B2 RTG2<1 U2 STW2>1
+RX0 F0 B0 SDX0 STG0>0 U0 RX1 F1 B1 SDX1 STG1>0 U1 RTW0<0 RX2 F2 B2 SDX2 STG2>0 U2 RTW1<0 RTW2<0
+"""
+
+
+def text(lists: Lists) -> str:
+    return "\n" + "".join(" ".join(map(str, stage)) + "\n" for stage in lists)
+
+
+def parse(lists: str) -> Lists:
+    return tuple(tuple(map(Action.parse, line.split())) for line in lists.strip().splitlines())
+
+
+def rounds(schedule: Schedule, microbatches: int) -> Lists:
+    """Injected one by one, then drained, put together."""
+    found = [schedule.inject() for _ in range(microbatches)] + [schedule.drain()]
+    return tuple(tuple(itertools.chain(*stage)) for stage in zip(*found, strict=True))
+
+
+def indices(stage: tuple[Action, ...], op: Op) -> list[int]:
+    return [action.index for action in stage if action.op is op]
+
+
+def between(stage: tuple[Action, ...], microbatch: int) -> list[Op]:
+    """What a stage does between forward and backward of one micro-batch."""
+    start = stage.index(Action(Op.FORWARD, microbatch))
+    return [a.op for a in stage[start : stage.index(Action(Op.BACKWARD, microbatch))]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_whole_list_of_every_stage(name: str) -> None:
+    each, every_third = WHOLE[name]
+    assert text(actions(name, stages=3, microbatches=5)) == each
+    assert text(actions(name, stages=3, microbatches=5, accumulate=3)) == every_third
+
+
+def test_petra_in_the_papers_order() -> None:
+    assert text(actions(choose("petra", order="paper"), 3, 5)) == PAPER
+    assert text(actions(choose("dsp", order="half"), 3, 5)) == HALF
+
+
+def test_tied_parameters_travel_at_updates() -> None:
+    assert text(actions("petra", 2, 3, ties=[Tie(0, 1)])) == PETRA_TIED
+
+
+def test_ties_have_no_order_and_count_once() -> None:
+    ties = [Tie(0, 1), Tie(0, 2), Tie(1, 2)]
+    shuffled = [ties[2], ties[0], ties[1], ties[0]]
+    assert actions("petra", 3, 4, ties=ties) == actions("petra", 3, 4, ties=shuffled)
+
+
+def test_methods_are_the_three_choices_of_the_table() -> None:
+    rows = {m.name: (m.order.value, m.alpha, m.keep, m.weights) for m in METHODS.values()}
+    latest, stashed = Weights.LATEST, Weights.STASHED
+    assert rows == {
+        "backprop": ("locked", 0, Keep.GRAPH, latest),
+        "reversible_backprop": ("locked", 0, Keep.NOTHING, latest),
+        "gpipe": ("gpipe", 0, Keep.GRAPH, latest),
+        "1f1b": ("1f1b", 0, Keep.GRAPH, latest),
+        "pipedream": ("continuous", 1, Keep.INPUT, stashed),
+        "ddg": ("continuous", 1, Keep.GRAPH, stashed),
+        "features_replay": ("continuous", 1, Keep.INPUT, latest),
+        "delayed": ("continuous", 2, Keep.INPUT, stashed),
+        "dsp": ("continuous", 2, Keep.INPUT, latest),
+        "petra": ("continuous", 1, Keep.NOTHING, latest),
+        "dni": ("synthetic", 0, Keep.GRAPH, latest),
+    }
+
+
+FACTOR = dict.fromkeys(METHODS, 0) | {
+    "pipedream": 1,
+    "ddg": 1,
+    "features_replay": 1,
+    "petra": 1,
+    "delayed": 2,
+    "dsp": 2,
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("stages", [1, 2, 5, 18])
+def test_delays_of_the_table_are_those_of_the_lists(name: str, stages: int) -> None:
+    method = METHODS[name]
+    lists = actions(method, stages, 4 * stages)
+    for stage, listed in enumerate(lists):
+        expected = FACTOR[name] * (stages - 1 - stage)
+        assert delay(method, stages, stage) == expected
+        # From 2J on micro-batches meet a full pipeline, and a drain changes nothing any more.
+        updates = {between(listed, m).count(Op.UPDATE) for m in range(2 * stages, 4 * stages)}
+        assert updates == {expected}
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 8])
+def test_delay_counts_updates_not_microbatches(alpha: float, accumulate: int) -> None:
+    method = choose("petra", alpha=alpha)
+    lists = actions(method, 6, 60, accumulate)
+    for stage, listed in enumerate(lists):
+        seen = max(between(listed, m).count(Op.UPDATE) for m in range(12, 60))
+        assert seen == delay(method, 6, stage, accumulate)
+
+
+def test_one_tick_of_the_papers_order_is_equation_5() -> None:
+    # Forward of micro-batch m + 2(J-1-j), backward of m, with nothing in between; then update.
+    lists = actions(choose("petra", order="paper"), stages=4, microbatches=12)
+    for stage, listed in enumerate(lists):
+        ticks = [a for a in listed if a.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE)]
+        ahead = 2 * (4 - 1 - stage)
+        for m in range(12 - ahead):
+            forward = ticks.index(Action(Op.FORWARD, m + ahead))
+            assert list(map(str, ticks[forward : forward + 3])) == [
+                f"F{m + ahead}",
+                f"B{m}",
+                f"U{m}",
+            ]
+
+
+def test_windows() -> None:
+    def windows(method: Method, group: int = 1) -> list[int]:
+        return [window(method, 4, stage, group) for stage in range(4)]
+
+    assert windows(choose("petra")) == [4, 3, 2, 1]
+    assert windows(choose("petra", order="paper")) == [7, 5, 3, 1]
+    assert windows(choose("petra", alpha=1.5)) == [6, 4, 3, 1]
+    assert windows(choose("backprop"), 3) == [1, 1, 1, 1]
+    assert windows(choose("dni"), 3) == [1, 1, 1, 1]
+    assert windows(choose("gpipe"), 3) == [3, 3, 3, 3]
+    assert windows(choose("1f1b"), 3) == [3, 3, 2, 1]
+    assert 1.1 * 50 > 55, "in floating point"
+    assert window(choose("petra", alpha=1.1), 51, 0) == 56
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("accumulate", [1, 3, 7])
+def test_no_stage_has_more_in_flight_than_its_window(name: str, accumulate: int) -> None:
+    for stages in (1, 4):
+        timeline = dry_run(actions(name, stages, 20, accumulate), Costs.uniform(stages))
+        windows = [window(METHODS[name], stages, stage, accumulate) for stage in range(stages)]
+        assert [timeline.peak(stage) for stage in range(stages)] == windows
+
+
+def tied(stages: int) -> Iterator[list[Tie]]:
+    """No ties, ends tied, all tied to the first, a stage that is owner and holder."""
+    yield []
+    if stages > 1:
+        yield [Tie(0, stages - 1)]
+        yield [Tie(0, stage) for stage in range(1, stages)]
+        yield [Tie(stage, stage + 1) for stage in range(stages - 1)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_every_schedule_comes_to_its_end(name: str, accumulate: int, stages: int) -> None:
+    for microbatches, ties in itertools.product(range(8), tied(stages)):
+        lists = actions(name, stages, microbatches, accumulate, ties)
+        dry_run(lists, Costs.uniform(stages, link=1))
+        for listed in lists:
+            assert indices(listed, Op.FORWARD) == list(range(microbatches))
+            assert indices(listed, Op.BACKWARD) == list(range(microbatches))
+            updates = math.ceil(microbatches / accumulate)
+            assert indices(listed, Op.UPDATE) == list(range(updates))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_microbatch_meets_one_version_of_a_tied_parameter(name: str, accumulate: int) -> None:
+    owner, *_, holder = actions(name, 4, 20, accumulate, [Tie(0, 3)])
+    for m in range(20):
+        forward = Action(Op.FORWARD, m)
+        updated = indices(owner[: owner.index(forward)], Op.UPDATE)
+        received = indices(holder[: holder.index(forward)], Op.RECV_TIED_WEIGHT)
+        assert updated == received
+    assert indices(holder, Op.RECV_TIED_WEIGHT) == indices(owner, Op.UPDATE)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("ties", [[], [Tie(0, 2)]], ids=["untied", "tied"])
+def test_a_drained_pipeline_starts_again_where_the_numbers_ended(
+    name: str, ties: list[Tie]
+) -> None:
+    schedule = Schedule(name, stages=3, accumulate=2, ties=ties)
+    rounds(schedule, 5)
+    assert schedule.injected == 5
+    assert schedule.outstanding == ((), (), ())
+    assert schedule.accumulated == (0, 0, 0)
+    assert schedule.updates == (3, 3, 3)
+    assert schedule.drain() == ((), (), ())
+
+    again = rounds(schedule, 5)
+    dry_run(again, Costs.uniform(3))
+    shift = dict.fromkeys(Op, 5) | {op: 3 for op in Op if op is Op.UPDATE or "tied" in op.value}
+    first = actions(name, 3, 5, 2, ties)
+    moved = [[Action(a.op, a.index + shift[a.op], a.peer) for a in stage] for stage in first]
+    assert list(map(list, again)) == moved
+
+
+def test_what_is_in_flight_can_be_read() -> None:
+    schedule = Schedule("petra", stages=3, accumulate=2)
+    for _ in range(4):
+        schedule.inject()
+    assert schedule.injected == 4
+    assert schedule.outstanding == ((2, 3), (3,), ())
+    assert schedule.accumulated == (0, 1, 0)
+    assert schedule.updates == (1, 1, 2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("ties", [[], [Tie(0, 2)]], ids=["untied", "tied"])
+def test_idle_means_a_drain_does_nothing(name: str, ties: list[Tie]) -> None:
+    schedule = Schedule(name, stages=3, accumulate=2, ties=ties)
+    assert schedule.idle
+    for _ in range(6):
+        schedule.inject()
+        assert schedule.idle == (not any(schedule.copy().drain()))
+    schedule.drain()
+    assert schedule.idle
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_saved_schedule_goes_on_as_if_never_saved(name: str) -> None:
+    for before in range(7):
+        schedule = Schedule(name, 4, accumulate=3, ties=[Tie(0, 3), Tie(1, 2)])
+        for _ in range(before):
+            schedule.inject()
+        state = json.loads(json.dumps(schedule.state()))
+        loaded, copied = Schedule.load(state), schedule.copy()
+        expected = rounds(schedule, 5)
+        assert rounds(loaded, 5) == expected
+        assert loaded.state() == schedule.state() != state
+        assert rounds(Schedule.load(state), 5) == expected, "loading must not use up the state"
+        assert rounds(copied, 5) == expected
+
+
+def test_a_changed_method_survives_saving() -> None:
+    method = choose("petra", alpha=1.5)
+    assert Schedule.load(Schedule(method, 4).state()).method == method
+
+
+def test_actions_round_trip_as_strings() -> None:
+    for op in Op:
+        action = Action(op, 12, 3 if "tied" in op.value else None)
+        assert Action.parse(str(action)) == action
+    assert len({str(Action(op, 0, 1 if "tied" in op.value else None)) for op in Op}) == len(Op)
+
+
+@pytest.mark.parametrize("wrong", ["", "F", "3", "X3", "F3>1", "STG0", "STG0<1", "RTW0>1", "f3"])
+def test_a_misspelt_action_is_refused(wrong: str) -> None:
+    with pytest.raises(InputError, match="is no action; examples: F3"):
+        Action.parse(wrong)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_no_action_can_be_left_out(name: str, accumulate: int) -> None:
+    lists = actions(name, 3, 4, accumulate, [Tie(0, 2)])
+    for stage, listed in enumerate(lists):
+        for at in range(len(listed)):
+            shorter = (*lists[:stage], listed[:at] + listed[at + 1 :], *lists[stage + 1 :])
+            with pytest.raises(ScheduleError, match=r"stage \d"):
+                dry_run(shorter, Costs.uniform(3))
+
+
+def test_stages_that_wait_for_each_other_are_shown() -> None:
+    lists = parse("F0 SY0 RDY0 B0 U0\n RX0 F0 RDY0 SY0 B0 SDX0 U0\n RX0 F0 B0 SDX0 U0")
+    with pytest.raises(ScheduleError) as caught:
+        dry_run(lists, Costs.uniform(3))
+    assert str(caught.value).splitlines() == [
+        "stages wait for each other:",
+        "  stage 0: F0 SY0 RDY0 <-- waits for SDX0 of stage 1 (then B0 U0)",
+        "  stage 1: RX0 F0 RDY0 <-- waits for SDX0 of stage 2 (then SY0 B0 SDX0 U0)",
+        "  stage 2: RX0 <-- waits for SY0 of stage 1 (then F0 B0 SDX0 U0)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("F0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 1: RX0 <-- waits for SY0 of stage 0"),
+        ("F0 SY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 0: F0 SY0 B0 <-- needs RDY0 first"),
+        ("F0 SY0 RDY0 B0 U0", "F0 RX0 B0 SDX0 U0", "stage 1: F0 <-- needs RX0 first"),
+        ("F0 SY0 RDY0 B0 U0", "RX0 B0 F0 SDX0 U0", "stage 1: RX0 B0 <-- needs F0 first"),
+        ("F0 SY0 RDY0 B0 U0", "RX0 F0 SDX0 B0 U0", "stage 1: RX0 F0 SDX0 <-- needs B0 first"),
+        ("SY0 F0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 0: SY0 <-- needs F0 first"),
+        ("F0 SY0 RDY0 B0 U0", "RX1 F1 B1 SDX1 U0", "RX1 <-- gets SY0 of stage 0 instead"),
+        ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0 SY0", "SY0 <-- there is no stage 2"),
+        ("F0 SY0 RDY0 B0 B0 U0", "RX0 F0 B0 SDX0 U0", "B0 <-- is done already"),
+        ("F0 SY0 RDY0 U0", "RX0 F0 B0 SDX0 U0", "ends here, but B0 is missing"),
+        ("F0 SY0 RDY0 B0", "RX0 F0 B0 SDX0", "its last gradients are in no update"),
+        ("F0 SY0 RDY0 B0 U1", "RX0 F0 B0 SDX0 U0", "stage 0 never does U0, stage 1 does"),
+        ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U1", "stage 1 never does U0, stage 0 does"),
+        ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 STG0>0 U0", "sends STG0 to stage 0, which never"),
+        ("F0 SY0 RDY0 B0 U0 RTG0<1", "RX0 F0 B0 SDX0 STG0>0 U0", "comes too late, after U0"),
+        ("F0 SY0 RDY0 B0 STW0>1 U0", "RX0 F0 B0 SDX0 U0 RTW0<0", "STW0>1 <-- needs U0 first"),
+    ],
+)
+def test_a_wrong_list_is_refused_where_it_is_wrong(first: str, second: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        dry_run(parse(f"{first}\n{second}"), Costs.uniform(2))
+
+
+def test_updates_are_counted_one_by_one() -> None:
+    with pytest.raises(ScheduleError, match="U2 <-- follows U0"):
+        dry_run(parse("F0 B0 U0 F1 B1 U2"), Costs.uniform(1))
+
+
+def test_a_long_list_is_shown_around_the_place() -> None:
+    lists = list(actions("petra", 2, 50))
+    lists[0] = tuple(action for action in lists[0] if str(action) != "B40")
+    with pytest.raises(ScheduleError) as caught:
+        dry_run(lists, Costs.uniform(2))
+    assert len(str(caught.value)) < 200
+
+
+def test_a_lone_stage_needs_no_messages() -> None:
+    assert text(actions("petra", 1, 2)) == "\nF0 B0 U0 F1 B1 U1\n"
+    assert dry_run(actions("petra", 1, 2), Costs.uniform(1, update=1)).makespan == 10
+
+
+def test_petra_has_no_bubbles_and_backprop_nothing_else() -> None:
+    stages, microbatches = 5, 400
+    costs = Costs.uniform(stages)
+
+    def efficiency(name: str, accumulate: int = 1) -> float:
+        return dry_run(actions(name, stages, microbatches, accumulate), costs).efficiency()
+
+    assert efficiency("petra") == pytest.approx(microbatches / (microbatches + stages - 1))
+    assert efficiency("backprop") == pytest.approx(1 / stages)
+    assert efficiency("gpipe", 8) == pytest.approx(8 / (8 + stages - 1))
+    assert efficiency("1f1b", 8) == pytest.approx(8 / (8 + stages - 1))
+
+
+def test_time_waits_for_links_and_for_the_slowest_stage() -> None:
+    costs = Costs((1, 2), (3, 4), (0.5, 0.25), link_forward=(10,), link_backward=(20,))
+    timeline = dry_run(actions("backprop", 2, 1), costs)
+    ends = {f"{span.stage}:{span.action}": span.end for span in timeline.spans}
+    assert ends["0:SY0"] == 1
+    assert ends["1:RX0"] == 11
+    assert ends["1:B0"] == 17
+    assert ends["0:RDY0"] == 37
+    assert ends["0:U0"] == timeline.makespan == 40.5
+    assert timeline.busy(0) == pytest.approx(4.5 / 40.5)
+    assert timeline.busy(1) == pytest.approx(6.25 / 40.5)
+
+
+def test_throughput_is_that_of_a_full_pipeline() -> None:
+    costs = Costs.uniform(6)
+    assert throughput("petra", costs) == 1 / 4
+    assert throughput("petra", costs, accumulate=3) == 1 / 4
+    assert throughput("backprop", costs) == 1 / 24
+    # A group of 8 takes the time of 8 + J - 1.
+    assert throughput("gpipe", costs, accumulate=8) == pytest.approx(8 / (4 * 13))
+    uneven = Costs((1, 1, 2), (3, 5, 3), (0, 3, 0), (0, 0), (0, 0))
+    assert throughput("petra", uneven, accumulate=3) == pytest.approx(1 / 7)
+
+
+def test_slow_links_are_hidden_by_a_larger_window() -> None:
+    # J micro-batches on a way of 4J in the stages and 2(J-1) links of 0.5 each.
+    costs = Costs.uniform(18, link=0.5)
+    assert throughput("petra", costs) == pytest.approx(18 / (18 * 4 + 17))
+    assert throughput(choose("petra", order="paper"), costs) == pytest.approx(1 / 4)
+
+
+def test_throughput_needs_enough_microbatches() -> None:
+    with pytest.raises(InputError, match=r"microbatches=5, but 6 stages .* need 8 at least"):
+        throughput("petra", Costs.uniform(6), microbatches=5)
+    assert throughput("petra", Costs.uniform(6), microbatches=8) == 1 / 4
+
+
+def test_a_long_timeline_is_cut() -> None:
+    picture = str(dry_run(actions("petra", 2, 100), Costs.uniform(2)))
+    assert [(len(line), line[-3:]) for line in picture.splitlines()] == [(126, "...")] * 2
+    assert str(dry_run(actions("petra", 2, 0), Costs.uniform(2))) == "0 |\n1 |"
+
+
+def test_a_thousand_stages() -> None:
+    timeline = dry_run(actions("petra", 1000, 5), Costs.uniform(1000))
+    assert timeline.makespan == 4 * (1000 + 5 - 1)
+    assert timeline.peak(0) == 5
+
+
+def test_methods_are_looked_up_by_name() -> None:
+    assert choose("petra") is METHODS["petra"]
+    assert choose(METHODS["dsp"], order="half").alpha == 1
+    with pytest.raises(InputError, match="'petro' does not exist; did you mean 'petra'"):
+        choose("petro")
+    with pytest.raises(InputError, match=r"use one of: backprop, .*, dni"):
+        choose("xyz")
+
+
+def test_only_continuous_methods_have_another_order() -> None:
+    with pytest.raises(InputError, match="'gpipe' has a fixed order; leave out order="):
+        choose("gpipe", order="half")
+    with pytest.raises(InputError, match="'backprop' has a fixed order"):
+        choose("backprop", alpha=2)
+    with pytest.raises(InputError, match=r'order=.full. does not exist; use "half" or "paper"'):
+        choose("petra", order="full")
+    with pytest.raises(InputError, match="give one of them"):
+        choose("petra", order="half", alpha=1)
+
+
+@pytest.mark.parametrize("alpha", [0.99, 0, -1, math.inf, math.nan])
+def test_a_pipeline_that_would_stall_is_refused(alpha: float) -> None:
+    with pytest.raises(InputError, match="use alpha >= 1"):
+        choose("petra", alpha=alpha)
+    with pytest.raises(InputError, match="use alpha >= 1"):
+        Method("mine", Order.CONTINUOUS, alpha, Keep.GRAPH, Weights.LATEST)
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(InputError, match="stages=0"):
+        Schedule("petra", 0)
+    with pytest.raises(InputError, match="accumulate=0"):
+        Schedule("petra", 1, accumulate=0)
+    with pytest.raises(InputError, match="stage=3, but with 3 stages it is 0 to 2"):
+        window(METHODS["petra"], 3, 3)
+    with pytest.raises(InputError, match=r"owner=2, holder=1.*swap the two"):
+        Tie(2, 1)
+    with pytest.raises(InputError, match=r"holder=3.*the last of 3 stages is 2"):
+        Schedule("petra", 3, ties=[Tie(0, 3)])
+    with pytest.raises(InputError, match="2 action lists, but costs of 3 stages"):
+        dry_run(actions("petra", 2, 1), Costs.uniform(3))
+    with pytest.raises(InputError, match=r"link_forward has 2 entries, but 2 stages .* need 1"):
+        Costs((1, 1), (1, 1), (0, 0), (0, 0), (0,))
+    with pytest.raises(InputError, match=r"backward=.*no time is below 0"):
+        Costs.uniform(2, backward=-1)
