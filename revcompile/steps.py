@@ -18,6 +18,7 @@ __all__ = [
     "leaf",
     "minus",
     "mix",
+    "no_gradient_as_zeros",
     "normalised",
     "plus",
     "pull_back",
@@ -109,6 +110,11 @@ def total(*gradients: Tensor | None) -> Tensor | None:
     return result
 
 
+def no_gradient_as_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient that operations can be applied to, where the loss may not depend on the value."""
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
 def wide(x: Tensor) -> Tensor:
     """A stream in float32 at least: bf16 streams drift."""
     return x.float() if x.dtype in _LOW_PRECISION else x
@@ -145,6 +151,6 @@ def mix(key: int, number: int) -> int:
     return word ^ (word >> 31)
 
 
-def reseed(key: int, unit: int) -> None:
-    """Start the random numbers of one unit, the same in forward and backward."""
-    torch.manual_seed(mix(key, unit) >> 1)
+def reseed(key: int, place: int) -> None:
+    """Start the random numbers of one piece, the same in forward and backward."""
+    torch.manual_seed(mix(key, place) >> 1)

@@ -379,6 +379,15 @@ def test_a_loaded_stage_can_be_saved_over_its_own_files(tmp_path: Path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == ["program.json", "tensors.safetensors"]
 
 
+def test_a_loaded_stage_does_not_depend_on_its_files(tmp_path: Path) -> None:
+    root = holding(a=nn.Linear(64, 64))
+    loaded = shipped(program_of(calling("a")), root, tmp_path)
+    file = tmp_path / "tensors.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert_same_state(root, loaded)
+
+
 class Doubling(nn.Module):
     """A user's own layer."""
 
@@ -531,6 +540,15 @@ def test_a_file_cannot_call_what_it_likes(stage: Path, target: str) -> None:
 
     tamper(stage, call)
     with pytest.raises(InputError, match=f"forward: node add: .*{target.split('.')[0]}"):
+        load_stage(stage)
+
+
+def test_a_name_leads_through_no_other_module(stage: Path) -> None:
+    def call(found: Plain) -> None:
+        next(nodes(found, "call_function"))["target"] = "torch:nn.functional.relu"
+
+    tamper(stage, call)
+    with pytest.raises(InputError, match=r"torch:nn.functional.relu leads through another module"):
         load_stage(stage)
 
 

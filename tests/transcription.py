@@ -10,7 +10,8 @@ stage sends in one tick is there in the next.
 
 Values are named, as in the compiler: a stage's x is all that is alive at its boundary. What only
 passes through travels on, and back, unchanged; gradients of a value with several readers add up.
-Everything is float64, where couplings need no grid.
+Everything is float64, where couplings need no grid. The file is longer than others because what
+others are measured by should be read in one go.
 """
 
 from __future__ import annotations
@@ -210,7 +211,8 @@ class Stage:
                     stream = values[piece.segment.streams_in[0]]
                     shapes[piece.name] = self.do.link(piece.segment, stream, values)[1]
                 values |= self.do.forward(piece, values, self.theta)
-        theta = {name: _copied(p) for name, p in self.theta.items()}
+        kept = self.theta if self.row is Row.STASH else {}
+        theta = {name: _copied(p) for name, p in kept.items()}
         self.flight[message.microbatch] = Kept(values, theta, shapes)
         return Message(message.microbatch, self._only(self.part.outputs, values), shared=shared)
 
@@ -266,9 +268,7 @@ class Stage:
             runs[-1].append(piece)
         return runs
 
-    def _input(
-        self, pieces: Sequence[Piece], values: Values, kept: Kept, theta: Weights
-    ) -> Values:
+    def _input(self, pieces: Sequence[Piece], values: Values, kept: Kept, theta: Weights) -> Values:
         """Lines 13 to 16: inverted where that can be done, from the buffer elsewhere."""
         segment = pieces[0].segment
         if self.row is Row.RECONSTRUCT and isinstance(segment, Coupling):

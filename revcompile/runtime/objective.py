@@ -68,8 +68,9 @@ class Objective:
         loss = self.evaluate(output, target, f"micro-batch {microbatch}")
         if self.check_finite and not bool(torch.isfinite(loss)):
             raise NonFiniteError(
-                f"stage {self.last}, micro-batch {microbatch}: the loss is {float(loss)}. The "
-                "micro-batch was left out; look at its data, or lower the learning rate",
+                f"stage {self.last}, micro-batch {microbatch}: the loss is "
+                f"{float(loss.detach())}. Nothing was changed by this step; look at the data of "
+                "this micro-batch, or lower the learning rate",
                 stage=self.last,
                 microbatch=microbatch,
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
 from revcompile.coupling import relative_error
-from revcompile.errors import NonFiniteError
+from revcompile.errors import InputError, NonFiniteError
 from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.stash import Slots, Stash
-from revcompile.schedule import Keep, Weights
+from revcompile.schedule import Keep, Order, Weights
 from revcompile.steps import mix, recording
 
-__all__ = ["InFlight", "Stage"]
+__all__ = ["InFlight", "Observer", "Stage"]
 
 
 @dataclass
@@ -34,6 +34,20 @@ class InFlight:
     buffers: list[Snapshot] = field(default_factory=list)
     versions: tuple[int, ...] = ()
     original: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    """Somebody who looks on; nothing is changed by it."""
+
+    def forwarded(self, stage: Stage, microbatch: int) -> None:
+        """A stage has run a micro-batch."""
+        ...
+
+    def differentiated(
+        self, stage: Stage, microbatch: int, gradients: Mapping[str, Tensor | None]
+    ) -> None:
+        """A stage has a micro-batch's gradient, which is about to be gathered."""
+        ...
 
 
 class Stage:
@@ -69,8 +83,10 @@ class Stage:
         self._stash = Stash() if program.method.weights is Weights.STASHED else None
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(_candidates(program, root))
+        self._statistics = _statistics(program, root) if _moves_early(program) else []
         self._forward = compile_graph(program.forward, f"stage {program.index} forward")
         self._backward = compile_graph(program.backward, f"stage {program.index} backward")
+        self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
         self.reconstruction: dict[int, float] = {}
@@ -95,11 +111,22 @@ class Stage:
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.returned} if measure else {},
         )
+        for observer in self.observers:
+            observer.forwarded(self, microbatch)
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
     def drop(self, microbatch: int) -> None:
         """Forget a micro-batch that will not come back."""
         self.in_flight.pop(microbatch, None)
+
+    def bookmark(self) -> list[Snapshot]:
+        """Copies of the buffers that a micro-batch can change before its first update."""
+        statistics = [
+            (module, name, buffer, buffer._version, buffer.detach().clone())
+            for module, name in self._statistics
+            if (buffer := module._buffers[name]) is not None
+        ]
+        return [*statistics, *self._stateful.before()]
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -129,14 +156,17 @@ class Stage:
         back = dict(zip(program.graded_inputs, of_inputs, strict=True))
         if self.check_finite:
             self._finite(microbatch, found, back)
-        self._gather(found)
+        for observer in self.observers:
+            observer.differentiated(self, microbatch, found)
+        self._gather(found, [g for g in back.values() if g is not None])
         rebuilt = dict(zip(program.returned, returned, strict=True))
         if held.original:
-            self.reconstruction[microbatch] = max(
+            errors = [
                 relative_error(held.original[name], rebuilt[name])
                 for name in held.original
                 if isinstance(rebuilt[name], Tensor) and rebuilt[name].is_floating_point()
-            )
+            ]
+            self.reconstruction[microbatch] = max(errors, default=0.0)
         return rebuilt, back
 
     def take_gradients(self) -> dict[str, Tensor]:
@@ -154,14 +184,22 @@ class Stage:
         versions = {id(held.weights) for held in self.in_flight.values() if held.weights}
         return len(versions)
 
-    def _gather(self, found: Mapping[str, Tensor | None]) -> None:
+    def _gather(self, found: Mapping[str, Tensor | None], sent: Iterable[Tensor]) -> None:
+        """Add gradients up, out of place: what was gathered before may be taken back.
+
+        Autograd may hand out one tensor twice (`p + q`), also as the gradient of an input, or
+        one whose elements share memory. What is gathered is the stage's own.
+        """
+        taken = {gradient.untyped_storage()._cdata for gradient in sent}
         for name, gradient in found.items():
             if gradient is None:
                 continue
             if name in self.gradients:
-                self.gradients[name] += gradient
-            else:
-                self.gradients[name] = gradient
+                gradient = self.gradients[name] + gradient
+            elif gradient.untyped_storage()._cdata in taken or _overlaps(gradient):
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            taken.add(gradient.untyped_storage()._cdata)
+            self.gradients[name] = gradient
 
     def _finite(
         self, microbatch: int, found: Mapping[str, Tensor | None], back: Mapping[str, Any]
@@ -169,8 +207,8 @@ class Stage:
         there = {n: g for n, g in {**back, **found}.items() if g is not None and g.numel()}
         if not there:
             return
-        largest = torch.stack([n.float() for n in torch._foreach_norm(list(there.values()))])
-        fine = torch.isfinite(largest)
+        largest = torch._foreach_norm(list(there.values()), float("inf"))
+        fine = torch.isfinite(torch.stack([n.double() for n in largest]))
         if bool(fine.all()):
             return
         bad = [name for name, ok in zip(there, fine.tolist(), strict=True) if not ok]
@@ -188,7 +226,7 @@ class Stage:
     def _unwritten(self, microbatch: int, held: InFlight) -> None:
         for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):
             if isinstance(value, Tensor) and value._version != version:
-                raise RuntimeError(
+                raise InputError(
                     f"stage {self.program.index}: {name} of micro-batch {microbatch} was written "
                     "to while it was in flight; hand the trainer a fresh tensor for each step"
                 )
@@ -206,7 +244,10 @@ class Stage:
                 stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.no_grad())
             if self.autocast is not None:
-                stack.enter_context(torch.autocast(device.type, self.autocast))
+                # Without a cache: a weight cast while nothing is recorded would be found again
+                # while something is, cut off from its gradient.
+                cast = torch.autocast(device.type, self.autocast, cache_enabled=False)
+                stack.enter_context(cast)
             chosen = weights if weights is not None else self._own
             if chosen is not None:
                 stack.enter_context(self._slots.filled(chosen))
@@ -226,6 +267,33 @@ class Stage:
     def keeps_graphs(self) -> bool:
         """Is something in flight that no checkpoint can hold?"""
         return any(unit.keep is Keep.GRAPH for unit in self.program.units) and bool(self.in_flight)
+
+
+def _moves_early(program: StageProgram) -> bool:
+    """Do running statistics move in forward, or in a backward pass that may be taken back?"""
+    is_last = program.index == program.stages - 1
+    records = any(unit.keep is Keep.GRAPH for unit in program.units)
+    return is_last or records or program.method.order is Order.LOCKED
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Do elements share memory, as those of an expanded tensor do?"""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in sizes)
+
+
+def _statistics(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Running statistics of the stage's batch norms."""
+    modules: dict[nn.Module, None] = {}
+    for node in program.forward.nodes:
+        if node.op == "call_module":
+            modules |= dict.fromkeys(root.get_submodule(str(node.target)).modules())
+        elif node.op == "get_attr":
+            found = attribute(root, str(node.target))
+            owner = root.get_submodule(str(node.target).rpartition(".")[0])
+            modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
+    norms = (module for module in modules if isinstance(module, _BatchNorm))
+    return [(norm, name) for norm in norms for name in norm._buffers]
 
 
 def _candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:

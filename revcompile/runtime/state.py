@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.replay import Snapshot
 from revcompile.runtime.stage import InFlight, Stage
-from revcompile.runtime.transport import Channel, Message
+from revcompile.runtime.transport import Channel, InProcess, Message
 from revcompile.runtime.worker import Actor
 from revcompile.schedule import Schedule
+from revcompile.steps import mix
 
 if TYPE_CHECKING:
     from revcompile.runtime.trainer import Trainer
@@ -37,12 +39,12 @@ def save_trainer(trainer: Trainer) -> dict[str, Any]:
         "format": FORMAT,
         "cuts": _cuts(trainer),
         "seed": trainer.settings.seed,
-        "model": _copied(trainer.model.state_dict()),
+        "model": _copied(dict(trainer.model.state_dict())),
         "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
         "groups": [group for o in optimizers for group in o["groups"]],
-        "lr_schedule": next((o["lr_schedule"] for o in optimizers if o["lr_schedule"]), None),
+        "lr_schedules": [o["lr_schedule"] for o in optimizers],
         "schedule": trainer.schedule.state(),
-        "stages": [_actor_state(actor) for actor in trainer.actors],
+        "stages": [_actor_state(actor, trainer.transport) for actor in trainer.actors],
         "messages": [
             [source, target, channel.value, _message_state(message)]
             for (source, target, channel), queue in trainer.transport.queues.items()
@@ -53,35 +55,76 @@ def save_trainer(trainer: Trainer) -> dict[str, Any]:
 
 def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Take a state over. Checked first: a state that does not fit changes nothing."""
-    if state.get("format") != FORMAT:
+    problems = list(_misfits(trainer, state))
+    if problems:
+        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
+        raise InputError(f"trainer.load_state_dict: the state does not fit this trainer: {shown}")
+    same, schedule = _same(trainer, state), Schedule.load(state["schedule"])
+    if not same and not schedule.idle:
         raise InputError(
-            f"trainer.load_state_dict: expected a trainer's state of format {FORMAT}, got "
-            f"{state.get('format')!r}"
-        )
-    empty = all(not at["outstanding"] for at in state["schedule"]["progress"])
-    same = _cuts(trainer) == [list(c) for c in state["cuts"]] and _method(
-        trainer.schedule.state()
-    ) == _method(state["schedule"])
-    if not empty and not same:
-        raise InputError(
-            f"trainer.load_state_dict: the state holds micro-batches in flight in "
-            f"{len(state['cuts'])} stages ({state['schedule']['method']['name']}), but this "
-            f"trainer has {len(trainer.actors)} ({trainer.schedule.method.name}), cut or scheduled "
+            f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
+            f"applied yet in {schedule.stages} stages ({schedule.method.name}), but this trainer "
+            f"has {len(trainer.actors)} ({trainer.schedule.method.name}), cut or scheduled "
             "otherwise; call flush() before state_dict() to move between them"
         )
     trainer.model.load_state_dict(state["model"])
-    settings = {name: group for group in state["groups"] for name in group["params"]}
-    for actor in trainer.actors:
-        actor.updater.load(state["optimizer"], settings, state["lr_schedule"])
-    _clear(trainer)
+    _load_updaters(trainer, state, same)
+    _clear(trainer, state["seed"])
     if same:
-        trainer.schedule = Schedule.load(state["schedule"])
+        trainer.schedule = schedule
         for actor, saved in zip(trainer.actors, state["stages"], strict=True):
             _load_actor(actor, saved)
         for source, target, channel, message in state["messages"]:
             trainer.transport.send(source, target, Channel(channel), _message(message))
     else:
-        trainer.schedule.injected = state["schedule"]["injected"]
+        trainer.schedule = _moved(trainer.schedule, schedule)
+
+
+def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
+    """Why a state cannot be loaded."""
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+        yield f"expected what trainer.state_dict() returns (format {FORMAT}), got {got!r}"
+        return
+    mine, found = trainer.model.state_dict(), state["model"]
+    yield from (f"it lacks {name}" for name in mine.keys() - found.keys())
+    yield from (f"the model has no {name}" for name in found.keys() - mine.keys())
+    for name in mine.keys() & found.keys():
+        have, got = tuple(mine[name].shape), tuple(found[name].shape)
+        if have != got:
+            yield f"{name} has shape {got} in it, {have} here"
+    settings = _settings(state)
+    for actor in trainer.actors:
+        yield from actor.updater.misfits(settings)
+
+
+def _same(trainer: Trainer, state: Mapping[str, Any]) -> bool:
+    mine, found = trainer.schedule.state(), state["schedule"]
+    is_same_cut = _cuts(trainer) == [list(cut) for cut in state["cuts"]]
+    return is_same_cut and _method(mine) == _method(found)
+
+
+def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group for group in state["groups"] for name in group["params"]}
+
+
+def _load_updaters(trainer: Trainer, state: Mapping[str, Any], same: bool) -> None:
+    """By parameter name; with other cuts every stage is where the first one was."""
+    schedules = state["lr_schedules"]
+    if not same:
+        first = next((found for found in schedules if found is not None), None)
+        schedules = [first] * len(trainer.actors)
+    for actor, schedule in zip(trainer.actors, schedules, strict=True):
+        actor.updater.load(state["optimizer"], _settings(state), schedule)
+
+
+def _moved(mine: Schedule, other: Schedule) -> Schedule:
+    """An empty schedule that counts on from where another was."""
+    plain = Schedule(mine.method, mine.stages, mine.accumulate, mine.ties).state()
+    plain["injected"] = other.injected
+    for at in plain["progress"]:
+        at["updates"] = max(other.updates)
+    return Schedule.load(plain)
 
 
 def _method(schedule: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -92,18 +135,22 @@ def _cuts(trainer: Trainer) -> list[list[str]]:
     return [[piece.name for piece in part.pieces] for part in trainer.partition.parts]
 
 
-def _clear(trainer: Trainer) -> None:
+def _clear(trainer: Trainer, seed: int) -> None:
     """Nothing in flight; replicas of tied parameters as the model has them."""
-    trainer.transport.queues.clear()
+    trainer.transport = InProcess(len(trainer.actors))
+    trainer.settings = replace(trainer.settings, seed=seed)
     own = dict(trainer.model.named_parameters())
     for actor in trainer.actors:
         stage = actor.stage
+        actor.transport = trainer.transport
+        stage.seed = mix(seed, actor.index)
         stage.in_flight.clear()
-        stage.gradients.clear()
+        stage.gradients = {}
+        stage.reconstruction.clear()
         stage.updated()
         for mail in (actor.inputs, actor.outputs, actor.incoming, actor.outgoing):
             mail.clear()
-        actor.gradients, actor.contributed = None, 0
+        actor.gradients, actor.contributed, actor.failures = None, 0, []
         with torch.no_grad():
             for name in _replicas(actor):
                 stage.parameters[name].copy_(own[name])
@@ -116,12 +163,17 @@ def _replicas(actor: Actor) -> list[str]:
 # -- one stage ------------------------------------------------------------------------------------
 
 
-def _actor_state(actor: Actor) -> dict[str, Any]:
+def _actor_state(actor: Actor, transport: InProcess) -> dict[str, Any]:
     stage = actor.stage
+    replicas: dict[str, Any] = {name: stage.parameters[name] for name in _replicas(actor)}
+    for (_, target, channel), queue in transport.queues.items():
+        if target == actor.index and channel is Channel.TIED_WEIGHT:
+            for message in queue:  # arrives before the replica is read again
+                replicas |= message.values
     state: dict[str, Any] = {
         "gradients": _copied(stage.gradients),
         "contributed": actor.contributed,
-        "replicas": {n: stage.parameters[n].detach().clone() for n in _replicas(actor)},
+        "replicas": _copied(replicas),
         "in_flight": [[m, _held_state(stage, held)] for m, held in stage.in_flight.items()],
         "versions": _versions(stage),
         "incoming": [_message_state(message) for message in actor.incoming.values()],

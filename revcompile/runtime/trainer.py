@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, RevcompileError
+from revcompile.ir import TensorType
 from revcompile.program import Partition, StageProgram
+from revcompile.runtime.attempt import Attempt
+from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible, bind
 from revcompile.runtime.stage import Stage
 from revcompile.runtime.state import load_trainer, save_trainer
 from revcompile.runtime.synthesis import Synthesiser
-from revcompile.runtime.transport import Channel, InProcess
+from revcompile.runtime.transport import InProcess
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
 from revcompile.runtime.worker import Actor, Worker
 from revcompile.schedule import Order, Schedule, delay
@@ -118,6 +122,9 @@ class Trainer:
         self.objective.check_finite = settings.check_finite
         self.actors = [self._actor(program, optimizer) for program in programs]
         self.worker = Worker(self.actors)
+        self.probes: list[Probe] = []
+        for actor in self.actors:
+            actor.stage.observers = self.probes
         self._broken: str | None = None
         self._samples, self._started = 0, time.perf_counter()
         self.metrics: Metrics | None = None
@@ -171,27 +178,32 @@ class Trainer:
         """
         self._usable()
         values = self._bound(inputs)
-        microbatch = self.schedule.injected
-        before = self.schedule.state()
+        microbatch, samples = self.schedule.injected, self._size(values)
+        attempt = Attempt(self.schedule, self.actors, self.transport, self.objective)
         self.actors[0].inputs[microbatch] = values
         self.objective.targets[microbatch] = self._moved(target)
+        for probe in self.probes:
+            probe.fed(microbatch, values, self.objective.targets[microbatch])
         every = self.settings.measure_every
-        if every is not None and microbatch % every == 0:
-            for actor in self.actors:
-                actor.measured.add(microbatch)
+        due = every is not None and microbatch % every == 0
+        for actor in self.actors:
+            actor.measured = {microbatch} if due else set()
         if not self.model.training:
             self.model.train()
-        lists = self.schedule.inject()
         try:
-            rest = self.worker.forward(lists)
+            rest = self.worker.forward(self.schedule.inject())
+            attempt.backward(rest)
         except BaseException as error:
-            self._take_back(microbatch, before)
+            self.schedule = attempt.take_back()
+            for probe in self.probes:
+                probe.taken_back(microbatch)
             if isinstance(error, RevcompileError) or not isinstance(error, Exception):
                 raise
             raise self._explained(error, values) from error
         self._finish(rest)
-        self._samples += _batch_size(values)
-        self.metrics = self._metrics(microbatch, _batch_size(values))
+        self._samples += samples
+        self.metrics = self._metrics(microbatch, samples)
+        self._probed()
         self._raise_failures()
         return self.metrics
 
@@ -200,8 +212,8 @@ class Trainer:
         self._usable()
         if not self.model.training:
             self.model.train()
-        lists = self.schedule.drain()
-        self._finish(self.worker.forward(lists))
+        self._finish([deque(actions) for actions in self.schedule.drain()])
+        self._probed(drained=True)
         self._raise_failures()
 
     def _finish(self, rest: Any) -> None:
@@ -210,19 +222,6 @@ class Trainer:
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
-
-    def _take_back(self, microbatch: int, before: dict[str, Any]) -> None:
-        for actor in self.actors:
-            actor.forget(microbatch)
-            actor.measured.discard(microbatch)
-        self.transport.discard(Channel.X, microbatch)
-        self.objective.targets.pop(microbatch, None)
-        self.objective.losses.pop(microbatch, None)
-        self.objective.outputs.pop(microbatch, None)
-        arrived = [at["arriving"] for at in self.schedule.state()["progress"]]
-        for at, arriving in zip(before["progress"], arrived, strict=True):
-            at["arriving"] = arriving  # tied weights that came with this round are in place
-        self.schedule = Schedule.load(before)
 
     def _explained(self, error: Exception, values: Mapping[str, Any]) -> InputError:
         expected = ", ".join(map(str, self.programs[0].inputs))
@@ -258,6 +257,16 @@ class Trainer:
             self._moved(kwargs),
         )
 
+    def _size(self, values: Mapping[str, Any]) -> int:
+        """How many samples the model's inputs hold: the dimension that grows with the batch."""
+        for name, value in values.items():
+            kind = self.partition.types.get(name)
+            if isinstance(kind, TensorType) and len(kind.shape) == value.dim():
+                for step, size in zip(kind.per_sample, value.shape, strict=True):
+                    if step:
+                        return int(size) // step
+        return next((len(value) for value in values.values() if value.dim()), 1)
+
     def _moved(self, tree: Any) -> Any:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
@@ -279,7 +288,7 @@ class Trainer:
                 args, kwargs = _call(self._moved(inputs))
                 target = self._moved(target)
                 output = self.model(*args, **kwargs)
-                size = _batch_size({"inputs": inputs})
+                size = self._size(self._bound(inputs))
                 loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
                 sums["loss"] += float(loss) * size
                 for name, metric in (metrics or {}).items():
@@ -323,12 +332,31 @@ class Trainer:
             samples=samples,
             delays=self.delays,
             updates=self.schedule.updates,
-            lr=self.actors[0].updater.lr,
+            lr=next((a.updater.lr for a in self.actors if a.updater.lr is not None), None),
             throughput=self._samples / elapsed,
             loss_tensor=self.objective.losses.pop(microbatch, None),
             output=self.objective.outputs.pop(microbatch, None),
             reconstruction=found,
         )
+
+    def watch(self) -> Probe:
+        """Compare the gradients of the next micro-batch: PETRA's Appendix B, stage by stage.
+
+        The probe fills in the steps (or the flush) that follow; `probe.report` is there once
+        `probe.complete`. Training goes on as if nobody watched.
+        """
+        stages = [actor.stage for actor in self.actors]
+        rewired, accumulate = self.partition.rewired, self.settings.accumulate
+        probe = Probe(self.schedule.injected, stages, rewired, self.objective, accumulate)
+        self.probes.append(probe)
+        return probe
+
+    def _probed(self, drained: bool = False) -> None:
+        for probe in tuple(self.probes):
+            self.probes.remove(probe)  # for good, if it fails
+            probe.settle(drained)
+            if not probe.over:
+                self.probes.append(probe)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -340,6 +368,7 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, also of another number of stages if nothing was in flight."""
         load_trainer(self, state)
+        self.probes.clear()
         self._broken = None
 
 
@@ -357,8 +386,3 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     raise InputError(
         f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"
     )
-
-
-def _batch_size(values: Mapping[str, Any]) -> int:
-    tensors = (t for t in pytree.tree_leaves(dict(values)) if isinstance(t, Tensor) and t.dim())
-    return next((t.shape[0] for t in tensors), 1)

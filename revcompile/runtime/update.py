@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 
@@ -44,12 +47,21 @@ class Updater:
         self.lr_schedule = None
         if lr_schedule is not None and self.optimizer is not None:
             self.lr_schedule = lr_schedule(self.optimizer)
-            if not hasattr(self.lr_schedule, "step"):
-                raise InputError(
-                    f"lr_schedule, {where}: expected a function from an optimizer to a "
-                    f"torch.optim.lr_scheduler, got {_kind(self.lr_schedule)} from it; write e.g. "
-                    "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
-                )
+            self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        found = self.lr_schedule
+        if isinstance(found, ReduceLROnPlateau):
+            raise InputError(
+                f"lr_schedule, {self.where}: ReduceLROnPlateau needs a metric at every step, but "
+                "schedules are stepped at every update; use one that counts updates"
+            )
+        if not hasattr(found, "step"):
+            raise InputError(
+                f"lr_schedule, {self.where}: expected a function from an optimizer to a "
+                f"torch.optim.lr_scheduler, got {_kind(found)} from it; write e.g. "
+                "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
+            )
 
     def _build(self, factory: OptimizerFactory, groups: ParamGroups | None) -> Optimizer:
         advice = "write e.g. optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)"
@@ -60,11 +72,23 @@ class Updater:
             )
         named = list(self.parameters.items())
         given: Any = [p for _, p in named] if groups is None else [dict(g) for g in groups(named)]
-        optimizer = factory(given)
+        try:
+            optimizer = factory(given)
+        except Exception as error:
+            raise InputError(
+                f"optimizer, {self.where}: the factory raised {type(error).__name__}: {error}; it "
+                f"was given {'parameters' if groups is None else 'what param_groups= returned'}"
+            ) from error
         if not isinstance(optimizer, Optimizer):
             raise InputError(
                 f"optimizer, {self.where}: expected a torch.optim.Optimizer from the factory, "
                 f"got {_kind(optimizer)}; {advice}"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InputError(
+                f"optimizer, {self.where}: {_kind(optimizer)} computes the loss several times an "
+                f"update, which a pipeline cannot; use another one, {advice}"
             )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = {id(p): name for name, p in named}
@@ -82,24 +106,25 @@ class Updater:
         """One update with the gradients, times `scale`."""
         if self.optimizer is None:
             return
+        there = [gradients[name] for name in self.parameters if name in gradients]
+        if not there:
+            return
+        if scale is not None:
+            torch._foreach_mul_(there, scale.to(there[0].device))
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
-        there = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if there and scale is not None:
-            torch._foreach_mul_(there, scale.to(there[0].device))
-        if there:
-            self.optimizer.step()
+        self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self.lr_schedule is not None and there:
+        if self.lr_schedule is not None:
             self.lr_schedule.step()
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the first parameter group."""
-        if self.optimizer is None or "lr" not in self.optimizer.param_groups[0]:
-            return None
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The learning rate of the first parameter group that has parameters."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        found = next((group.get("lr") for group in groups if group["params"]), None)
+        return None if found is None else float(found)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -125,21 +150,48 @@ class Updater:
         if self.optimizer is None:
             return
         self.optimizer.state.clear()
-        for name, parameter in self.parameters.items():
-            if name in states:
-                self.optimizer.state[parameter] = {
-                    key: value.to(parameter.device, copy=True)
-                    if isinstance(value, Tensor) and value.dim()
-                    else _copy(value)
-                    for key, value in states[name].items()
-                }
         names = {id(p): name for name, p in self.parameters.items()}
         for group in self.optimizer.param_groups:
-            found = settings.get(names[id(group["params"][0])])
-            if found is not None:
-                group.update({k: v for k, v in found.items() if k != "params"})
+            group.update(self._found(group, settings) or {})
+            on_device = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                if names[id(parameter)] in states:
+                    # Steps are counted on the CPU, but for kernels that count them themselves.
+                    self.optimizer.state[parameter] = {
+                        key: value.to(parameter.device, copy=True)
+                        if isinstance(value, Tensor) and (key != "step" or on_device)
+                        else _copy(value)
+                        for key, value in states[names[id(parameter)]].items()
+                    }
         if self.lr_schedule is not None and schedule is not None:
-            self.lr_schedule.load_state_dict(schedule)
+            found = copy.deepcopy(dict(schedule))
+            if "base_lrs" in found:  # other stages may have other groups
+                groups = self.optimizer.param_groups
+                found["base_lrs"] = [group["initial_lr"] for group in groups]
+            self.lr_schedule.load_state_dict(found)
+
+    def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
+        """What the optimizer needs that saved group settings do not have."""
+        if self.optimizer is None:
+            return
+        for group in self.optimizer.param_groups:
+            found = self._found(group, settings)
+            missing = self.optimizer.defaults.keys() - found.keys() if found is not None else set()
+            if missing:
+                yield (
+                    f"{self.where} has {_kind(self.optimizer)}, but the state is of another "
+                    f"optimizer (it has no {min(missing)!r})"
+                )
+                return
+
+    def _found(
+        self, group: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """The settings with which the group's parameters were saved."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        saved = (settings.get(names[id(p)]) for p in group["params"])
+        found = next((one for one in saved if one is not None), None)
+        return found and {key: _copy(value) for key, value in found.items() if key != "params"}
 
 
 def _kind(value: Any) -> str:
@@ -147,12 +199,19 @@ def _kind(value: Any) -> str:
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value)
 
 
 def _plain(value: Any) -> Any:
-    """A schedule's state without what cannot be saved."""
-    if value is None:
-        return None
-    kinds = (int, float, str, bool, list, type(None))
-    return {key: entry for key, entry in value.items() if isinstance(entry, kinds)}
+    """A schedule's state without what cannot be saved (functions, counters)."""
+    if type(value) is not dict:
+        return _copy(value)
+    return {key: _plain(entry) for key, entry in value.items() if _is_plain(entry)}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return True
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | Tensor | None)

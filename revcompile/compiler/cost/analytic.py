@@ -175,13 +175,17 @@ class _Counter(TorchDispatchMode):
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Attention as its two products: torch has no formula for its fused CPU kernel."""
+    """Attention as its two products: older torch has no formula for its fused CPU kernel.
+
+    >>> _attention_flops(torch.empty(2, 3, 5, 8), torch.empty(2, 3, 7, 8), torch.empty(2, 3, 7, 4))
+    5040
+    """
     *batch, length, width = query.shape
     pairs = torch.Size(batch).numel() * length * key.shape[-2]
     return 2 * pairs * (width + value.shape[-1])
 
 
 _FORMULAS: Final[dict[Any, Any]] = {
-    **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    **flop_registry,
 }

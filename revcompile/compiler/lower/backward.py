@@ -103,7 +103,7 @@ class _Walk:
         """Values and gradients of a unit's inputs from those of its outputs."""
         if unit.keep is Keep.NOTHING:
             (piece,) = unit.pieces
-            self._uncouple(piece, unit, index)
+            self._uncouple(piece, unit)
             return
         outputs = [n for n in unit.outputs if self.gradient(n) is not None]
         if not outputs:
@@ -111,23 +111,23 @@ class _Walk:
         inputs = [name for name in unit.inputs if self.emitter.graded(name)]
         if unit.keep is Keep.GRAPH:
             ends = {name: self.keep(graph_of(name)) for name in outputs}
-            leaves = {name: self.keep(leaf_of(name)) for name in inputs}
+            leaves = {name: self.keep(leaf_of(name, index)) for name in inputs}
         else:
-            ends, leaves = self._recompute(unit, index, outputs)
+            ends, leaves = self._recompute(unit, outputs)
         self._pull_back(unit, ends, leaves)
 
     def _recompute(
-        self, unit: Group, index: int, outputs: Sequence[str]
+        self, unit: Group, outputs: Sequence[str]
     ) -> tuple[dict[str, fx.Node], dict[str, fx.Node]]:
         """Run a unit again from the input it kept, recorded."""
         emitter = self.emitter
         known = {name: self.keep(name) for name in unit.inputs}
         outside, emitter.values = {**emitter.values, **known}, dict(known)
-        emitter.call(steps.recording, True)
-        leaves = {n: emitter.call(steps.leaf, known[n]) for n in known if emitter.graded(n)}
+        emitter.record(True)
+        leaves = {n: emitter.leaf(n, known[n]) for n in known if emitter.graded(n)}
         emitter.values |= leaves
-        emitter.compute(unit, index)
-        emitter.call(steps.recording, False)
+        emitter.compute(unit)
+        emitter.record(False)
         ends = {name: emitter.value(name) for name in outputs}
         emitter.values = outside
         return ends, leaves
@@ -140,6 +140,7 @@ class _Walk:
             tuple(self.gradient(name) for name in ends),
             tuple(leaves.values()),
             tuple(emitter.graph.get_attr(name) for name in unit.parameters),
+            name="found",
         )
         for index, name in enumerate(leaves):
             self.give(name, emitter.item(found, index, name=f"grad_{name}"))
@@ -150,20 +151,19 @@ class _Walk:
             gradient = self.emitter.item(found, index, name=f"grad_{name}")
             self.of_parameters.setdefault(name, []).append(gradient)
 
-    def _uncouple(self, piece: Piece, unit: Group, index: int) -> None:
+    def _uncouple(self, piece: Piece, unit: Group) -> None:
         """`(b, y) -> (y - F(b), b)` and the gradient, with one graph of F."""
         emitter, segment = self.emitter, piece.segment
         assert isinstance(segment, Coupling) and piece.grid is not None
         b, y = map(self.value, segment.streams_out)
         grid = self.value(piece.grid)
         sides = {name: self.value(name) for name in segment.sides}
-        emitter.call(steps.recording, True)
-        leaf = emitter.call(steps.leaf, b)
-        leaves = {n: emitter.call(steps.leaf, v) for n, v in sides.items() if emitter.graded(n)}
-        if unit.random:
-            emitter.call(steps.reseed, emitter.key, index)
+        emitter.record(True)
+        leaf = emitter.leaf(segment.streams_out[0], b)
+        leaves = {n: emitter.leaf(n, v) for n, v in sides.items() if emitter.graded(n)}
+        emitter.reseed(unit, piece)
         ends = emitter.branch(piece, leaf, list({**sides, **leaves}.values()))
-        emitter.call(steps.recording, False)
+        emitter.record(False)
         a = emitter.call(steps.minus, y, ends[0], grid, name=segment.streams_in[0])
         of_y = self.gradient(segment.streams_out[1])
         found = emitter.call(
@@ -172,6 +172,7 @@ class _Walk:
             (of_y, *(self.gradient(name) for name in segment.extras)),
             (leaf, *leaves.values()),
             tuple(emitter.graph.get_attr(name) for name in unit.parameters),
+            name="found",
         )
         name = f"grad_{segment.streams_in[1]}"
         of_b = [g for g in (self.gradient(segment.streams_out[0]), emitter.item(found, 0)) if g]
@@ -183,13 +184,19 @@ class _Walk:
         )
         if segment.link is not None:
             shapes = self.keep(shapes_of(piece.name))
-            back = tuple(self._unlink(piece, stream, shapes) for stream in back)  # type: ignore[assignment]
+            graded = (gradient and self._there(gradient, b) for gradient in back[2:])
+            back = tuple(  # type: ignore[assignment]
+                self._unlink(piece, stream, shapes) for stream in (a, b, *graded)
+            )
         for position, name in enumerate(segment.streams_in):
             emitter.values[name] = back[position]  # type: ignore[assignment]
             self.give(name, back[2 + position])
         for position, name in enumerate(leaves, 1):
             self.give(name, emitter.item(found, position, name=f"grad_{name}"))
         self._of_parameters(unit, found, 1 + len(leaves))
+
+    def _there(self, gradient: fx.Node, stream: fx.Node) -> fx.Node:
+        return self.emitter.call(steps.no_gradient_as_zeros, gradient, stream)
 
     def _unlink(self, piece: Piece, stream: fx.Node | None, shapes: fx.Node) -> fx.Node | None:
         """A link only moves elements, so a gradient goes back the way the values do."""
@@ -211,7 +218,7 @@ class _Walk:
         for name in names:
             of_one = self.of_parameters.get(name, [])
             found.append(
-                emitter.call(steps.total, *of_one)
+                emitter.call(steps.total, *of_one, name=f"grad_{name}")
                 if len(of_one) > 1
                 else of_one[0]
                 if of_one

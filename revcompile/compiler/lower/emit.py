@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revcompile import steps
+from revcompile import ops, steps
 from revcompile.compiler.lower.units import Group, convolves
 from revcompile.ir import TYPE, Coupling, Link, TensorType
 from revcompile.program import Partition, Piece
@@ -50,6 +50,9 @@ class Emitter:
         self.graph = fx.Graph()
         self.key = self.graph.placeholder("key")
         self.values: dict[str, fx.Node] = {}
+        self.places = {
+            id(piece): place for part in partition.parts for place, piece in enumerate(part.pieces)
+        }
         self.streams = {
             name
             for part in partition.parts
@@ -70,6 +73,19 @@ class Emitter:
         """Append a call; `name` is what its result is called in the code."""
         hint = legal(name) if name else None
         return self.graph.create_node("call_function", function, args, name=hint)
+
+    def reseed(self, group: Group, piece: Piece) -> None:
+        """Random numbers depend on the piece's place in its stage, not on how it is grouped."""
+        if piece.name in group.random:
+            self.call(steps.reseed, self.key, self.places[id(piece)], name="_")
+
+    def record(self, on: bool) -> None:
+        """From here on autograd records, or does not."""
+        self.call(steps.recording, on, name="_")
+
+    def leaf(self, name: str, value: fx.Node) -> fx.Node:
+        """A value as the beginning of a graph."""
+        return self.call(steps.leaf, value, name=f"{name}_leaf")
 
     def item(self, values: fx.Node, index: int, name: str | None = None) -> fx.Node:
         """One of several results."""
@@ -110,7 +126,11 @@ class Emitter:
                 )
                 new.meta = dict(node.meta)
                 return new
-        return self.graph.node_copy(node, copies.__getitem__)
+        new = self.graph.node_copy(node, copies.__getitem__)
+        function = getattr(node.target, "__name__", "")
+        if node.name.startswith(function) and hasattr(ops, function):
+            new._rename(f"{node.name}_value")  # shown code leaves out where functions come from
+        return new
 
     # -- couplings ----------------------------------------------------------------------------
 
@@ -144,9 +164,8 @@ class Emitter:
         assert isinstance(segment, Coupling) and piece.grid is not None
         a, b = map(self.value, segment.streams_in)
         if piece.opens:
-            entered = self.call(
-                steps.enter_chain, a, b, self.cast(piece), convolves(piece, self.root)
-            )
+            cast, is_conv = self.cast(piece), convolves(piece, self.root)
+            entered = self.call(steps.enter_chain, a, b, cast, is_conv, name="entered")
             names = (*segment.streams_in, piece.grid)
             a, b, self.values[piece.grid] = (
                 self.item(entered, index, name=name) for index, name in enumerate(names)
@@ -174,12 +193,11 @@ class Emitter:
             return self.graph.call_method("to", (self.value(name), kind.dtype))
         return self.value(name)
 
-    def compute(self, group: Group, index: int) -> dict[str, fx.Node]:
+    def compute(self, group: Group) -> dict[str, fx.Node]:
         """All pieces of a unit in order; returns the shapes of links, by piece."""
-        if group.random:
-            self.call(steps.reseed, self.key, index)
         shapes = {}
         for piece in group.pieces:
+            self.reseed(group, piece)
             if piece.reversible:
                 found = self.couple(piece)
                 if found is not None:

@@ -15,9 +15,9 @@ from revcompile.schedule import Keep
 __all__ = ["forward_graph", "graph_of", "leaf_of", "shapes_of"]
 
 
-def leaf_of(name: str) -> str:
-    """What an input of a recorded unit is kept under."""
-    return f"{name} leaf"
+def leaf_of(name: str, unit: int) -> str:
+    """What an input of a recorded unit is kept under: each reader has a leaf of its own."""
+    return f"{name} leaf {unit}"
 
 
 def graph_of(name: str) -> str:
@@ -42,7 +42,7 @@ def forward_graph(
         if unit.keep is Keep.GRAPH:
             stored |= _recorded(emitter, unit, index)
         else:
-            shapes = emitter.compute(unit, index)
+            shapes = emitter.compute(unit)
             stored |= {shapes_of(piece): node for piece, node in shapes.items()}
     values = {**emitter.values, **stored}
     return emitter.finish(
@@ -53,16 +53,18 @@ def forward_graph(
 def _recorded(emitter: Emitter, unit: Group, index: int) -> dict[str, fx.Node]:
     """A unit run with autograd on, cut off from the others at both ends."""
     stored, outside = {}, dict(emitter.values)
-    emitter.call(steps.recording, True)
+    emitter.record(True)
     for name in unit.inputs:
         if emitter.graded(name):
-            stored[leaf_of(name)] = emitter.call(steps.leaf, emitter.value(name))
-            emitter.values[name] = stored[leaf_of(name)]
-    emitter.compute(unit, index)
-    emitter.call(steps.recording, False)
+            stored[leaf_of(name, index)] = emitter.leaf(name, emitter.value(name))
+            emitter.values[name] = stored[leaf_of(name, index)]
+    emitter.compute(unit)
+    emitter.record(False)
     for name in unit.outputs:
         if emitter.graded(name):
             stored[graph_of(name)] = emitter.value(name)
-            emitter.values[name] = emitter.call(steps.detached, emitter.value(name))
+            emitter.values[name] = emitter.call(
+                steps.detached, emitter.value(name), name=f"{name}_out"
+            )
     emitter.values |= {name: outside[name] for name in unit.inputs}
     return stored

@@ -54,7 +54,8 @@ class Group:
     pieces: tuple[Piece, ...]
     keep: Keep
     parameters: tuple[str, ...]
-    random: bool
+    random: frozenset[str]
+    """Pieces that may draw random numbers."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -73,7 +74,7 @@ class Group:
         names = tuple(piece.name for piece in self.pieces)
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         reversible = all(piece.reversible for piece in self.pieces)
-        return Unit(label, names, reversible, self.keep, self.random)
+        return Unit(label, names, reversible, self.keep, bool(self.random))
 
 
 def groups(partition: Partition, part: Part, method: Method) -> tuple[Group, ...]:
@@ -107,7 +108,10 @@ def _group(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Group
     names = {id(p): name for name, p in root.named_parameters()}
     graphs = [graph for piece in pieces for graph in graphs_of(piece.segment)]
     parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
-    return Group(pieces, keep, tuple(parameters), any(_draws(g, root) for g in graphs))
+    random = frozenset(
+        piece.name for piece in pieces if any(_draws(g, root) for g in graphs_of(piece.segment))
+    )
+    return Group(pieces, keep, tuple(parameters), random)
 
 
 def _draws(graph: fx.Graph, root: nn.Module) -> bool:

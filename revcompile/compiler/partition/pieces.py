@@ -39,7 +39,8 @@ def torn_pieces(
     shortcut that rewiring understood (transitions), are not.
     """
     blocks = {name for block in rewired.residuals for name in block.branch}
-    taken = {*rewired.body.types, *rewired.signature.placeholders}
+    made = (name for piece in pieces for name in piece.outputs)
+    taken = {*made, *rewired.signature.placeholders}
     types: dict[str, Any] = {}
     result: list[tuple[Piece, ...]] = []
     for piece in pieces:

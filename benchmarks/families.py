@@ -1,0 +1,192 @@
+"""Petrafy the smallest model of every timm family and compare its gradients with autograd's.
+
+    python -m benchmarks.families                       # all families, 4 stages, three steps
+    python -m benchmarks.families resnet swin_transformer   # some, by family or model name
+
+Three PETRA steps at learning rate 0, the last batch of another size: every parameter's gradient
+must equal that of autograd on `net.module()`. Double precision up to `--double` million parameters,
+float32 above (there the bar is what two float32 runs differ by, 1e-3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import revcompile
+from benchmarks.coverage import smallest_of_each_family
+
+
+class Recorder(torch.optim.SGD):
+    """Changes nothing; keeps every gradient it is given."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.seen: list[list[Tensor | None]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keep the gradients."""
+        groups = [p for group in self.param_groups for p in group["params"]]
+        self.seen.append([None if p.grad is None else p.grad.clone() for p in groups])
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    """A weighted mean of everything the model returns."""
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+    terms = [
+        (t * torch.cos(target[0] * torch.arange(t.numel()).to(t).view_as(t))).mean()
+        for t in leaves
+        if t.is_floating_point()
+    ]
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def fixed_randomness(model: nn.Module) -> None:
+    """No dropout: autograd could not draw the same masks."""
+    for module in model.modules():
+        for name in (
+            "p",
+            "drop_prob",
+            "drop_rate",
+            "drop_path_rate",
+            "dropout",
+            "dropout_p",
+            "drop",
+            "attn_drop",
+        ):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def examine(name: str, stages: int, steps: int, double: float) -> dict[str, Any]:
+    """Petrafy a model, train some steps at rate 0, compare."""
+    torch.manual_seed(0)
+    model = timm.create_model(name)
+    fixed_randomness(model)
+    size = sum(p.numel() for p in model.parameters())
+    dtype = torch.float64 if size <= double * 1e6 else torch.float32
+    model = model.to(dtype)
+    shape = model.default_cfg.get("input_size", (3, 224, 224))
+    batches = [torch.randn(2 if i < steps - 1 else 3, *shape).to(dtype) for i in range(steps)]
+    start = time.perf_counter()
+    net = revcompile.petrafy(model, stages, batches[0], check="off")
+    spent = time.perf_counter() - start
+    del model
+    trainer = net.trainer(Recorder, loss)
+    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(steps)]
+    for x, y in zip(batches, targets, strict=True):
+        trainer.step(x, y)
+    trainer.flush()
+    reference = net.module()
+    reference.reversible = False  # type: ignore[assignment]
+    error = max(
+        _compare(trainer, reference.train(), index, x, y)
+        for index, (x, y) in enumerate(zip(batches, targets, strict=True))
+    )
+    work = [sum(c.forward + c.backward for c in part.costs) for part in net.partition.parts]
+    return {
+        "parameters": size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seconds": round(spent, 1),
+        "reversible": sum(part.reversible for part in net.partition.parts),
+        "couplings": sum(p.reversible for part in net.partition.parts for p in part.pieces),
+        "balance": max(work) * len(work) / sum(work),
+        "error": error,
+        "ok": error <= (1e-10 if dtype is torch.float64 else 1e-3),
+    }
+
+
+def _compare(trainer: Any, reference: nn.Module, index: int, x: Tensor, y: Tensor) -> float:
+    reference.zero_grad()
+    loss(reference(x), y).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
+    worst = 0.0
+    for actor in trainer.actors:
+        if actor.updater.optimizer is None:
+            continue
+        seen = actor.updater.optimizer.seen[index]
+        for name, got in zip(actor.updater.parameters, seen, strict=True):
+            want = expected[name]
+            if got is None and want is None:
+                continue
+            got = torch.zeros_like(want) if got is None else got
+            want = torch.zeros_like(got) if want is None else want
+            # A gradient that is zero in exact arithmetic is noise: measure against the largest.
+            scale = max(float(want.abs().max()), 1e-4 * largest)
+            worst = max(worst, float((got - want).abs().max()) / scale)
+    return worst
+
+
+def main() -> None:
+    """Print the table, and write it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="families or models (default: all families)")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--double", type=float, default=60, help="million parameters")
+    parser.add_argument("--families", type=Path, help="JSON of [family, model] pairs, to save time")
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, beginning at i")
+    parser.add_argument("--json", type=Path, help="rows are written here, and those there skipped")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    pairs = dict(json.loads(options.families.read_text())) if options.families else None
+    families = pairs or smallest_of_each_family()
+    wanted = {f: m for f, m in families.items() if not options.names or f in options.names}
+    wanted |= {name: name for name in options.names if name in timm.list_models()}
+    shard, shards = map(int, options.shard.split("/"))
+    rows: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        rows = json.loads(options.json.read_text())
+    done = {row["model"] for row in rows}
+    for family, name in track([*wanted.items()][shard::shards], "petrafying"):
+        if name in done:
+            continue
+        row: dict[str, Any] = {"family": family, "model": name}
+        try:
+            row |= examine(name, options.stages, options.steps, options.double)
+        except (revcompile.RevcompileError, RuntimeError) as error:
+            row |= {"failed": f"{type(error).__name__}: {error}"}
+        rows.append(row)
+        gc.collect()
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    Console().print(_table(rows))
+    if any(not row.get("ok") for row in rows):
+        raise SystemExit(1)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"{sum(bool(r.get('ok')) for r in rows)} of {len(rows)} equal autograd")
+    for column in ("family", "model", "petrafy s", "reversible", "balance", "worst gradient"):
+        table.add_column(column)
+    for row in sorted(rows, key=lambda r: r["family"]):
+        if "failed" in row:
+            table.add_row(row["family"], row["model"], "", "", "", row["failed"][:60])
+            continue
+        table.add_row(
+            row["family"],
+            row["model"],
+            f"{row['seconds']}",
+            f"{row['couplings']} blocks, {row['reversible']} stages",
+            f"{row['balance']:.2f}",
+            f"{row['error']:.1e} ({row['dtype']})" + ("" if row["ok"] else "  TOO LARGE"),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What a stage can do, one action at a time, and how an action is spelled."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from revcompile.errors import InputError
+
+__all__ = ["SHORT", "Action", "Op", "Tie"]
+
+
+class Op(enum.Enum):
+    """What a stage can do. TRAIN: fit the synthesiser to a micro-batch's true gradient."""
+
+    RECV_X = "RECV x"
+    FORWARD = "FORWARD"
+    SEND_Y = "SEND y"
+    RECV_DY = "RECV dy"
+    BACKWARD = "BACKWARD"
+    SEND_DX = "SEND dx"
+    UPDATE = "UPDATE"
+    TRAIN = "TRAIN"
+    SEND_TIED_GRAD = "SEND tied grad"
+    RECV_TIED_GRAD = "RECV tied grad"
+    SEND_TIED_WEIGHT = "SEND tied weight"
+    RECV_TIED_WEIGHT = "RECV tied weight"
+
+    # Members are singletons; the default hashes the name in Python, a third of a dry run's time.
+    __hash__ = object.__hash__
+
+
+SHORT: Final = {
+    Op.RECV_X: "RX",
+    Op.FORWARD: "F",
+    Op.SEND_Y: "SY",
+    Op.RECV_DY: "RDY",
+    Op.BACKWARD: "B",
+    Op.SEND_DX: "SDX",
+    Op.UPDATE: "U",
+    Op.TRAIN: "T",
+    Op.SEND_TIED_GRAD: "STG",
+    Op.RECV_TIED_GRAD: "RTG",
+    Op.SEND_TIED_WEIGHT: "STW",
+    Op.RECV_TIED_WEIGHT: "RTW",
+}
+_LONG: Final = {short: op for op, short in SHORT.items()}
+_ARROWS: Final = {
+    Op.SEND_TIED_GRAD: ">",
+    Op.SEND_TIED_WEIGHT: ">",
+    Op.RECV_TIED_GRAD: "<",
+    Op.RECV_TIED_WEIGHT: "<",
+}
+_SPELLING: Final = re.compile(r"([A-Z]+)(\d+)(?:([<>])(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a stage does.
+
+    `index` is the micro-batch, or the number of the update for UPDATE and the exchange of tied
+    parameters; `peer` is the other stage of such an exchange.
+
+    >>> print(Action(Op.FORWARD, 3), Action(Op.SEND_TIED_GRAD, 0, peer=2))
+    F3 STG0>2
+    >>> Action.parse("RTW1<0")
+    Action(op=<Op.RECV_TIED_WEIGHT: 'RECV tied weight'>, index=1, peer=0)
+    """
+
+    op: Op
+    index: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        tail = "" if self.peer is None else f"{_ARROWS[self.op]}{self.peer}"
+        return f"{SHORT[self.op]}{self.index}{tail}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what `str` wrote."""
+        found = _SPELLING.fullmatch(text)
+        op = _LONG.get(found[1]) if found else None
+        if found is None or op is None or _ARROWS.get(op) != found[3]:
+            raise InputError(f"{text!r} is no action; examples: F3, SDX1, U0, STG0>2, RTW0<0")
+        return cls(op, int(found[2]), None if found[4] is None else int(found[4]))
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Two stages that hold the same parameters: the owner updates them, the holder has a copy.
+
+    One exchange carries all that the two have in common.
+    """
+
+    owner: int
+    holder: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.owner < self.holder:
+            raise InputError(f"{self}: the owner must be the earlier stage; swap the two")

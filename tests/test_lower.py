@@ -1,0 +1,247 @@
+"""lower: what each stage keeps, wants back and returns, and the code it runs."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import itertools
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.program import StageProgram
+from revcompile.schedule import METHODS, Keep, choose
+
+
+class Sided(nn.Module):
+    """Stem | block | block gated by the stem's output | block | head, a mask at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gate = nn.Linear(5, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.stem(x)
+        gate = torch.sigmoid(self.gate(x))
+        x = x + torch.tanh(self.blocks[0](x))
+        x = x + torch.tanh(self.blocks[1](x) * gate)
+        x = x + torch.tanh(self.blocks[2](x))
+        return self.head(x * mask)
+
+
+@functools.cache
+def sided() -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 5), torch.rand(4, 1)
+    return revcompile.petrafy(Sided(), 5, inputs, check="off", policy="pretrained")
+
+
+def programs(method: str) -> tuple[StageProgram, ...]:
+    net = sided()
+    chosen = choose(method)
+    return tuple(actor.program for actor in net.trainer(sgd, F.mse_loss, method=chosen).actors)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def crossing(program: StageProgram) -> list[str]:
+    return [port.name for port in program.inputs]
+
+
+# -- what is kept ---------------------------------------------------------------------------------
+
+
+def test_what_travels_between_the_stages() -> None:
+    """The mask from the first stage to the last, the stem's output up to the gated block."""
+    assert [crossing(program) for program in programs("petra")] == [
+        ["x", "mask"],
+        ["mask", "stem", "stem_a", "stem_b"],
+        ["mask", "stem", "add_a", "add_b", "stem_a_grid"],
+        ["mask", "stem_a_grid", "add_1_a", "add_1_b"],
+        ["mask", "add_2_a", "add_2_b"],
+    ]
+
+
+def test_petra_keeps_what_nobody_sends_back() -> None:
+    found = programs("petra")
+    assert [program.kept for program in found] == [
+        ("x",),  # opaque: its input
+        (),
+        ("stem",),  # read by the block, and sent on by nobody
+        ("stem_a_grid",),  # the last block of the chain
+        # opaque and last: its graph, and what the block before wants back
+        ("head graph", "add_2_a leaf 0", "add_2_b leaf 0", "add_2_a", "add_2_b"),
+    ]
+    assert [program.wanted for program in found] == [
+        (),
+        ("add_a", "add_b", "stem_a_grid"),
+        ("add_1_a", "add_1_b", "stem_a_grid"),
+        ("add_2_a", "add_2_b"),
+        (),
+    ]
+    assert [program.reversible for program in found] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_stage_wants_the_next_one_returns(method: str) -> None:
+    found = programs(method)
+    assert found[0].returned == ()
+    assert found[-1].wanted == ()
+    for before, after in itertools.pairwise(found):
+        assert before.wanted == after.returned
+        assert before.outputs == after.inputs
+        assert set(before.wanted) <= set(crossing(after))
+
+
+@pytest.mark.parametrize(
+    ("method", "keep"),
+    [(name, method.keep) for name, method in METHODS.items() if method.keep is not Keep.NOTHING],
+)
+def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
+    for program in programs(method):
+        assert [unit.keep for unit in program.units] == [keep]
+        assert program.wanted == program.returned == ()
+        if keep is Keep.INPUT:
+            read = {name for name in crossing(program) if name in program.kept}
+            assert set(program.kept) == read
+        else:
+            assert all(" graph" in name or " leaf " in name for name in program.kept)
+
+
+def test_data_has_no_gradient() -> None:
+    assert [program.graded_inputs for program in programs("petra")] == [
+        (),
+        ("stem", "stem_a", "stem_b"),
+        ("stem", "add_a", "add_b"),
+        ("add_1_a", "add_1_b"),
+        ("add_2_a", "add_2_b"),
+    ]
+
+
+def test_every_parameter_has_its_gradient_in_one_stage() -> None:
+    found = [name for program in programs("petra") for name in program.parameters]
+    assert sorted(found) == sorted(dict(sided().model.named_parameters()))
+
+
+# -- the code -------------------------------------------------------------------------------------
+
+BLOCK: Final = """\
+# stage 3 of 5, petra
+#   takes  mask: float32[B, 1]
+#   takes  stem_a_grid: plain
+#   takes  add_1_a: float32[B, 6]
+#   takes  add_1_b: float32[B, 6]
+#   gives  mask: float32[B, 1]
+#   gives  add_2_a: float32[B, 6]
+#   gives  add_2_b: float32[B, 6]
+#   keeps  stem_a_grid
+"""
+
+
+def test_the_code_of_a_stage_reads_as_it_runs() -> None:
+    text = sided().stages[3].code
+    assert text.startswith(BLOCK)
+    for line in [
+        'blocks_2 = getattr(self.blocks, "2")(add_1_b)',
+        "tanh_2 = torch.tanh(blocks_2)",
+        "add_2_b = plus(add_1_a, tanh_2, stem_a_grid)",
+        "add_2_a_leaf = leaf(add_2_a)",
+        "add_1_a = minus(add_2_b, tanh_2, stem_a_grid)",
+        "found = pull_back((tanh_2,), (grad_add_2_b,), (add_2_a_leaf,), ",
+        "grad_add_1_b = total(grad_add_2_a, ",
+    ]:
+        assert line in text, line
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_code_is_python_in_which_no_name_hides_a_function(method: str) -> None:
+    net = copy.copy(sided())
+    net.method = choose(method)
+    for stage in net.stages:
+        tree = ast.parse(stage.code)
+        called = {
+            node.func.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assigned = {
+            target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        assert called
+        assert not called & assigned
+        assert str(stage) == stage.code
+
+
+# -- statistics -----------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Batch norms in the stem, in blocks, in a transition, in the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)
+        )
+        self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stages", [1, 3, 5])
+def test_statistics_move_once_a_micro_batch(method: str, stages: int) -> None:
+    """With standing weights they are those of a plain forward pass of every micro-batch."""
+    torch.manual_seed(0)
+    model = Normed().double()
+    example = torch.randn(4, 5, dtype=torch.float64)
+    net = revcompile.petrafy(model, stages, example, check="off", policy="pretrained")
+    reference = net.module()
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.0), F.cross_entropy, method=method)
+    for size in (4, 4, 3, 4, 4, 4, 2):
+        x = torch.randn(size, 5, dtype=torch.float64)
+        reference(x)
+        trainer.step(x, torch.zeros(size, dtype=torch.long))
+    trainer.flush()
+    for name, expected in reference.named_buffers():
+        found = net.model.get_buffer(name)
+        if name.endswith("num_batches_tracked"):
+            assert int(found) == 7, name
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_the_model_handed_in_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    before = copy.deepcopy(model)
+    hooks = [dict(m._forward_hooks) for m in model.modules()]
+    net = revcompile.petrafy(model, 3, torch.randn(4, 5), check="off")
+    trainer = net.trainer(sgd, F.cross_entropy)
+    for _ in range(4):
+        trainer.step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))
+    trainer.flush()
+    assert [name for name, _ in model.named_modules()] == [n for n, _ in before.named_modules()]
+    assert [dict(m._forward_hooks) for m in model.modules()] == hooks
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before.state_dict()[name]), name
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in net.model.parameters()}
+    assert all(p.grad is None for p in model.parameters())
