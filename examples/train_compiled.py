@@ -100,7 +100,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--method", default="petra", help="petra, backprop, 1f1b, pipedream, ...")
     parser.add_argument("--order", help='"half" the paper\'s delay (the default) or "paper"')
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches an update")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.02, help="the peak learning rate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -129,6 +129,9 @@ def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> N
             problems.append(
                 f"stage {program.index}: backward takes {takes - 1} values, not {given}"
             )
+        for node in (*program.forward.nodes, *program.backward.nodes):
+            if node.op == "placeholder" and node.target != node.name:
+                problems.append(f"stage {program.index}: {node.target} is known as {node.name} too")
     covered = {name for program in programs for name in program.parameters}
     used = {
         name

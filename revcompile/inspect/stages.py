@@ -24,7 +24,6 @@ _COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
     ("work", "right"),
     ("sends", "left"),
     ("keeps", "right"),
-    ("window", "right"),
     ("delay", "right"),
 )
 
@@ -36,7 +35,9 @@ def stage_table(
     name, count = partition.rewired.name, len(programs)
     table = Table(title=f"{name}: {count} stages, {programs[0].method.name}")
     for column, side in _COLUMNS:
-        table.add_column(column, justify=side)
+        table.add_column(
+            column, justify=side, no_wrap=column in ("#", "parameters", "work", "sends")
+        )
     work = [_work(part) for part in partition.parts]
     for part, program in zip(partition.parts, programs, strict=True):
         w = window(program.method, count, part.index)
@@ -44,12 +45,11 @@ def stage_table(
         table.add_row(
             str(part.index),
             _pieces(part),
-            "reversible" if part.reversible else _kind(part),
+            _kind(part),
             f"{sum(cost.parameters for cost in part.costs):,}",
             f"{100 * work[part.index] / max(sum(work), 1):.1f} %",
             _sends(program),
-            f"{kept * w / 2**20:.1f} MiB" if kept else "nothing",
-            str(w),
+            f"{w} × {kept / 2**20:.1f} MiB" if kept else "nothing",
             str(delay(program.method, count, part.index)),
         )
     return render(table, _totals(partition, work), *partition.rewired.notes)
@@ -80,15 +80,20 @@ def _pieces(part: Part) -> str:
 
 def _kind(part: Part) -> str:
     blocks = sum(piece.reversible for piece in part.pieces)
-    if not blocks:
-        return "opaque"
-    return f"mixed ({blocks} reversible)"
+    if part.reversible:
+        return "reversible"
+    return f"{blocks}/{len(part.pieces)} reversible" if blocks else "opaque"
 
 
 def _sends(program: StageProgram) -> str:
-    tensors = [str(port.type) for port in program.outputs if isinstance(port.type, TensorType)]
+    tensors = [_short(port.type) for port in program.outputs if port.type is not None]
     counted = {text: tensors.count(text) for text in dict.fromkeys(tensors)}
-    return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counted.items())
+    return ", ".join(f"{n}×{text}" if n > 1 else text for text, n in counted.items())
+
+
+def _short(kind: TensorType) -> str:
+    """`float32[B, 64, 56, 56]` as `f32[B,64,56,56]`."""
+    return str(kind).replace(", ", ",").replace("bfloat", "bf").replace("float", "f")
 
 
 def _bytes(kind: Any, batch: int | None) -> int:

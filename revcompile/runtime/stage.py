@@ -152,7 +152,8 @@ class Stage:
             returned, of_inputs, of_parameters = self._backward(
                 self.root, mix(self.seed, microbatch), *arguments
             )
-        found = dict(zip(program.parameters, of_parameters, strict=True))
+        dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
+        found = dict(zip(program.parameters, dense, strict=True))
         back = dict(zip(program.graded_inputs, of_inputs, strict=True))
         if self.check_finite:
             self._finite(microbatch, found, back)

@@ -100,7 +100,8 @@ class Trainer:
     """Trains a staged model with one of the methods, all stages in this process.
 
     `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
-    moment. If a step fails, nothing of it stays: the trainer is as it was before.
+    moment. A step that fails leaves no trace. Only where a gradient turns out bad after later
+    stages have used it is the micro-batch left out of the updates still to come.
     """
 
     def __init__(

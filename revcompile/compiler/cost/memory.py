@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from revcompile.ir import Cost, Coupling, TensorType
+from revcompile.ir import TYPE, Cost, Coupling, TensorType
 from revcompile.program import Piece
 from revcompile.schedule import Keep, Method, Weights, delay, window
 
@@ -49,7 +49,11 @@ class StageMemory:
     messages: int = 0
     """What arrives while the stage computes: a forward message and a backward message."""
     working: int = 0
-    """The graph being differentiated."""
+    """The graph being differentiated, with the gradients on their way through it."""
+    waiting: int = 0
+    """Backward messages of micro-batches that the next stage is done with and this one is not."""
+    between: int = 0
+    """Values and gradients on their way back from one piece of the stage to the one before."""
 
     @property
     def total(self) -> int:
@@ -128,6 +132,12 @@ class MemoryModel:
         self._saved = [cost.saved_at(batch) for cost in costs]
         self._shared = [cost.shared_at(batch) for cost in costs]
         self._alone = _running(self._saved), _running(self._shared)
+        self._passing = [_passing(piece, batch) for piece in self.pieces]
+        # The stream a branch reads has come back already, with the message or from behind.
+        self._branches = [
+            saved + max(passing - _stream(piece, types, batch), 0)
+            for saved, passing, piece in zip(self._saved, self._passing, self.pieces, strict=True)
+        ]
         self._runs = _runs(self.pieces)
         self._reads = _Reads(self.pieces, types, batch, None)
         self._narrow = self._reads
@@ -147,6 +157,8 @@ class MemoryModel:
             buffers=buffers,
             messages=self._messages(index, start, end),
             working=working,
+            waiting=self._waiting(index, end),
+            between=self._between_pieces(start, end),
         )
 
     def read(self, index: int, start: int, end: int) -> int:
@@ -156,16 +168,17 @@ class MemoryModel:
     def _activations(self, index: int, start: int, end: int) -> tuple[int, int]:
         """Bytes kept from forward to backward, and bytes of the graph at work."""
         in_flight = self._windows[index]
+        passing = max(self._passing[start:end])
         match self.method.keep:
             case Keep.GRAPH:
-                return in_flight * self._graph(start, end), 0
+                return in_flight * self._graph(start, end), passing
             case Keep.INPUT:
                 kept, narrow = (
                     (reads.needed if self.lean else reads.inputs)(start, end)
                     - self._free(reads, index, start, end)
                     for reads in (self._reads, self._narrow)
                 )
-                return kept + (in_flight - 1) * narrow, self._graph(start, end)
+                return kept + (in_flight - 1) * narrow, self._graph(start, end) + passing
             case Keep.NOTHING:
                 return self._between_couplings(index, start, end)
 
@@ -176,9 +189,9 @@ class MemoryModel:
         working = graphs = 0
         for reversible, first, behind in self._runs_in(start, end):
             if reversible:
-                working = max(working, *self._saved[first:behind])
+                working = max(working, *self._branches[first:behind])
                 continue
-            graph = self._graph(first, behind)
+            graph = self._graph(first, behind) + max(self._passing[first:behind])
             graphs, working = (graphs + graph, working) if last else (0, max(working, graph))
             kept += self._reads.inputs(first, behind)
             narrow += self._narrow.inputs(first, behind)
@@ -198,9 +211,33 @@ class MemoryModel:
     def _messages(self, index: int, start: int, end: int) -> int:
         """A stage that ends in a coupling is sent its outputs back along with their gradients."""
         arriving = self._reads.crossing(start) if index > 0 else 0
-        back = self._reads.crossing(end) if index < self.stages - 1 else 0
-        rebuilds = self.method.keep is Keep.NOTHING and self.pieces[end - 1].reversible
-        return arriving + (2 if rebuilds else 1) * back
+        return arriving + (self._back(end) if index < self.stages - 1 else 0)
+
+    def _waiting(self, index: int, end: int) -> int:
+        """The next stage sends a micro-batch back this many rounds before this stage needs it."""
+        if index == self.stages - 1:
+            return 0
+        return (self._windows[index] - self._windows[index + 1]) * self._back(end)
+
+    def _between_pieces(self, start: int, end: int) -> int:
+        """Where a stage goes back piece by piece, what it hands from one to the one before.
+
+        A coupling hands on one stream and one gradient as they came, in the message at first.
+        """
+        if self.method.keep is not Keep.NOTHING:
+            return 0
+        reversible = [self.pieces[place].reversible for place in range(start, end)]
+        found = 0
+        for place in range(start + 1, end):
+            if any(reversible[place - start - 1 : place - start + 1]):
+                came = place == end - 1 and reversible[-1]
+                found = max(found, self._back(place) // (2 if came else 1))
+        return found
+
+    def _back(self, place: int) -> int:
+        """What comes back to the pieces before a place: a coupling needs its outputs' values."""
+        rebuilds = self.method.keep is Keep.NOTHING and self.pieces[place - 1].reversible
+        return (2 if rebuilds else 1) * self._reads.crossing(place)
 
     def _runs_in(self, start: int, end: int) -> list[tuple[bool, int, int]]:
         found = []
@@ -340,6 +377,24 @@ class _Steps:
     def below(self, place: int) -> int:
         """What counts at places before this one."""
         return self._sums[bisect_left(self._places, place)]
+
+
+def _passing(piece: Piece, batch: int) -> int:
+    """Gradients that exist at once inside a piece: of an operation's output and of its inputs."""
+    segment = piece.segment
+    graph = segment.branch if isinstance(segment, Coupling) else segment.graph
+    size = {node: _size(node.meta.get(TYPE), batch, None) for node in graph.nodes}
+    return max(
+        (size[n] + sum(size[i] for i in n.all_input_nodes) for n in graph.nodes if size[n]),
+        default=0,
+    )
+
+
+def _stream(piece: Piece, types: Mapping[str, Any], batch: int) -> int:
+    """The stream that a coupling's branch reads."""
+    segment = piece.segment
+    named = isinstance(segment, Coupling)
+    return _size(types.get(segment.streams_in[1]), batch, None) if named else 0
 
 
 def _running(numbers: Sequence[int]) -> list[int]:

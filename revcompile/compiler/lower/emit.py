@@ -66,6 +66,7 @@ class Emitter:
         nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
         with self.graph.inserting_after(nodes[-1]):
             node = self.graph.placeholder(legal(name))
+        node.target = node.name  # a parameter of another name could be overwritten by a variable
         node.meta[TYPE] = self.partition.types.get(like or name)
         return node
 

@@ -44,7 +44,10 @@ class Region:
         if name not in self.inputs:
             last = next(reversed(self.inputs.values()), None)
             with self.graph.inserting_after(last if last is not None else self.graph._root):
-                self.inputs[name] = self.graph.placeholder(name)
+                node = self.inputs[name] = self.graph.placeholder(name)
+            node.target = (
+                node.name
+            )  # a parameter named otherwise could be overwritten by a variable
             if like is not None:
                 describe(self.inputs[name], like)
         return self.inputs[name]
