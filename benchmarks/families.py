@@ -71,22 +71,26 @@ def fixed_randomness(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def examine(name: str, stages: int, steps: int, double: float) -> dict[str, Any]:
+def examine(
+    name: str, stages: int, steps: int, double: float, device: str = "cpu"
+) -> dict[str, Any]:
     """Petrafy a model, train some steps at rate 0, compare."""
     torch.manual_seed(0)
     model = timm.create_model(name)
     fixed_randomness(model)
     size = sum(p.numel() for p in model.parameters())
     dtype = torch.float64 if size <= double * 1e6 else torch.float32
-    model = model.to(dtype)
+    model = model.to(device, dtype)
     shape = model.default_cfg.get("input_size", (3, 224, 224))
-    batches = [torch.randn(2 if i < steps - 1 else 3, *shape).to(dtype) for i in range(steps)]
+    batches = [
+        torch.randn(2 if i < steps - 1 else 3, *shape).to(device, dtype) for i in range(steps)
+    ]
     start = time.perf_counter()
     net = revcompile.petrafy(model, stages, batches[0], check="off")
     spent = time.perf_counter() - start
     del model
     trainer = net.trainer(Recorder, loss)
-    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(steps)]
+    targets = [torch.tensor([0.1 * (i + 1)], device=device) for i in range(steps)]
     for x, y in zip(batches, targets, strict=True):
         trainer.step(x, y)
     trainer.flush()
@@ -139,6 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--double", type=float, default=60, help="million parameters")
     parser.add_argument("--families", type=Path, help="JSON of [family, model] pairs, to save time")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, beginning at i")
     parser.add_argument("--json", type=Path, help="rows are written here, and those there skipped")
     options = parser.parse_args()
@@ -157,7 +162,7 @@ def main() -> None:
             continue
         row: dict[str, Any] = {"family": family, "model": name}
         try:
-            row |= examine(name, options.stages, options.steps, options.double)
+            row |= examine(name, options.stages, options.steps, options.double, options.device)
         except (revcompile.RevcompileError, RuntimeError) as error:
             row |= {"failed": f"{type(error).__name__}: {error}"}
         rows.append(row)

@@ -128,7 +128,7 @@ def petrafy(
     >>> import timm, revcompile
     >>> net = revcompile.petrafy(timm.create_model("resnet18"), num_stages=4, check="off")
     >>> net
-    StagedModel(ResNet: 4 stages, 0 reversible)
+    StagedModel(ResNet: 4 stages, ... reversible)
     """
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise InputError(f"petrafy: num_stages={num_stages!r}; expected a whole number")

@@ -114,9 +114,9 @@ class StageProgram:
 
     `forward(key, *inputs) -> (outputs, kept)` and
     `backward(key, *kept, *wanted, *gradients) -> (returned, input gradients, parameter gradients)`
-    are graphs whose code runs as it reads. `inverse(key, *outputs) -> inputs` is there for
-    stages that are reversible as a whole. `key` identifies stage and micro-batch to whatever
-    draws random numbers.
+    are graphs whose code runs as it reads. `inverse(key, *kept, *wanted) -> its input streams` is
+    there for stages that are reversible as a whole. `key` identifies stage and micro-batch to
+    whatever draws random numbers.
     """
 
     index: int

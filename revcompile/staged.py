@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from revcompile.compiler.balance import balance
 from revcompile.compiler.lower import lower
 from revcompile.compiler.verify import verify_programs
 from revcompile.inspect.stages import code_text, stage_table
 from revcompile.program import Part, Partition, StageProgram
+from revcompile.runtime.checkpoint import export_weights, load_into
+from revcompile.runtime.distributed.start import many_ranks
+from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.objective import Loss
+from revcompile.runtime.pipelining import StageModule, pipeline_stages
 from revcompile.runtime.reversible import Reversible
 from revcompile.runtime.trainer import Settings, Trainer
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory
@@ -33,7 +42,7 @@ class CompiledStage:
 
     @property
     def code(self) -> str:
-        """The forward and the backward program as Python."""
+        """The forward, inverse and backward programs as Python."""
         return code_text(self.program)
 
     @property
@@ -71,6 +80,7 @@ class StagedModel:
         self.partition = partition
         self.method = method
         self._programs = functools.cache(self._lowered)
+        self._trainer: weakref.ref[DistributedTrainer] | None = None
 
     def _lowered(self, method: Method) -> tuple[StageProgram, ...]:
         programs = lower(self.partition, method)
@@ -91,11 +101,66 @@ class StagedModel:
         return tuple(map(CompiledStage, self.partition.parts, programs, lists))
 
     def module(self) -> nn.Module:
-        """A plain module with the current weights: a copy to evaluate, save and deploy."""
+        """A plain module with the current weights: a copy to evaluate, save and deploy.
+
+        While several ranks train, each of them calls this: the weights come from all of them.
+        """
+        trainer = self._trainer() if self._trainer is not None else None
+        if trainer is not None:
+            trainer.gather()
         twin = copy.deepcopy(self.model)
         for parameter in twin.parameters():
             parameter.grad = None
         return twin
+
+    def load(self, place: str | Path) -> None:
+        """Take over the weights of a checkpoint, of the newest one in a folder, or of an export.
+
+        Trainers of this model keep copies of shared weights and micro-batches in flight: load
+        before making one, or call `trainer.load`.
+        """
+        load_into(self.model, place)
+
+    def export(self, file: str | Path) -> Path:
+        """Write the current weights as one file of safetensors, under their original names.
+
+        >>> import pathlib, tempfile, torch, revcompile
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)
+        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = net.export(pathlib.Path(folder, "layer.safetensors"))
+        ...     net.load(file)
+        """
+        return export_weights(self.module(), file)
+
+    def to_pipeline_stages(
+        self, device: torch.device | str | None = None, reversible: bool = False
+    ) -> tuple[StageModule, ...]:
+        """The same stages as plain modules, for the schedules of `torch.distributed.pipelining`.
+
+        Every rank picks its own: `PipelineStage(stages[rank], rank, len(stages), device)`. The
+        modules hold copies of the current weights under their original names. `reversible` has
+        couplings in a row keep only their output; it needs a schedule that computes all gradients
+        of a stage at once (GPipe, 1F1B, interleaved 1F1B), not zero-bubble ones.
+
+        Torch's rules: every micro-batch has the same shape, dropout draws from the global
+        generator, and a parameter must not be shared between stages.
+
+        >>> import torch, revcompile
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, norm_first=True)
+        >>> x = torch.randn(2, 5, 8)
+        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=x)
+        >>> first, last = net.to_pipeline_stages()
+        >>> torch.equal(last(*first(x)), net.module()(x))
+        True
+
+        The trained weights go back under their names:
+
+        >>> state = first.state_dict() | last.state_dict()
+        >>> net.model.load_state_dict(state)
+        <All keys matched successfully>
+        """
+        return pipeline_stages(self.partition, device, reversible)
 
     def trainer(
         self,
@@ -113,6 +178,9 @@ class StagedModel:
         seed: int = 0,
         check_finite: bool = True,
         measure_every: int | None = None,
+        places: Sequence[int] | None = None,
+        timeout: float = 600.0,
+        report_loss: bool = False,
     ) -> Trainer:
         """A trainer for this model.
 
@@ -124,6 +192,11 @@ class StagedModel:
         parameters into torch's parameter groups. `clip_grad_norm` clips the norm over the whole
         model where all stages update together, and each stage's own norm where they do not.
         `measure_every` has every n-th micro-batch's reconstruction error measured.
+
+        In a script started by torchrun (or with a process group of several ranks) this is the
+        trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
+        (default: in a row, balanced by cost), `timeout` after how many seconds of silence a rank
+        gives up, and `report_loss` tells every rank the loss of each step.
         """
         settings = Settings(
             accumulate=accumulate,
@@ -138,7 +211,30 @@ class StagedModel:
         chosen = choose(method, order=order, alpha=alpha)
         self._proved(chosen, accumulate)
         programs = self._programs(chosen)
-        return Trainer(self.model, self.partition, programs, optimizer, loss, settings)
+        if not many_ranks():
+            return Trainer(self.model, self.partition, programs, optimizer, loss, settings)
+        trainer = DistributedTrainer(
+            self.model,
+            self.partition,
+            programs,
+            optimizer,
+            loss,
+            settings,
+            default_places=self._places,
+            places=places,
+            timeout=timeout,
+            report_loss=report_loss,
+        )
+        self._trainer = weakref.ref(trainer)
+        return trainer
+
+    def _places(self, ranks: int) -> list[int]:
+        """Stages in a row on so many ranks, balanced by cost."""
+        parts = self.partition.parts
+        costs = [sum(cost.forward + cost.backward for cost in part.costs) for part in parts]
+        ends = balance(costs, ranks)
+        assert ends is not None
+        return [bisect_right(ends, stage) for stage in range(self.num_stages)]
 
     def _proved(self, method: Method, accumulate: int) -> None:
         """Play the schedule without tensors: it must not lock up."""

@@ -111,7 +111,8 @@ def test_a_cut_inside_a_run_keeps_what_crosses_it() -> None:
 def test_the_last_stage_keeps_the_graphs_of_its_opaque_runs_too() -> None:
     memory = model(PETRA).stage(3, 4, 7)
     assert memory.buffers == MIDDLE + 2 * NARROW
-    assert memory.working == saved(4) + saved(6) + saved(5)
+    # The head's graph is gone when the couplings before it are rebuilt.
+    assert memory.working == saved(4) + max(saved(5), saved(6))
 
 
 def test_the_first_stage_can_ask_the_dataset_again() -> None:

@@ -22,7 +22,7 @@ def _load(name: str) -> ModuleType:
 def test_train_compiled_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert _load("train_compiled").main(["--epochs", "2"]) > 0.9
     printed = capsys.readouterr().out
-    assert "reversible: 5 blocks" in printed and "test accuracy" in printed
+    assert "4 stages, 1 reversible" in printed and "test accuracy" in printed
 
 
 @pytest.mark.slow

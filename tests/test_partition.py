@@ -281,7 +281,15 @@ def needs(partition: Partition, batch: int) -> list[int]:
     """Bytes of every stage."""
     pieces, costs = flat(partition)
     method = choose("petra")
-    model = MemoryModel(pieces, partition.types, costs, method, len(partition.parts), batch=batch)
+    model = MemoryModel(
+        pieces,
+        partition.types,
+        costs,
+        method,
+        len(partition.parts),
+        batch=batch,
+        first_input_free=False,
+    )
     ends = list(itertools.accumulate(sizes(partition)))
     spans = itertools.pairwise((0, *ends))
     return [model.stage(index, start, end).total for index, (start, end) in enumerate(spans)]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import worst
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import (
+
+import revcompile
+from tests.helpers import worst
+from tests.training import (
     METHODS,
     SCHEDULES,
     Batch,
@@ -30,8 +32,6 @@ from training import (
     trainer_of,
     weights,
 )
-
-import revcompile
 
 # -- optimizers -----------------------------------------------------------------------------------
 

@@ -9,11 +9,14 @@ from typing import Any, Final
 
 import pytest
 import torch
-from helpers import worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from training import (
+
+import revcompile
+from revcompile.errors import InputError, NonFiniteError
+from tests.helpers import worst
+from tests.training import (
     METHODS,
     SCHEDULES,
     Batch,
@@ -30,9 +33,6 @@ from training import (
     trainer_of,
     weights,
 )
-
-import revcompile
-from revcompile.errors import InputError, NonFiniteError
 
 SAVED_IN_FLIGHT: Final = (
     ("petra", "half"),
@@ -235,7 +235,8 @@ def test_evaluation_does_not_disturb_training(method: str) -> None:
     for index, batch in enumerate(batches(7)):
         found[1] += feed(a, [batch])
         if index % 2:
-            a.evaluate(batches(3, seed=index))
+            shuffled = torch.randperm  # as a loader would, from the global generator
+            a.evaluate((x[shuffled(len(x))], y) for x, y in batches(3, seed=index))
     found += [a.flush(), torch.rand(1)]
     assert same(found, expected)
     assert same(weights(looked_at), weights(left_alone))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from revcompile.schedule import delay, window
 
 __all__ = ["code_text", "stage_table"]
 
+_RESULTLESS: Final = re.compile(r"_\w* = ((?:recording|reseed)\([^)]*\));  _\w* = None")
 _COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
     ("#", "right"),
     ("pieces", "left"),
@@ -107,20 +109,21 @@ def _bytes(kind: Any, batch: int | None) -> int:
 
 
 def code_text(program: StageProgram) -> str:
-    """Forward and backward as generated, each with a line that says what it is."""
+    """Forward, inverse (where there is one) and backward as generated."""
     kept = ", ".join(program.kept) or "nothing"
     head = [f"# stage {program.index} of {program.stages}, {program.method.name}"]
     head += [f"#   takes  {port}" for port in program.inputs]
     head += [f"#   gives  {port}" for port in program.outputs]
     head += [f"#   keeps  {kept}"]
-    return "\n".join(
-        [*head, "", _source(program.forward, "forward"), "", _source(program.backward, "backward")]
-    )
+    programs = (("forward", program.forward), ("inverse", program.inverse))
+    code = [_source(graph, name) for name, graph in programs if graph is not None]
+    return "\n\n".join(["\n".join(head), *code, _source(program.backward, "backward")])
 
 
 def _source(graph: fx.Graph, name: str) -> str:
     text = graph.python_code("self").src.strip()
     text = text.replace("revcompile_steps_", "").replace("revcompile_ops_", "")
+    text = _RESULTLESS.sub(r"\1", text)
     return text.replace("def forward(", f"def {name}(", 1)
 
 

@@ -9,7 +9,7 @@ from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.replay import Snapshot
 from revcompile.runtime.objective import Objective
 from revcompile.runtime.transport import InProcess
-from revcompile.runtime.worker import Actor
+from revcompile.runtime.worker import Actor, put_back
 from revcompile.schedule import Action, Op, Order, Schedule
 
 __all__ = ["Attempt"]
@@ -51,6 +51,10 @@ class Attempt:
                 actions.popleft()
             if actor.failures:
                 raise self._untried(actor.failures[0])
+        # From here on nothing is taken back: let used-up messages go as they are read.
+        self._queues.clear()
+        self._gathered.clear()
+        self._buffers.clear()
 
     def take_back(self) -> Schedule:
         """Undo everything; returns the schedule to go on with."""
@@ -61,9 +65,7 @@ class Attempt:
             actor.stage.reconstruction.pop(microbatch, None)
             actor.stage.gradients, actor.contributed = gradients, contributed
             actor.failures = []
-        for module, name, buffer, _, copy in self._buffers:
-            buffer.data.copy_(copy)  # as quietly as batch norm writes it: graphs are in flight
-            module._buffers[name] = buffer
+        put_back(self._buffers)
         # Tied weights that have arrived with this round arrive once more in the next.
         self._transport.queues = self._queues
         for found in (objective.targets, objective.losses, objective.outputs):

@@ -50,8 +50,7 @@ class Objective:
             for name, value in outputs.items()
         }
         with torch.enable_grad():
-            flat = [leaves[r.name] if isinstance(r, Live) else r for r in self._result]
-            output = pytree.tree_unflatten(flat, self._spec)
+            output = self.assembled(leaves)
             loss = self._evaluate(microbatch, output, target)
             wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
             if not loss.requires_grad:
@@ -63,6 +62,11 @@ class Objective:
         self.losses[microbatch] = loss.detach()
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
         return dict(zip(wanted, found, strict=True))
+
+    def assembled(self, outputs: Mapping[str, Any]) -> Any:
+        """What the model returns, from the last stage's outputs."""
+        flat = [outputs[r.name] if isinstance(r, Live) else r for r in self._result]
+        return pytree.tree_unflatten(flat, self._spec)
 
     def _evaluate(self, microbatch: int, output: Any, target: Any) -> Tensor:
         loss = self.evaluate(output, target, f"micro-batch {microbatch}")

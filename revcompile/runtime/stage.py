@@ -115,6 +115,13 @@ class Stage:
             observer.forwarded(self, microbatch)
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
+    def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run in the modules' present mode; nothing is kept or changed."""
+        values = [inputs[port.name] for port in self.program.inputs]
+        with self._running(None, 0):
+            outputs, _ = self._forward(self.root, self.seed, *values)
+        return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
+
     def drop(self, microbatch: int) -> None:
         """Forget a micro-batch that will not come back."""
         self.in_flight.pop(microbatch, None)
@@ -208,11 +215,10 @@ class Stage:
         there = {n: g for n, g in {**back, **found}.items() if g is not None and g.numel()}
         if not there:
             return
-        largest = torch._foreach_norm(list(there.values()), float("inf"))
-        fine = torch.isfinite(torch.stack([n.double() for n in largest]))
-        if bool(fine.all()):
+        fine = _all_finite(list(there.values()))
+        bad = [name for name, ok in zip(there, fine, strict=True) if not ok]
+        if not bad:
             return
-        bad = [name for name, ok in zip(there, fine.tolist(), strict=True) if not ok]
         of_parameters = [name for name in bad if name in found]
         where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -245,10 +251,7 @@ class Stage:
                 stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.no_grad())
             if self.autocast is not None:
-                # Without a cache: a weight cast while nothing is recorded would be found again
-                # while something is, cut off from its gradient.
-                cast = torch.autocast(device.type, self.autocast, cache_enabled=False)
-                stack.enter_context(cast)
+                stack.enter_context(torch.autocast(device.type, self.autocast))
             chosen = weights if weights is not None else self._own
             if chosen is not None:
                 stack.enter_context(self._slots.filled(chosen))
@@ -295,6 +298,22 @@ def _statistics(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module,
             modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
     norms = (module for module in modules if isinstance(module, _BatchNorm))
     return [(norm, name) for norm in norms for name in norm._buffers]
+
+
+def _all_finite(tensors: list[Tensor]) -> list[bool]:
+    """For each tensor: are all its elements finite? Waits for the device once.
+
+    A finite sum says so at the price of one fast pass; a sum may overflow, so others are looked
+    at again. On a GPU the largest elements of all tensors are one kernel.
+    """
+    if tensors[0].is_cuda:
+        largest = torch._foreach_norm(tensors, float("inf"))
+        return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()
+    sums = torch.isfinite(torch.stack([tensor.sum().double() for tensor in tensors])).tolist()
+    return [
+        fine or bool(torch.isfinite(tensor).all())
+        for fine, tensor in zip(sums, tensors, strict=True)
+    ]
 
 
 def _candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
@@ -21,7 +21,7 @@ from revcompile.steps import mix
 if TYPE_CHECKING:
     from revcompile.runtime.trainer import Trainer
 
-__all__ = ["load_trainer", "save_trainer"]
+__all__ = ["load_trainer", "model_misfits", "save_trainer", "summed_up"]
 
 FORMAT = 1
 
@@ -32,7 +32,7 @@ def save_trainer(trainer: Trainer) -> dict[str, Any]:
     if graphs:
         raise InputError(
             f"trainer.state_dict: stage {graphs[0]} keeps graphs of micro-batches in flight, which "
-            "cannot be saved; call trainer.flush() first"
+            "cannot be saved; call trainer.flush() first, or trainer.save(folder, drain=True)"
         )
     optimizers = [actor.updater.state() for actor in trainer.actors]
     return {
@@ -57,15 +57,17 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Take a state over. Checked first: a state that does not fit changes nothing."""
     problems = list(_misfits(trainer, state))
     if problems:
-        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
-        raise InputError(f"trainer.load_state_dict: the state does not fit this trainer: {shown}")
+        raise InputError(
+            f"trainer.load_state_dict: the state does not fit this trainer: {summed_up(problems)}"
+        )
     same, schedule = _same(trainer, state), Schedule.load(state["schedule"])
     if not same and not schedule.idle:
         raise InputError(
             f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
             f"applied yet in {schedule.stages} stages ({schedule.method.name}), but this trainer "
             f"has {len(trainer.actors)} ({trainer.schedule.method.name}), cut or scheduled "
-            "otherwise; call flush() before state_dict() to move between them"
+            "otherwise; call flush() before state_dict(), or trainer.save(folder, drain=True), to "
+            "move between them"
         )
     trainer.model.load_state_dict(state["model"])
     _load_updaters(trainer, state, same)
@@ -86,16 +88,27 @@ def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {FORMAT}), got {got!r}"
         return
-    mine, found = trainer.model.state_dict(), state["model"]
-    yield from (f"it lacks {name}" for name in mine.keys() - found.keys())
-    yield from (f"the model has no {name}" for name in found.keys() - mine.keys())
-    for name in mine.keys() & found.keys():
-        have, got = tuple(mine[name].shape), tuple(found[name].shape)
-        if have != got:
-            yield f"{name} has shape {got} in it, {have} here"
+    yield from model_misfits(trainer.model, state["model"])
     settings = _settings(state)
     for actor in trainer.actors:
         yield from actor.updater.misfits(settings)
+
+
+def model_misfits(model: nn.Module, found: Mapping[str, Tensor]) -> Iterator[str]:
+    """Where a state dict and a model differ in names or shapes."""
+    mine = model.state_dict()
+    yield from (f"it lacks {name}" for name in mine if name not in found)
+    yield from (f"the model has no {name}" for name in found if name not in mine)
+    for name in (name for name in mine if name in found):
+        have, got = tuple(mine[name].shape), tuple(found[name].shape)
+        if have != got:
+            yield f"{name} has shape {got} in it, {have} here"
+
+
+def summed_up(problems: Sequence[str], limit: int = 3) -> str:
+    """The first few, and how many more there are."""
+    more = len(problems) - limit
+    return "; ".join(problems[:limit]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _same(trainer: Trainer, state: Mapping[str, Any]) -> bool:
@@ -177,7 +190,7 @@ def _actor_state(actor: Actor, transport: InProcess) -> dict[str, Any]:
         "in_flight": [[m, _held_state(stage, held)] for m, held in stage.in_flight.items()],
         "versions": _versions(stage),
         "incoming": [_message_state(message) for message in actor.incoming.values()],
-        "outputs": [[m, _copied(dict(values))] for m, values in actor.outputs.items()],
+        "outputs": [[m, _copied(values and dict(values))] for m, values in actor.outputs.items()],
     }
     if actor.synthesiser is not None:
         state["synthesiser"] = _copied(actor.synthesiser.layers.state_dict())
@@ -226,7 +239,7 @@ def _load_actor(actor: Actor, saved: Mapping[str, Any]) -> None:
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
         )
     actor.incoming = {m["index"]: _message(m) for m in saved["incoming"]}
-    actor.outputs = {m: _copied(dict(values)) for m, values in saved["outputs"]}
+    actor.outputs = {m: _copied(values) for m, values in saved["outputs"]}
     if actor.synthesiser is not None:
         actor.synthesiser.layers.load_state_dict(saved["synthesiser"])
         found = saved["synthesiser_optimizer"]

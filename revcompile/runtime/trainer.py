@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from revcompile.errors import InputError, RevcompileError
 from revcompile.ir import TensorType
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.attempt import Attempt
+from revcompile.runtime.checkpoint import load_training, save_training, set_generators
 from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible, bind
+from revcompile.runtime.shipping.names import located
 from revcompile.runtime.stage import Stage
 from revcompile.runtime.state import load_trainer, save_trainer
 from revcompile.runtime.synthesis import Synthesiser
@@ -28,7 +30,7 @@ from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFac
 from revcompile.runtime.worker import Actor, Worker
 from revcompile.schedule import Order, Schedule, delay
 
-__all__ = ["Evaluation", "Metrics", "Settings", "Trainer"]
+__all__ = ["Evaluation", "Metric", "Metrics", "Settings", "Trainer", "batch_pair", "call_of"]
 
 
 class Metric(Protocol):
@@ -104,6 +106,9 @@ class Trainer:
     stages have used it is the micro-batch left out of the updates still to come.
     """
 
+    guarded: ClassVar[bool] = False
+    """Does a micro-batch that fails in a forward pass go on as lost, instead of being taken back?"""
+
     def __init__(
         self,
         model: Reversible,
@@ -118,10 +123,10 @@ class Trainer:
         method, stages = programs[0].method, len(programs)
         self.schedule = Schedule(method, stages, settings.accumulate, partition.ties)
         self.delays = tuple(delay(method, stages, j, settings.accumulate) for j in range(stages))
-        self.transport = InProcess(stages)
+        self.transport = self._connect()
         self.objective = Objective(partition.rewired, loss, settings.autocast, stages - 1)
         self.objective.check_finite = settings.check_finite
-        self.actors = [self._actor(program, optimizer) for program in programs]
+        self.actors = [self._actor(p, optimizer) for p in programs if self._is_here(p.index)]
         self.worker = Worker(self.actors)
         self.probes: list[Probe] = []
         for actor in self.actors:
@@ -130,6 +135,14 @@ class Trainer:
         self._samples, self._started = 0, time.perf_counter()
         self.metrics: Metrics | None = None
         """What the last step returned."""
+
+    def _connect(self) -> Any:
+        """What carries messages between the stages."""
+        return InProcess(len(self.programs))
+
+    def _is_here(self, stage: int) -> bool:
+        """Does a stage live in this process?"""
+        return True
 
     def _actor(self, program: StageProgram, optimizer: OptimizerFactory) -> Actor:
         settings, index = self.settings, program.index
@@ -167,6 +180,7 @@ class Trainer:
             clip_grad_norm=settings.clip_grad_norm,
             held=held,
             owned=owned,
+            guarded=self.guarded,
         )
 
     # -- training -----------------------------------------------------------------------------
@@ -185,12 +199,7 @@ class Trainer:
         self.objective.targets[microbatch] = self._moved(target)
         for probe in self.probes:
             probe.fed(microbatch, values, self.objective.targets[microbatch])
-        every = self.settings.measure_every
-        due = every is not None and microbatch % every == 0
-        for actor in self.actors:
-            actor.measured = {microbatch} if due else set()
-        if not self.model.training:
-            self.model.train()
+        self._measure(microbatch)
         try:
             rest = self.worker.forward(self.schedule.inject())
             attempt.backward(rest)
@@ -213,16 +222,34 @@ class Trainer:
         self._usable()
         if not self.model.training:
             self.model.train()
-        self._finish([deque(actions) for actions in self.schedule.drain()])
+        self._finish(self.worker.own(self.schedule.drain()))
         self._probed(drained=True)
         self._raise_failures()
 
+    def _measure(self, microbatch: int) -> None:
+        """Have reconstruction errors measured when it is time; train mode for all that follows."""
+        every = self.settings.measure_every
+        due = every is not None and microbatch % every == 0
+        for actor in self.actors:
+            actor.measured = {microbatch} if due else set()
+        if not self.model.training:
+            self.model.train()
+
     def _finish(self, rest: Any) -> None:
-        try:
+        with self._stopping():
             self.worker.finish(rest)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Around what cannot be taken back: a failure there is the end of this trainer."""
+        try:
+            yield
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._stopped(error)
             raise
+
+    def _stopped(self, error: BaseException) -> None:
+        self._broken = f"{type(error).__name__}: {error}"
 
     def _explained(self, error: Exception, values: Mapping[str, Any]) -> InputError:
         expected = ", ".join(map(str, self.programs[0].inputs))
@@ -250,7 +277,7 @@ class Trainer:
     # -- inputs -------------------------------------------------------------------------------
 
     def _bound(self, inputs: Any) -> dict[str, Any]:
-        args, kwargs = _call(inputs)
+        args, kwargs = call_of(inputs)
         return bind(
             self.partition.rewired.signature,
             self.partition.rewired.name,
@@ -285,8 +312,8 @@ class Trainer:
         samples = 0
         with self._evaluating():
             for number, batch in enumerate(loader):
-                inputs, target = _pair(batch)
-                args, kwargs = _call(self._moved(inputs))
+                inputs, target = batch_pair(batch)
+                args, kwargs = call_of(self._moved(inputs))
                 target = self._moved(target)
                 output = self.model(*args, **kwargs)
                 size = self._size(self._bound(inputs))
@@ -372,8 +399,31 @@ class Trainer:
         self.probes.clear()
         self._broken = None
 
+    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
+        """Write a checkpoint beside the older ones in a folder; the newest `keep` stay.
 
-def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        A run that loads it goes on to the bit, micro-batches in flight included. `drain` flushes
+        first, so that it loads into other stages and methods too. Whatever interrupts a save,
+        the checkpoints before it stay whole. Returns the new one's place.
+        """
+        if drain:
+            self.flush()
+        stages = [actor.index for actor in self.actors]
+        return save_training(folder, self.state_dict(), self.model, stages, keep=keep)
+
+    def load(self, place: str | Path) -> None:
+        """Go on from a checkpoint, or from the newest one in a folder.
+
+        The random generators of torch and Python go on from there too.
+        """
+        checkpoint, state = load_training(place)
+        with located(f"trainer.load: {checkpoint.path}"):
+            self.load_state_dict(state)
+        set_generators(state["rng"])
+
+
+def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, from what `step` takes as inputs."""
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     if isinstance(inputs, dict):
@@ -381,7 +431,8 @@ def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def batch_pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and target, from what a loader yields."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise InputError(

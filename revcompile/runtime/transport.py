@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from revcompile.errors import VerificationError
+
 __all__ = ["Channel", "InProcess", "Message", "Transport"]
 
 
@@ -20,6 +22,7 @@ class Channel(enum.Enum):
     DY = "dy"
     TIED_GRAD = "tied grad"
     TIED_WEIGHT = "tied weight"
+    EVALUATE = "evaluate"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,10 @@ class Transport(Protocol):
 
     def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """Add a stage's squared gradient norm to an update's; the sum once all have added."""
+        ...
+
+    def wait(self, what: str) -> None:
+        """No stage here can go on: wait for a message. `what` says who waits for what."""
         ...
 
 
@@ -80,6 +87,10 @@ class InProcess:
         for index in range(1, self.stages):
             total = total + norms[index].to(total.device)
         return total
+
+    def wait(self, what: str) -> None:
+        """Nobody else is there who could send something."""
+        raise VerificationError(f"the stages wait for each other: {what}")
 
     def discard(self, channel: Channel, index: int) -> None:
         """Take back the messages about a micro-batch."""

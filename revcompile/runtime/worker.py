@@ -15,13 +15,14 @@ from torch import Tensor
 
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.program import StageProgram
+from revcompile.replay import Snapshot
 from revcompile.runtime.stage import Stage
 from revcompile.runtime.synthesis import Synthesiser
 from revcompile.runtime.transport import Channel, Message, Transport
 from revcompile.runtime.update import Updater
 from revcompile.schedule import Action, Op, Order
 
-__all__ = ["Actor", "Worker"]
+__all__ = ["Actor", "Worker", "put_back"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
@@ -43,19 +44,26 @@ class Actor:
         clip_grad_norm: float | None = None,
         held: Mapping[int, tuple[str, ...]] | None = None,
         owned: Mapping[int, tuple[str, ...]] | None = None,
+        guarded: bool = False,
     ) -> None:
         self.stage, self.updater, self.transport = stage, updater, transport
         self.objective, self.synthesiser = objective, synthesiser
         self.clip_grad_norm = clip_grad_norm
         self.held, self.owned = held or {}, owned or {}
-        self.inputs: dict[int, Mapping[str, Any]] = {}
-        self.outputs: dict[int, Mapping[str, Any]] = {}
+        self.guarded = guarded
+        """Does a forward pass that fails lose its micro-batch, instead of raising at once?"""
+        self.inputs: dict[int, Mapping[str, Any] | None] = {}
+        self.outputs: dict[int, Mapping[str, Any] | None] = {}
+        """None: the micro-batch was lost."""
         self.incoming: dict[int, Message] = {}
         self.outgoing: dict[int, Message] = {}
         self.gradients: dict[str, Tensor] | None = None
         self.contributed = 0
         self.failures: list[NonFiniteError] = []
+        self.refused: list[Exception] = []
+        """Why micro-batches were lost in forward passes here."""
         self.measured: set[int] = set()
+        self._bookmark: tuple[int, Sequence[Snapshot]] = (-1, ())
         self._perform: dict[Op, Callable[[Action], bool]] = {
             Op.RECV_X: self._receive_x,
             Op.FORWARD: self._forward,
@@ -97,22 +105,59 @@ class Actor:
         message = self._receive(self.index - 1, Channel.X, action)
         if message is None:
             return False
-        self.inputs[action.index] = message.values
+        self.inputs[action.index] = None if message.void else message.values
         return True
 
     def _forward(self, action: Action) -> bool:
         inputs = self.inputs.pop(action.index)
-        measure = action.index in self.measured
-        self.outputs[action.index] = self.stage.forward(action.index, inputs, measure=measure)
-        if self.objective is not None:
-            gradients = self.objective(action.index, self.outputs.pop(action.index))
-            self.incoming[action.index] = Message(action.index, {}, gradients)
+        if inputs is None:
+            self._lose(action.index)
+        elif self.guarded:
+            self._try(action.index, inputs)
+        else:
+            self._run(action.index, inputs)
         return True
+
+    def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        measure = microbatch in self.measured
+        outputs = self.stage.forward(microbatch, inputs, measure=measure)
+        if self.objective is not None:
+            gradients = self.objective(microbatch, outputs)
+            self.incoming[microbatch] = Message(microbatch, {}, gradients)
+        else:
+            self.outputs[microbatch] = outputs
+
+    def _try(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        """Run it; if that fails everything here is as before, and the micro-batch is lost."""
+        before = self.stage.bookmark()
+        self._bookmark = (microbatch, before)
+        try:
+            self._run(microbatch, inputs)
+            if before and self.objective is None:
+                _check_finite(self.stage, microbatch, self.outputs[microbatch] or {})
+        except Exception as error:
+            self._lose(microbatch)
+            self.refused.append(error)
+
+    def _lose(self, microbatch: int) -> None:
+        self._undo(microbatch)
+        if self.objective is not None:
+            self.incoming[microbatch] = Message(microbatch, void=True)
+        else:
+            self.outputs[microbatch] = None
+
+    def _undo(self, microbatch: int) -> None:
+        """Forget a lost micro-batch; statistics go back unless others have moved them since."""
+        self.stage.drop(microbatch)
+        latest, before = self._bookmark
+        if latest == microbatch:
+            put_back(before)
 
     def _send_y(self, action: Action) -> bool:
         keep = self.synthesiser is not None
         outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
-        self._send(self.index + 1, Channel.X, Message(action.index, outputs))
+        lost = outputs is None
+        self._send(self.index + 1, Channel.X, Message(action.index, outputs or {}, void=lost))
         return True
 
     # -- backward -----------------------------------------------------------------------------
@@ -126,8 +171,10 @@ class Actor:
 
     def _backward(self, action: Action) -> bool:
         if self.synthesiser is not None:
-            predicted = self.synthesiser.predict(self.outputs[action.index])
-            message = Message(action.index, {}, predicted)
+            outputs = self.outputs[action.index]
+            message = Message(action.index, void=outputs is None)
+            if outputs is not None:
+                message = Message(action.index, {}, self.synthesiser.predict(outputs))
         else:
             message = self.incoming.pop(action.index)
         back = self._differentiate(message)
@@ -139,7 +186,7 @@ class Actor:
         """What goes back; a micro-batch that is lost here or was lost before goes back void."""
         lost = Message(message.index, void=True)
         if message.void:
-            self.stage.drop(message.index)
+            self._undo(message.index)
             return lost
         try:
             values, gradients = self.stage.backward(
@@ -158,7 +205,7 @@ class Actor:
     def _train(self, action: Action) -> bool:
         assert self.synthesiser is not None
         message, outputs = self.incoming.pop(action.index), self.outputs.pop(action.index)
-        if not message.void:
+        if not message.void and outputs is not None:
             self.synthesiser.train(outputs, message.gradients)
         return True
 
@@ -254,20 +301,51 @@ def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
+def put_back(bookmark: Sequence[Snapshot]) -> None:
+    """Buffers as they were, as quietly as batch norm writes them: graphs are in flight."""
+    for module, name, buffer, _, copy in bookmark:
+        buffer.data.copy_(copy)
+        module._buffers[name] = buffer
+
+
+def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> None:
+    """Statistics have moved in this pass: what cannot be trained on must not stay in them."""
+    floats = [
+        value
+        for value in outputs.values()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
+    ]
+    if stage.check_finite and floats:
+        largest = torch._foreach_norm(floats, float("inf"))
+        if not bool(torch.isfinite(torch.stack([n.double() for n in largest])).all()):
+            raise NonFiniteError(
+                f"stage {stage.program.index}, micro-batch {microbatch}: what it computes is not "
+                "finite. The micro-batch was left out; look at its data, or lower the learning "
+                "rate",
+                stage=stage.program.index,
+                microbatch=microbatch,
+            )
+
+
 class Worker:
     """Several stages in one process, each at its own place in its list."""
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.actors = list(actors)
 
+    def own(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
+        """What its stages have to do, from the lists of all stages."""
+        return [deque(lists[actor.index]) for actor in self.actors]
+
     def forward(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
         """The forward part of a round, first stage to last; returns what is left to do."""
-        rest = [deque(actions) for actions in lists]
+        rest = self.own(lists)
         for actor, actions in zip(self.actors, rest, strict=True):
             while actions and actions[0].op in _BEFORE_BACKWARD:
-                if not actor.perform(actions[0]):
-                    raise VerificationError(f"stage {actor.index} waits for {actions[0]}")
-                actions.popleft()
+                if actor.perform(actions[0]):
+                    actions.popleft()
+                else:
+                    actor.transport.wait(f"stage {actor.index} at {actions[0]}")
         return rest
 
     def finish(self, rest: Sequence[deque[Action]]) -> None:
@@ -282,4 +360,4 @@ class Worker:
             waiting = [(actor, actions) for actor, actions in waiting if actions]
             if waiting and not moved:
                 listed = "; ".join(f"stage {a.index} at {actions[0]}" for a, actions in waiting)
-                raise VerificationError(f"the stages wait for each other: {listed}")
+                waiting[0][0].transport.wait(listed)

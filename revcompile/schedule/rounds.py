@@ -119,6 +119,10 @@ class Schedule:
             found += late
         return tuple(map(tuple, lists))
 
+    def settle(self) -> tuple[tuple[Action, ...], ...]:
+        """Tied weights on their way: each stage receives them now, not in the next round."""
+        return tuple(map(tuple, self._arrived()))
+
     def state(self) -> dict[str, Any]:
         """All there is to know, as plain values (JSON can hold them); `load` is the way back."""
         method = dataclasses.asdict(self.method)

@@ -10,21 +10,21 @@ What a stage keeps for its backward pass is kept for every micro-batch in flight
 
 At the last stage backward follows forward at once: with "nothing" its opaque runs keep their
 graphs as well, all of them.
+
+Beside the graph at work there are the gradients inside it, and, where a stage goes back piece by
+piece, what it hands from one to the other. All that is measured in `benchmarks/stage_memory.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from revcompile.ir import TYPE, Cost, Coupling, TensorType
+from revcompile.compiler.cost.reads import Reads, running, runs_of, size_at
+from revcompile.ir import TYPE, Cost, Coupling
 from revcompile.program import Piece
 from revcompile.schedule import Keep, Method, Weights, delay, window
 
@@ -127,22 +127,22 @@ class MemoryModel:
         self._versions = [0] * stages
         if method.weights is Weights.STASHED:
             self._versions = [delay(method, stages, j, group) for j in range(stages)]
-        self._weights = _running([cost.weights for cost in costs])
-        self._trained = _running([cost.trained for cost in costs])
+        self._weights = running([cost.weights for cost in costs])
+        self._trained = running([cost.trained for cost in costs])
         self._saved = [cost.saved_at(batch) for cost in costs]
         self._shared = [cost.shared_at(batch) for cost in costs]
-        self._alone = _running(self._saved), _running(self._shared)
+        self._alone = running(self._saved), running(self._shared)
         self._passing = [_passing(piece, batch) for piece in self.pieces]
         # The stream a branch reads has come back already, with the message or from behind.
         self._branches = [
             saved + max(passing - _stream(piece, types, batch), 0)
             for saved, passing, piece in zip(self._saved, self._passing, self.pieces, strict=True)
         ]
-        self._runs = _runs(self.pieces)
-        self._reads = _Reads(self.pieces, types, batch, None)
+        self._runs = runs_of(self.pieces)
+        self._reads = Reads(self.pieces, types, batch, None)
         self._narrow = self._reads
         if buffer_dtype is not None:
-            self._narrow = _Reads(self.pieces, types, batch, buffer_dtype)
+            self._narrow = Reads(self.pieces, types, batch, buffer_dtype)
 
     def stage(self, index: int, start: int, end: int) -> StageMemory:
         """The memory of stage `index` if it is `pieces[start:end]`."""
@@ -168,17 +168,16 @@ class MemoryModel:
     def _activations(self, index: int, start: int, end: int) -> tuple[int, int]:
         """Bytes kept from forward to backward, and bytes of the graph at work."""
         in_flight = self._windows[index]
-        passing = max(self._passing[start:end])
         match self.method.keep:
             case Keep.GRAPH:
-                return in_flight * self._graph(start, end), passing
+                return in_flight * self._graph(start, end), max(self._passing[start:end])
             case Keep.INPUT:
                 kept, narrow = (
                     (reads.needed if self.lean else reads.inputs)(start, end)
                     - self._free(reads, index, start, end)
                     for reads in (self._reads, self._narrow)
                 )
-                return kept + (in_flight - 1) * narrow, self._graph(start, end) + passing
+                return kept + (in_flight - 1) * narrow, self._at_work(start, end)
             case Keep.NOTHING:
                 return self._between_couplings(index, start, end)
 
@@ -189,24 +188,30 @@ class MemoryModel:
         working = graphs = 0
         for reversible, first, behind in self._runs_in(start, end):
             if reversible:
-                working = max(working, *self._branches[first:behind])
+                working = max(working, graphs + max(self._branches[first:behind]))
                 continue
-            graph = self._graph(first, behind) + max(self._passing[first:behind])
-            graphs, working = (graphs + graph, working) if last else (0, max(working, graph))
+            # Going back, the graphs of earlier runs are still there, those of later ones are not.
+            working = max(working, graphs + self._at_work(first, behind))
+            graphs += self._graph(first, behind) if last else 0
             kept += self._reads.inputs(first, behind)
             narrow += self._narrow.inputs(first, behind)
             kept -= self._free(self._reads, index, first, behind)
             narrow -= self._free(self._narrow, index, first, behind)
         waiting = self._windows[index] - 1
-        return kept + waiting * narrow, working + graphs
+        return kept + waiting * narrow, working
 
-    def _free(self, reads: _Reads, index: int, start: int, end: int) -> int:
+    def _free(self, reads: Reads, index: int, start: int, end: int) -> int:
         return reads.given(start, end) if index == 0 and self.first_input_free else 0
 
     def _graph(self, start: int, end: int) -> int:
         """What autograd saves if these pieces are one graph."""
         saved, shared = self._alone
         return saved[end] - saved[start] - (shared[end] - shared[min(start + 1, end)])
+
+    def _at_work(self, start: int, end: int) -> int:
+        """A graph and the gradients inside it; the inputs it saved are counted where kept."""
+        graph, passing = self._graph(start, end), max(self._passing[start:end])
+        return graph + max(passing - min(self._reads.needed(start, end), graph), 0)
 
     def _messages(self, index: int, start: int, end: int) -> int:
         """A stage that ends in a coupling is sent its outputs back along with their gradients."""
@@ -248,142 +253,11 @@ class MemoryModel:
         return found
 
 
-class _Reads:
-    """Which values a range of pieces reads from before it, in bytes. Queries are bisections."""
-
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        types: Mapping[str, Any],
-        batch: int,
-        dtype: torch.dtype | None,
-    ) -> None:
-        names = {name for piece in pieces for name in (*piece.inputs, *piece.outputs)}
-        size = {name: _size(types.get(name), batch, dtype) for name in names}
-        made = {name for piece in pieces for name in piece.outputs}
-        read = {name for piece in pieces for name in piece.inputs}
-        self._sides = _Sides(pieces, size)
-        # A value nobody reads is a result, or meant for pieces that are not here.
-        leaving = sum(size[name] for name in made - read)
-        ahead: dict[str, tuple[float, float]] = {}
-        self._crossing = [leaving]
-        self._inputs, self._needed, self._given = ([_Steps(())] for _ in range(3))
-        for place in reversed(range(len(pieces))):
-            _step_back(ahead, place, pieces[place])
-            leaving -= sum(size[name] for name in pieces[place].outputs if name not in read)
-            self._crossing.append(leaving + sum(size[name] for name in ahead))
-            first = [(reads[0], size[name]) for name, reads in ahead.items()]
-            needed = [(reads[1], size[name]) for name, reads in ahead.items()]
-            given = [(reads[0], size[name]) for name, reads in ahead.items() if name not in made]
-            self._inputs.append(_Steps(first))
-            self._needed.append(_Steps(needed))
-            self._given.append(_Steps(given))
-        for found in (self._crossing, self._inputs, self._needed, self._given):
-            found.reverse()
-
-    def inputs(self, start: int, end: int) -> int:
-        """What the pieces read of values made before them."""
-        return self._inputs[start].below(end)
-
-    def needed(self, start: int, end: int) -> int:
-        """What their gradients depend on of that, if they are differentiated as one."""
-        return self._needed[start].below(end)
-
-    def given(self, start: int, end: int) -> int:
-        """What the pieces read of the model's own inputs, made by no piece."""
-        return self._given[start].below(end)
-
-    def sides(self, start: int, end: int) -> int:
-        """Sides of couplings that nobody behind the pieces reads."""
-        return self._sides.kept(start, end)
-
-    def crossing(self, place: int) -> int:
-        """What is alive before a piece."""
-        return self._crossing[place]
-
-
-class _Sides:
-    """Side values of couplings: a stage keeps those that do not come back from the next one."""
-
-    def __init__(self, pieces: Sequence[Piece], size: Mapping[str, int]) -> None:
-        self._size = size
-        self._read_by: list[tuple[int, str]] = []
-        self._last: dict[str, int] = {}
-        self._made: dict[str, int] = {}
-        self._opaque: dict[str, list[int]] = {}
-        for place, piece in enumerate(pieces):
-            segment = piece.segment
-            self._last |= dict.fromkeys(piece.inputs, place)
-            self._made |= dict.fromkeys(piece.outputs, place)
-            if isinstance(segment, Coupling):
-                self._read_by += [(place, name) for name in segment.sides if size[name]]
-            else:
-                for name in segment.inputs:
-                    self._opaque.setdefault(name, []).append(place)
-        self._begins = [0] * len(pieces)
-        for _, first, behind in _runs(pieces):
-            self._begins[first:behind] = [first] * (behind - first)
-
-    def kept(self, start: int, end: int) -> int:
-        """Bytes of the sides that `pieces[start:end]` keeps for them alone."""
-        first = bisect_left(self._read_by, (start, ""))
-        behind = bisect_left(self._read_by, (end, ""))
-        names = {name for _, name in self._read_by[first:behind]}
-        return sum(self._size[name] for name in names if self._is_kept(name, start, end))
-
-    def _is_kept(self, name: str, start: int, end: int) -> bool:
-        if self._last[name] >= end:
-            return False
-        made = self._made.get(name, -1)
-        # An opaque run that reads the value from outside keeps it already.
-        return not any(
-            start <= place < end and made < max(start, self._begins[place])
-            for place in self._opaque.get(name, ())
-        )
-
-
-def _step_back(ahead: dict[str, tuple[float, float]], place: int, piece: Piece) -> None:
-    """Take one more piece into account: `ahead` knows where each value is read next.
-
-    With it goes how far a stage must reach for its gradients to depend on the value: the sum
-    `a + F(b)` hands gradients on to `a` unchanged, whatever `a` is.
-    """
-    segment = piece.segment
-    wanted = dict.fromkeys(piece.inputs, float(place))
-    if isinstance(segment, Coupling):
-        a, b = segment.streams_in
-        others = {b, *segment.sides, *(segment.link.sides if segment.link else ())}
-        if a not in others:
-            wanted[a] = ahead.get(segment.streams_out[1], (math.inf, math.inf))[1]
-    for name in piece.outputs:
-        ahead.pop(name, None)
-    for name, needed in wanted.items():
-        later = ahead.get(name, (math.inf, math.inf))[1]
-        ahead[name] = float(place), min(needed, later)
-
-
-class _Steps:
-    """A sum of sizes, each of which counts from a place on.
-
-    >>> _Steps([(3, 10), (1, 5)]).below(3), _Steps([(3, 10), (1, 5)]).below(4)
-    (5, 15)
-    """
-
-    def __init__(self, entries: Iterable[tuple[float, int]]) -> None:
-        ordered = sorted(entries)
-        self._places = [place for place, _ in ordered]
-        self._sums = _running([size for _, size in ordered])
-
-    def below(self, place: int) -> int:
-        """What counts at places before this one."""
-        return self._sums[bisect_left(self._places, place)]
-
-
 def _passing(piece: Piece, batch: int) -> int:
     """Gradients that exist at once inside a piece: of an operation's output and of its inputs."""
     segment = piece.segment
     graph = segment.branch if isinstance(segment, Coupling) else segment.graph
-    size = {node: _size(node.meta.get(TYPE), batch, None) for node in graph.nodes}
+    size = {node: size_at(node.meta.get(TYPE), batch) for node in graph.nodes}
     return max(
         (size[n] + sum(size[i] for i in n.all_input_nodes) for n in graph.nodes if size[n]),
         default=0,
@@ -393,30 +267,6 @@ def _passing(piece: Piece, batch: int) -> int:
 def _stream(piece: Piece, types: Mapping[str, Any], batch: int) -> int:
     """The stream that a coupling's branch reads."""
     segment = piece.segment
-    named = isinstance(segment, Coupling)
-    return _size(types.get(segment.streams_in[1]), batch, None) if named else 0
-
-
-def _running(numbers: Sequence[int]) -> list[int]:
-    """Sums of the first 0, 1, 2, ... numbers."""
-    return list(itertools.accumulate(numbers, initial=0))
-
-
-def _runs(pieces: Sequence[Piece]) -> list[tuple[bool, int, int]]:
-    """Maximal runs of couplings and of opaque pieces: (reversible, start, end)."""
-    found = []
-    for reversible, run in itertools.groupby(enumerate(pieces), lambda item: item[1].reversible):
-        places = [place for place, _ in run]
-        found.append((reversible, places[0], places[-1] + 1))
-    return found
-
-
-def _size(kind: Any, batch: int, dtype: torch.dtype | None) -> int:
-    """Bytes of a value at a batch size; floating ones in `dtype`, if given. Plain values: 0."""
-    total = 0
-    for leaf in pytree.tree_leaves(kind, is_leaf=lambda x: isinstance(x, TensorType)):
-        if isinstance(leaf, TensorType):
-            narrow = dtype is not None and leaf.dtype.is_floating_point
-            itemsize = dtype.itemsize if narrow and dtype else leaf.dtype.itemsize
-            total += torch.Size(leaf.at(batch)).numel() * itemsize
-    return total
+    if not isinstance(segment, Coupling):
+        return 0
+    return size_at(types.get(segment.streams_in[1]), batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from revcompile.compiler.lower.backward import backward
 from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.lower.forward import forward_graph
+from revcompile.compiler.lower.inverse import inverse_graph
 from revcompile.compiler.lower.units import groups
 from revcompile.ir import TensorType
 from revcompile.program import Partition, Port, StageProgram
@@ -43,6 +44,7 @@ def lower(partition: Partition, method: Method) -> tuple[StageProgram, ...]:
                 parameters=back.parameters,
                 forward=forward_graph(partition, part, units, back.kept),
                 backward=back.graph,
+                inverse=inverse_graph(partition, part, units, back),
             )
         )
         returned = back.wanted

@@ -32,11 +32,15 @@ TYING_LOSS: Final = 1.1
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device can hold: `memory` bytes, at `batch` samples a micro-batch."""
+    """What a device can hold: `memory` bytes, at `batch` samples a micro-batch.
+
+    `group` is the number of micro-batches between two updates.
+    """
 
     memory: int
     batch: int
     optimizer_copies: int = 1
+    group: int = 1
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,8 @@ def _memory(items: _Items, stages: int, method: Method, limits: Limits) -> Memor
         stages,
         batch=limits.batch,
         optimizer_copies=limits.optimizer_copies,
+        group=limits.group,
+        first_input_free=False,  # the trainer keeps what it is fed
     )
 
 

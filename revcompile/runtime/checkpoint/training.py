@@ -1,0 +1,132 @@
+"""A training run in a checkpoint: every rank's share, and all shares put together again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from revcompile.errors import InputError
+from revcompile.runtime.checkpoint.files import (
+    Barrier,
+    Checkpoint,
+    find_checkpoint,
+    save_checkpoint,
+)
+from revcompile.runtime.checkpoint.trees import put_together, take_apart
+from revcompile.runtime.checkpoint.weights import aliases, with_aliases
+from revcompile.runtime.shipping.names import located
+
+__all__ = ["load_training", "save_training", "set_generators"]
+
+_COMMON: Final = ("format", "cuts", "seed", "schedule")
+"""The same on every rank."""
+_BY_STAGE: Final = {"stages": "stage", "lr_schedules": "lr_schedule"}
+_BY_RANK: Final = ("groups", "messages")
+
+
+def save_training(
+    folder: str | Path,
+    state: Mapping[str, Any],
+    model: nn.Module,
+    stages: Sequence[int],
+    *,
+    keep: int = 2,
+    rank: int = 0,
+    world: int = 1,
+    barrier: Barrier = lambda: None,
+) -> Path:
+    """Write a trainer's state dict: with several ranks, each its own stages' share of it.
+
+    A share has the entries of `Trainer.state_dict()`: `stages` and `lr_schedules` of the rank's
+    own stages, whose numbers are `stages`; and only those entries of `model` and `optimizer` that
+    no other rank saves. `model` tells which names mean one tensor.
+    """
+    also = {
+        name: one
+        for name, one in aliases(model.state_dict()).items()
+        if {name, one} <= state["model"].keys()
+    }
+    mine = {key: state[key] for key in _BY_RANK} | {"rng": _generators()}
+    tree = {
+        **{key: state[key] for key in _COMMON},
+        "model": {name: t for name, t in state["model"].items() if name not in also},
+        "optimizer": state["optimizer"],
+        **{key: dict(zip(stages, state[listed], strict=True)) for listed, key in _BY_STAGE.items()},
+        "rank": {rank: mine},
+    }
+    with located("trainer.save"):
+        plain, tensors = take_apart(tree)
+    return save_checkpoint(
+        folder,
+        tensors,
+        {"aliases": also, "state": plain},
+        step=state["schedule"]["injected"],
+        rank=rank,
+        world=world,
+        barrier=barrier,
+        keep=keep,
+    )
+
+
+def load_training(place: str | Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """The checkpoint that was found, and the state dict of all ranks' stages together.
+
+    Its entry `rng`, for `set_generators`, is not the trainer's.
+    """
+    checkpoint = Checkpoint(find_checkpoint(place))
+    tensors = checkpoint.tensors()
+    with located(f"checkpoint: {checkpoint.path}"):
+        try:
+            plain = checkpoint.plain
+            parts = [put_together(part["state"], tensors) for part in plain]
+            state = _joined(parts, [part["aliases"] for part in plain])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"it is not as trainer.save writes it ({type(error).__name__}: {error})"
+            ) from error
+    return checkpoint, state
+
+
+def _joined(parts: Sequence[Any], also: Iterable[Mapping[str, str]]) -> dict[str, Any]:
+    state = {key: parts[0][key] for key in _COMMON}
+    model = {name: tensor for part in parts for name, tensor in part["model"].items()}
+    state["model"] = with_aliases(model, also)
+    state["optimizer"] = {name: s for part in parts for name, s in part["optimizer"].items()}
+    for listed, key in _BY_STAGE.items():
+        found = {index: s for part in parts for index, s in part[key].items()}
+        state[listed] = [found[index] for index in sorted(found)]
+    for key in _BY_RANK:
+        state[key] = [entry for rank, part in enumerate(parts) for entry in part["rank"][rank][key]]
+    state["rng"] = [part["rank"][rank]["rng"] for rank, part in enumerate(parts)]
+    return state
+
+
+# -- random generators ----------------------------------------------------------------------------
+
+
+def _generators() -> dict[str, Any]:
+    """Stages draw from their seeds; loaders and losses may draw from these."""
+    version, words, spare = random.getstate()
+    found = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), spare]}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_generators(states: Sequence[Mapping[str, Any]], rank: int = 0, world: int = 1) -> None:
+    """Torch's and Python's go on where this rank's were, if there were as many ranks."""
+    if len(states) != world:
+        return
+    saved = states[rank]
+    version, words, spare = saved["python"]
+    random.setstate((version, tuple(words.tolist()), spare))
+    torch.set_rng_state(saved["torch"].clone())
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"].clone())

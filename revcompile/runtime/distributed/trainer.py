@@ -1,0 +1,308 @@
+"""The trainer of one rank: its own stages, the same rounds, messages to the others."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError, RevcompileError
+from revcompile.ir import Live
+from revcompile.program import Partition, StageProgram
+from revcompile.runtime.diagnostics import Probe
+from revcompile.runtime.distributed.alarm import RankError
+from revcompile.runtime.distributed.collect import broadcast_tensors, compare, gather_plain
+from revcompile.runtime.distributed.evaluation import Passing
+from revcompile.runtime.distributed.handshake import facts
+from revcompile.runtime.distributed.layout import pipeline_ranks, plan
+from revcompile.runtime.distributed.start import Ranks, join, open_links
+from revcompile.runtime.distributed.transport import Distributed
+from revcompile.runtime.distributed.weights import check_buffers, homes
+from revcompile.runtime.objective import Loss
+from revcompile.runtime.reversible import Reversible
+from revcompile.runtime.trainer import (
+    Evaluation,
+    Metric,
+    Metrics,
+    Settings,
+    Trainer,
+    batch_pair,
+    call_of,
+)
+from revcompile.runtime.update import OptimizerFactory
+
+__all__ = ["DistributedTrainer"]
+
+_open: Final[weakref.WeakSet[DistributedTrainer]] = weakref.WeakSet()
+
+
+class DistributedTrainer(Trainer):
+    """Trains this rank's stages; every rank calls the same methods in the same order.
+
+    `step` needs inputs where the first stage lives and targets where the last one does; other
+    ranks may pass nothing. The loss is known where the last stage lives (`mean_loss` tells all,
+    `report_loss` every step). A micro-batch that fails on one rank is left out by all: the rank
+    where it failed raises after the round, the others go on, and so may the one that raised.
+    """
+
+    guarded = True
+
+    def __init__(
+        self,
+        model: Reversible,
+        partition: Partition,
+        programs: Sequence[StageProgram],
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        settings: Settings,
+        *,
+        default_places: Callable[[int], Sequence[int]],
+        places: Sequence[int] | None = None,
+        timeout: float = 600.0,
+        report_loss: bool = False,
+    ) -> None:
+        limit = timedelta(seconds=timeout)
+        self.device = join(model, limit)
+        self.timeout, self.report_loss = timeout, report_loss
+        control = distributed.new_group(backend="gloo", timeout=limit)
+        options = {"places": places, "report_loss": report_loss, "device": self.device.type}
+        compare(gather_plain(facts(model, partition, programs, settings, options), control))
+        stages, world = len(programs), distributed.get_world_size()
+        default = () if places else default_places(pipeline_ranks(stages, world))
+        layout = plan(stages, world, places, default)
+        check_buffers(model, programs, layout)
+        self.ranks = Ranks.arrange(layout, self.device, control)
+        self._start_alike(model)
+        self._links = open_links(self.ranks, list(partition.ties), self.device, limit)
+        super().__init__(model, partition, programs, optimizer, loss, settings)
+        self._losses: list[Tensor] = []
+        _open.add(self)
+
+    def _start_alike(self, model: Reversible) -> None:
+        """Everybody starts with rank 0's weights."""
+        group = distributed.group.WORLD
+        tensors = [*model.parameters(), *model.buffers()]
+        broadcast_tensors(tensors, 0, group)
+
+    def _connect(self) -> Distributed:
+        return Distributed(self.ranks, self._links, self.timeout)
+
+    def _is_here(self, stage: int) -> bool:
+        return stage in self.ranks.stages
+
+    # -- training -----------------------------------------------------------------------------
+
+    def step(self, inputs: Any = None, target: Any = None) -> Metrics:
+        """Train on one micro-batch; see the class for who needs to pass what."""
+        self._usable()
+        microbatch = self.schedule.injected
+        values = self._accepted(inputs)
+        if self.is_last:
+            self.objective.targets[microbatch] = self._moved(target)
+        if self.is_first:
+            self.actors[0].inputs[microbatch] = values
+        self._measure(microbatch)
+        rest = self._forward(self.schedule.inject())
+        self._finish(rest)
+        self.objective.targets.pop(microbatch, None)
+        self.transport.completed = microbatch
+        samples = self._size(values) if values is not None else self._output_size(microbatch)
+        self._samples += samples
+        self.metrics = self._reported(self._metrics(microbatch, samples))
+        self._raise_failures()
+        return self.metrics
+
+    def _accepted(self, inputs: Any) -> dict[str, Any] | None:
+        """The model's inputs; None where they are not needed or cannot be used."""
+        if not self.is_first:
+            return None
+        try:
+            return self._bound(inputs)
+        except Exception as error:
+            self.actors[0].refused.append(error)
+            return None
+
+    def _forward(self, lists: Any) -> list[deque[Any]]:
+        with self._stopping():
+            return self.worker.forward(lists)
+
+    def _raise_failures(self) -> None:
+        refused = [error for actor in self.actors for error in actor.refused]
+        for actor in self.actors:
+            actor.refused = []
+        super()._raise_failures()
+        for error in refused:
+            if isinstance(error, RevcompileError):
+                raise error
+            raise InputError(
+                f"trainer.step: the model failed on this micro-batch: {type(error).__name__}: "
+                f"{error}\nAll ranks have left the micro-batch out; feed inputs of the captured "
+                "form (any batch size)."
+            ) from error
+
+    def _stopped(self, error: BaseException) -> None:
+        super()._stopped(error)
+        if not isinstance(error, RankError):
+            who = self.ranks.named(self.ranks.rank)
+            self.transport.abort(f"{who} stopped: {type(error).__name__}: {error}")
+
+    def _output_size(self, microbatch: int) -> int:
+        """Samples of a micro-batch, where the last stage lives; 0 elsewhere."""
+        if microbatch not in self.objective.outputs:
+            return 0
+        leaves = pytree.tree_leaves(self.objective.outputs[microbatch])
+        result = self.partition.rewired.body.result
+        pairs = zip(result, leaves, strict=True)
+        found = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
+        return self._size(found)
+
+    # -- where things are ---------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Does this rank need inputs?"""
+        return self._is_here(0)
+
+    @property
+    def is_last(self) -> bool:
+        """Does this rank need targets, and know the loss?"""
+        return self._is_here(len(self.programs) - 1)
+
+    def gather(self) -> None:
+        """Bring all current parameters and buffers to every rank's model. Every rank calls it."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        owned: dict[int, list[Tensor]] = {}
+        for name, stage in homes(self.model, self.programs).items():
+            if name in tensors:
+                owned.setdefault(self.ranks.owner(stage), []).append(tensors[name])
+        for rank in sorted(owned):
+            with self.transport.together():
+                broadcast_tensors(owned[rank], rank, self.ranks.pipeline)
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def _reported(self, metrics: Metrics) -> Metrics:
+        if metrics.loss_tensor is not None:
+            self._losses.append(metrics.loss_tensor)
+        if not self.report_loss:
+            return metrics
+        loss = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
+        if metrics.loss_tensor is not None:
+            loss.copy_(metrics.loss_tensor)
+        with self.transport.together():
+            owner = self.ranks.owner(len(self.programs) - 1)
+            distributed.broadcast(loss, owner, group=self.ranks.pipeline)
+        return replace(metrics, loss_tensor=loss)
+
+    def mean_loss(self) -> float:
+        """Mean loss of the steps since the last call, on every rank. Every rank calls it."""
+        total = float(torch.stack(self._losses).double().sum()) if self._losses else 0.0
+        mine = [total, len(self._losses)]
+        self._losses.clear()
+        with self.transport.together():
+            found = gather_plain(mine, self.ranks.control)
+        count = sum(n for _, n in found)
+        return sum(t for t, _ in found) / count if count else float("nan")
+
+    def evaluate(
+        self, loader: Iterable[Any] | None = None, metrics: Mapping[str, Metric] | None = None
+    ) -> Evaluation:
+        """Mean loss (and other metrics) over a loader, on every rank. Every rank calls it.
+
+        The loader is read where the first and the last stage live: for inputs and for targets.
+        """
+        if self.partition.rewired.eval_body is not None:
+            raise InputError(
+                f"trainer.evaluate: {self.partition.rewired.name} computes something else in eval "
+                "mode than in training, which stages on several ranks cannot; use net.module()"
+            )
+        self._usable()
+        self._settle_ties()
+        names = ("loss", *(metrics or {}))
+        sums, samples = dict.fromkeys(names, 0.0), 0
+        targets = (self._moved(batch_pair(batch)[1]) for batch in loader or ())
+
+        def sink(number: int, outputs: Mapping[str, Any]) -> None:
+            nonlocal samples
+            size, output = self._size(outputs), self.objective.assembled(outputs)
+            target = next(targets)
+            loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
+            sums["loss"] += float(loss) * size
+            for name, metric in (metrics or {}).items():
+                sums[name] += float(metric(output, target)) * size
+            samples += size
+
+        passing = Passing(
+            self.actors, self.transport, len(self.programs) - 1, self._inputs(loader), sink
+        )
+        with self._evaluating(), self._stopping():
+            passing.run()
+        return self._agreed(passing.error, sums, samples)
+
+    def _inputs(self, loader: Iterable[Any] | None) -> Iterator[Mapping[str, Any]]:
+        for batch in loader or ():
+            args, kwargs = call_of(batch_pair(batch)[0])
+            yield self._bound(args or kwargs)
+
+    def _settle_ties(self) -> None:
+        """Tied weights that are on their way arrive now instead of in the next round."""
+        self._finish(self.worker.own(self.schedule.settle()))
+
+    def _agreed(
+        self, error: Exception | None, sums: Mapping[str, float], samples: int
+    ) -> Evaluation:
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        with self.transport.together():
+            found = gather_plain([text, dict(sums), samples], self.ranks.control)
+        for rank, (problem, _, _) in enumerate(found):
+            if problem is not None:
+                who = self.ranks.named(rank)
+                raise InputError(f"trainer.evaluate, {who}: {problem}") from error
+        count = sum(n for _, _, n in found)
+        if not count:
+            raise InputError("trainer.evaluate: the loader is empty")
+        means = {name: sum(s[name] for _, s, _ in found) / count for name in sums}
+        return Evaluation(means.pop("loss"), count, means)
+
+    def watch(self) -> Probe:
+        """Not across ranks: a probe compares with the whole model."""
+        raise InputError("trainer.watch: run in one process to compare gradients stage by stage")
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not yet across ranks."""
+        raise InputError(
+            "trainer.state_dict: a trainer of several ranks cannot be saved this way; call "
+            "trainer.flush() and save net.module().state_dict()"
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Not yet across ranks."""
+        raise InputError("trainer.load_state_dict: load the weights into the model before petrafy")
+
+    def close(self) -> None:
+        """Leave; every rank does, at the latest when its process ends."""
+        _open.discard(self)
+        if not self.transport.close():
+            raise RankError("trainer.close: another rank has not closed its trainer")
+
+
+@atexit.register
+def _leave() -> None:
+    """Threads that wait inside torch would take the interpreter down with a crash."""
+    for trainer in list(_open):
+        if not trainer.transport.close():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)

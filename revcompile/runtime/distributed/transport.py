@@ -1,0 +1,185 @@
+"""Messages between stages that may live on other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+from revcompile.runtime.distributed.alarm import Alarm, RankError, RollCall
+from revcompile.runtime.distributed.links import Arrival, Incoming, Link, Outgoing
+from revcompile.runtime.distributed.start import Ranks
+from revcompile.runtime.transport import Channel, Message
+
+__all__ = ["Distributed"]
+
+_GRACE = 2.0
+"""Seconds for the last words to get out before a failing rank goes."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Distributed:
+    """Delivers within the rank by reference, to other ranks over links.
+
+    It is safe to ask for what has not come: `wait` blocks until something has, or raises
+    `RankError` when another rank is gone or silent for longer than `timeout` seconds.
+    """
+
+    def __init__(self, ranks: Ranks, links: Sequence[Link], timeout: float) -> None:
+        self.ranks, self.timeout = ranks, timeout
+        self.completed = -1
+        """The last micro-batch this rank has finished its part of."""
+        self._alarm = Alarm()
+        self._roll = RollCall(ranks.rank, ranks.layout.world)
+        self._queues: dict[tuple[int, int, Channel], deque[Arrival]] = {}
+        self._over: set[tuple[int, int]] = set()
+        self._asked: set[int] = set()
+        self._norms: dict[int, dict[int, Tensor]] = {}
+        self._totals: dict[int, Tensor] = {}
+        self._links = list(links)
+        self._closed = False
+        self._out: dict[tuple[int, int], Outgoing] = {}
+        self._in: list[Incoming] = []
+        for link in self._links:
+            failed = self._gone(link)
+            if link.ranks[0] == ranks.rank:
+                self._out[link.source, link.target] = Outgoing(link, failed)
+            else:
+                self._in.append(Incoming(link, self._deliver, self._ended, failed))
+
+    # -- transport ----------------------------------------------------------------------------
+
+    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Hand a message over; returns at once."""
+        link = self._out.get((source, target))
+        if link is not None:
+            link.send(channel, message)
+        else:
+            self._queue(source, target, channel).append(Arrival(channel, message))
+
+    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+        """The next message, if it has arrived."""
+        found = self._queue(source, target, channel)
+        if found:
+            return found.popleft().ready()
+        if (source, target) in self._over and not found:
+            who = self.ranks.named(self.ranks.owner(source))
+            self._stop(f"{who} has closed its trainer, but stage {target} waits for more from it")
+        self._asked.add(self.ranks.owner(source))
+        return None
+
+    def wait(self, what: str) -> None:
+        """Until something has arrived; `what` says who waits for what."""
+        if not self._alarm.wait(self.timeout):
+            silent = self._roll.missing(_GRACE) or self._asked - {self.ranks.rank}
+            who = " and ".join(self.ranks.named(rank) for rank in sorted(silent))
+            self._alarm.sound(f"{who} has not answered for {self.timeout:g} s: {what}")
+        self._asked.clear()
+        self._check()
+
+    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """The sum over all stages, once this rank's have all come and the others agree."""
+        norms = self._norms.setdefault(update, {})
+        norms[stage] = squared
+        if len(norms) < len(self.ranks.stages):
+            return None
+        if update not in self._totals:
+            self._totals = {update: self._sum(norms)}
+            self._norms = {u: n for u, n in self._norms.items() if u >= update}
+            self._alarm.arrived()  # stages that wait for the sum look again
+        return self._totals[update].to(squared.device)
+
+    def _sum(self, norms: dict[int, Tensor]) -> Tensor:
+        """Every stage's norm in its own precision, added in the order of the stages."""
+        some = next(iter(norms.values()))
+        table = torch.zeros(len(self.ranks.layout.places), 2, dtype=torch.float64)
+        table = table.to(some.device)
+        for stage, squared in norms.items():
+            table[stage, 0] = squared.double()
+            table[stage, 1] = _DTYPES.index(squared.dtype)
+        with self.together():
+            distributed.all_reduce(table, group=self.ranks.pipeline)
+        kinds = table[:, 1].tolist()
+        total = table[0, 0].to(_DTYPES[int(kinds[0])])
+        for value, kind in zip(table[1:, 0], kinds[1:], strict=True):
+            total = total + value.to(_DTYPES[int(kind)])
+        return total
+
+    @contextlib.contextmanager
+    def together(self):  # type: ignore[no-untyped-def]
+        """Around what all ranks do at once: a failure there names the rank that is gone."""
+        self._check()
+        try:
+            yield
+        except (distributed.DistError, RuntimeError) as error:
+            if isinstance(error, RankError):
+                raise
+            self._alarm.wait(_GRACE)
+            self._stop(f"{type(error).__name__}: {error}")
+
+    # -- what threads report ------------------------------------------------------------------
+
+    def _queue(self, source: int, target: int, channel: Channel) -> deque[Arrival]:
+        return self._queues.setdefault((source, target, channel), deque())
+
+    def _deliver(self, link: Link, arrival: Arrival) -> None:
+        self._queue(link.source, link.target, arrival.channel).append(arrival)
+        self._alarm.arrived()
+
+    def _ended(self, link: Link, cause: str | None) -> None:
+        if cause is not None:
+            self._alarm.sound(cause)
+        else:
+            self._over.add((link.source, link.target))
+            self._alarm.arrived()
+
+    def _gone(self, link: Link):  # type: ignore[no-untyped-def]
+        peer = next(rank for rank in link.ranks if rank != self.ranks.rank)
+        who = self.ranks.named(peer)
+
+        def failed(error: str) -> None:
+            if not self._closed:
+                self._alarm.sound(f"{who} is gone: {error}")
+
+        return failed
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        cause = self._alarm.cause
+        if cause is not None:
+            self._stop(cause)
+
+    def _stop(self, cause: str) -> None:
+        self.abort(cause)
+        raise RankError(
+            f"{self._alarm.cause}; last completed micro-batch here "
+            f"({self.ranks.named(self.ranks.rank)}): {self.completed}"
+        )
+
+    def abort(self, cause: str) -> None:
+        """Tell every other rank why this one stops."""
+        self._alarm.sound(cause)
+        if not self._closed:
+            self._closed = True
+            for link in self._out.values():
+                link.end(self._alarm.cause)
+            for link in self._out.values():
+                link.join(_GRACE)
+
+    def close(self) -> bool:
+        """Say that all is done, and wait for the others to say so; True if all went well."""
+        if not self._closed:
+            self._closed = True
+            for link in self._out.values():
+                link.end()
+        limit = self.timeout if self._alarm.cause is None else _GRACE
+        ended = [end.join(limit) for end in (*self._out.values(), *self._in)]
+        if all(ended) and self._alarm.cause is None:
+            for group in {id(g): g for k in self._links for g in (k.control, k.payload)}.values():
+                distributed.destroy_process_group(group)
+        self._links.clear()
+        return all(ended)

@@ -1,0 +1,219 @@
+"""Messages as bytes: a header of a few numbers, a description when it changes, the tensors.
+
+Descriptions are JSON and never unpickled. Tensors arrive with the strides they were sent with:
+kernels choose by them, and results are to be the same to the bit wherever a stage lives.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import InputError
+from revcompile.runtime.shipping.names import Names
+from revcompile.runtime.shipping.values import decode, encode
+from revcompile.runtime.transport import Channel, Message
+
+__all__ = ["HEADER", "Description", "Flag", "Form", "Header", "described"]
+
+HEADER: Final = 5
+"""How many int64 a header has."""
+_CHANNELS: Final = tuple(Channel)
+_NOTHING: Final = Names(())
+
+
+class Flag(enum.IntFlag):
+    """What a header announces besides its tensors."""
+
+    VOID = 1
+    """The micro-batch was lost."""
+    DESCRIBED = 2
+    """A description follows; without it, the last one of the channel holds."""
+    END = 4
+    """Nothing comes any more."""
+    ABORT = 8
+    """The sender stops; the description says why."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first part of a message, of fixed size."""
+
+    channel: Channel
+    index: int
+    flags: Flag = Flag(0)
+    length: int = 0
+    """Bytes of the description."""
+    sequence: int = 0
+    """The number of the message on its link."""
+
+    def numbers(self) -> list[int]:
+        """As int64."""
+        code = _CHANNELS.index(self.channel)
+        return [code, self.index, int(self.flags), self.length, self.sequence]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Header:
+        """Read what `numbers` gave."""
+        code, index, flags, length, sequence = numbers
+        return cls(_CHANNELS[code], index, Flag(flags), length, sequence)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Everything about a tensor but its elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    on_host: bool = False
+    """A tensor in the CPU's memory although the stage computes elsewhere."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device) -> Form:
+        """A tensor's form, as seen from a stage's device."""
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"a value of layout {tensor.layout} crosses from one rank to another; only dense "
+                "tensors do: place both stages on one rank with places=, or use .to_dense()"
+            )
+        on_host = tensor.device.type == "cpu" and device.type != "cpu"
+        stride = tuple(tensor.stride())
+        if not _apart(_core(tensor.shape, stride), stride):  # a sliding window, say
+            stride = torch.empty(tensor.shape, device="meta").stride()
+        return cls(tensor.dtype, tuple(tensor.shape), stride, on_host)
+
+    @property
+    def core(self) -> tuple[int, ...]:
+        """The shape of what is there only once, however often it is repeated."""
+        return _core(self.shape, self.stride)
+
+    @property
+    def numel(self) -> int:
+        """Elements to send."""
+        return _product(self.core)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The bytes to send, without a copy where the elements lie without gaps."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tuple(tensor.stride()) == self.stride:
+            core = tensor.as_strided(self.core, self.stride)
+            if self._dense:
+                return core.as_strided((self.numel,), (1,)).view(torch.uint8)
+            tensor = core
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    def room(self, device: torch.device) -> Tensor:
+        """Where the bytes go."""
+        return torch.empty(self.numel, dtype=self.dtype, device=device).view(torch.uint8)
+
+    def filled(self, room: Tensor) -> Tensor:
+        """The tensor, from its bytes."""
+        elements = room.view(self.dtype)
+        if self.on_host:
+            elements = elements.cpu()
+        if not self._dense:
+            spread = elements.new_empty(_span(self.core, self.stride))
+            spread.as_strided(self.core, self.stride).copy_(elements.view(self.core))
+            elements = spread
+        return elements.as_strided(self.shape, self.stride)
+
+    @property
+    def _dense(self) -> bool:
+        return _span(self.core, self.stride) == self.numel
+
+
+def _product(shape: Sequence[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Dimensions along which nothing moves in memory count once."""
+    return tuple(
+        min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)
+    )
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Is every element at a place of its own?"""
+    reach = 0
+    for step, size in sorted((p, s) for s, p in zip(shape, stride, strict=True) if s > 1):
+        if step <= reach:
+            return False
+        reach += (size - 1) * step
+    return True
+
+
+def described(message: Message, device: torch.device) -> tuple[bytes, list[tuple[Form, Tensor]]]:
+    """A message's description, and its tensors in the order it names them."""
+    tensors: list[tuple[Form, Tensor]] = []
+
+    def special(value: Any) -> dict[str, Any] | None:
+        if not isinstance(value, Tensor):
+            return None
+        form = Form.of(value, device)
+        tensors.append((form, value))
+        dtype = str(form.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(form.shape), list(form.stride), form.on_host]}
+
+    try:
+        found = [encode(dict(part), special) for part in (message.values, message.gradients)]
+    except InputError as error:
+        raise InputError(
+            f"{error} crosses from one rank to another; only tensors and plain values do: place "
+            "both stages on one rank with places="
+        ) from None
+    return json.dumps(found).encode(), tensors
+
+
+class Description:
+    """What a message will hold: parsed once, used for every message of the same form."""
+
+    def __init__(self, text: bytes) -> None:
+        self._parts = json.loads(text)
+        self.forms = tuple(_forms(self._parts))
+
+    def message(self, header: Header, rooms: Sequence[Tensor], device: torch.device) -> Message:
+        """The message, from the bytes of its tensors."""
+        left = iter(zip(self.forms, rooms, strict=True))
+
+        def tensor(_: Any) -> Tensor:
+            form, room = next(left)
+            return form.filled(room)
+
+        def here(name: str) -> torch.device:
+            return torch.device("cpu") if torch.device(name).type == "cpu" else device
+
+        special = {"tensor": tensor, "device": here}
+        values, gradients = (decode(part, _NOTHING, special) for part in self._parts)
+        return Message(header.index, values, gradients)
+
+
+def _forms(part: Any) -> Iterator[Form]:
+    """The forms of the tensors in a description, in the order they are read."""
+    if isinstance(part, list):
+        for item in part:
+            yield from _forms(item)
+    elif isinstance(part, dict):
+        for tag, content in part.items():
+            if tag == "tensor":
+                dtype, shape, stride, on_host = content
+                yield Form(getattr(torch, dtype), tuple(shape), tuple(stride), on_host)
+            else:
+                yield from _forms(content)

@@ -1,0 +1,334 @@
+"""Several ranks train what one process trains, to the bit; and end well when one of them does not.
+
+Ranks are processes on this machine, over gloo. What they do is in `distributed_worker`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from distributed_worker import Run, accuracy, batches, fed, launch, looked_at, trained, trainer_of
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.runtime.distributed.collect import compare
+from revcompile.runtime.distributed.data import SameOrder, same_order
+from revcompile.runtime.distributed.layout import Layout, pipeline_ranks, plan
+from revcompile.runtime.distributed.wire import Description, Form, Header, described
+from revcompile.runtime.transport import Channel, Message
+from revcompile.schedule import METHODS
+
+CPU: Final = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """As the ranks have: sums depend on it."""
+    torch.set_num_threads(1)
+
+
+@functools.cache
+def alone(run: Run) -> dict[str, Any]:
+    """The same training in one process."""
+    return trained(dataclasses.replace(run, places=None))
+
+
+def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(run) for run in runs]
+
+
+def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    assert expected.keys() == found.keys()
+    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+def assert_equal_to_one_process(folder: Path, ranks: int, runs: Sequence[Run]) -> None:
+    results, codes = launch(folder, ranks, "train_all", runs=plain(runs))
+    assert codes == [0] * ranks
+    for number, run in enumerate(runs):
+        expected = alone(run)
+        for rank, found in enumerate(results):
+            odd = differences(expected["state"], found[number]["state"])
+            assert not odd, f"{run}, rank {rank}: {odd[:3]}"
+        last = ranks - 1 if run.places is None else run.places[-1]
+        assert results[last][number]["losses"] == expected["losses"], run
+
+
+# -- the same training ----------------------------------------------------------------------------
+
+
+def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> None:
+    runs = [Run(method=method, accumulate=2, steps=9) for method in METHODS]
+    assert_equal_to_one_process(tmp_path, 2, runs)
+
+
+def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
+    """Dropout, tied weights, clipping over all stages, the paper's order, an incomplete group."""
+    runs = [
+        Run(model="vit"),
+        Run(model="vit", method="1f1b", accumulate=4, steps=10),
+        Run(model="words", steps=9),
+        Run(model="words", method="gpipe", accumulate=2, steps=7),
+        Run(method="backprop", clip=0.1, steps=5),
+        Run(method="petra", order="paper", clip=0.1, steps=9),
+    ]
+    assert_equal_to_one_process(tmp_path, 4, runs)
+
+
+def test_stages_may_live_on_any_rank(tmp_path: Path) -> None:
+    runs = [
+        Run(places=(1, 0, 1, 0), steps=7),
+        Run(places=(0, 1, 1, 1), method="1f1b", accumulate=3, clip=0.1, steps=7),
+        Run(model="words", places=(1, 1, 0, 0), method="pipedream", steps=7),
+    ]
+    assert_equal_to_one_process(tmp_path, 2, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["resnet", "vit", "words"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (2, 4), (4, 4)])
+def test_every_method_on_any_number_of_ranks(
+    tmp_path: Path, model: str, ranks: int, stages: int
+) -> None:
+    runs = [
+        Run(model=model, method=method, stages=stages, accumulate=accumulate)
+        for method in METHODS
+        for accumulate in (1, 4)
+    ]
+    assert_equal_to_one_process(tmp_path, ranks, runs)
+
+
+def test_every_rank_can_know_the_loss(tmp_path: Path) -> None:
+    results, _ = launch(tmp_path, 2, "report")
+    losses = trained(Run(steps=5))["losses"]
+    for found in results:
+        assert found["losses"] == losses
+        assert found["mean"] == pytest.approx(sum(losses) / 5, rel=1e-12)
+    assert [found["samples"] for found in results] == [2, 2]
+
+
+def test_evaluation_during_training_disturbs_nothing(tmp_path: Path) -> None:
+    runs = [Run(model="words", steps=7), Run(method="1f1b", accumulate=2, steps=7)]
+    results, codes = launch(tmp_path, 2, "evaluate", runs=plain(runs))
+    assert codes == [0, 0]
+    for number, run in enumerate(runs):
+        expected = looked_at(run)
+        for found in results:
+            assert not differences(expected["state"], found[number]["state"])
+            assert not differences(alone(run)["state"], found[number]["state"])
+            for mine, theirs in zip(expected["seen"], found[number]["seen"], strict=True):
+                assert theirs == pytest.approx(mine, rel=1e-6)
+
+
+# -- micro-batches that cannot be used ------------------------------------------------------------
+
+BAD: Final = [[3, "nan"], [5, "shape"], [6, "type"], [8, "target"]]
+
+
+def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
+    """With one micro-batch in the pipeline at a time, as if it had never been."""
+    run = Run(method="backprop", steps=12)
+    results, codes = launch(tmp_path, 2, "lose", run=dataclasses.asdict(run), bad=BAD)
+    assert codes == [0, 0]
+    net, trainer = trainer_of(run)
+    lost = dict(BAD)
+    for number, batch in enumerate(batches(run)):
+        if number not in lost:
+            fed(trainer, batch)
+    expected = net.module().state_dict()
+    for found in results:
+        assert not differences(expected, found["state"])
+    raised = sorted(one for found in results for one in found["raised"])
+    assert raised == [
+        (3, NonFiniteError.__name__),
+        (5, InputError.__name__),
+        (6, InputError.__name__),
+        (8, InputError.__name__),
+    ]
+
+
+@pytest.mark.parametrize("method", ["petra", "ddg"])
+def test_training_goes_on_after_a_lost_micro_batch(tmp_path: Path, method: str) -> None:
+    run = dataclasses.asdict(Run(method=method, steps=12))
+    ends = []
+    for ways in (("nan", "shape"), ("target", "type")):
+        folder = tmp_path / ways[0]
+        folder.mkdir()
+        bad = [[4, ways[0]], [7, ways[1]]]
+        results, codes = launch(folder, 2, "lose", run=run, bad=bad)
+        assert codes == [0, 0]
+        assert not differences(results[0]["state"], results[1]["state"])
+        assert sum(len(found["raised"]) for found in results) == 2
+        ends.append(results[0]["state"])
+    assert all(bool(torch.isfinite(value).all()) for value in ends[0].values())
+    trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
+    # However a micro-batch is lost, the parameters are the same.
+    assert not [n for n in differences(*ends) if n in trainable]
+
+
+# -- ranks that end -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("doomed", "how", "said"),
+    [
+        (2, "killed", "rank 2 (stage 2) is gone"),
+        (0, "killed", "rank 0 (stage 0) is gone"),
+        (1, "failed", "rank 1 (stage 1) stopped: ZeroDivisionError: some bug"),
+    ],
+)
+def test_the_others_stop_and_name_the_rank_that_ended(
+    tmp_path: Path, doomed: int, how: str, said: str
+) -> None:
+    results, codes = launch(
+        tmp_path, 4, "end", doomed=doomed, how=how, method="petra", timeout=60, limit=50
+    )
+    others = [rank for rank in range(4) if rank != doomed]
+    assert [codes[rank] for rank in others] == [0, 0, 0]
+    for rank in others:
+        assert said in results[rank]
+        assert f"last completed micro-batch here (rank {rank} (stage {rank})): " in results[rank]
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
+    results, codes = launch(
+        tmp_path, 3, "end", doomed=1, hangs=1, how="stopped", method="1f1b", timeout=4, limit=60
+    )
+    assert (codes[0], codes[2]) == (0, 0)
+    for rank in (0, 2):
+        assert "rank 1 (stages 1, 2) has not answered for 4 s" in results[rank]
+
+
+# -- the start ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
+    results, codes = launch(tmp_path, 2, "differ")
+    assert codes == [0, 0]
+    expected = [
+        "stages: 2 on rank 0; 3 on rank 1",
+        "model: ViT on rank 0; Words on rank 1",
+        "accumulate: 1 on rank 0; 2 on rank 1",
+        "revcompile version: 1.0 on rank 0; 9.9 on rank 1",
+        "parameter conv.weight: float32[8, 3, 3, 3] on rank 0; float64[8, 3, 3, 3] on rank 1",
+        "places=(0, 1, 2, 3) needs 4 ranks",
+    ]
+    for found in results:
+        for said, text in zip(expected, found, strict=False):
+            assert said in text
+    assert results[1][-1] == trained(Run(steps=2))["losses"][0]
+
+
+def test_the_difference_names_the_ranks() -> None:
+    facts: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "more": "a"}]
+    with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:
+        compare(facts)
+    assert "more: nothing on ranks 0, 1; a on rank 2" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "world", "places", "said"),
+    [
+        (4, 6, None, "6 ranks for 4 stages.*start 4 ranks"),
+        (4, 3, (0, 0, 1, 1), "needs 2 ranks .*but there are 3"),
+        (4, 2, (0, 0, 1), "has 3 entries, but there are 4 stages"),
+        (3, 3, (0, 2, 2), "rank 1 has no stage"),
+        (3, 3, (0, -1, 1), "counted from 0"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    stages: int, world: int, places: tuple[int, ...] | None, said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        plan(stages, world, places, range(pipeline_ranks(stages, world)))
+
+
+def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
+    layout = plan(2, 6, None, (0, 1))
+    assert layout == Layout((0, 1), replicas=3)
+    assert [layout.rank(1, replica) for replica in range(3)] == [1, 3, 5]
+    assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def test_every_rank_reads_the_same_order_from_one_seed() -> None:
+    rows = TensorDataset(torch.arange(10.0))
+    first, again = (torch.cat([x for (x,) in same_order(rows, 4, seed=3)]) for _ in range(2))
+    torch.manual_seed(99)
+    assert torch.equal(first, again) and not torch.equal(first, torch.arange(10.0))
+    other = torch.cat([x for (x,) in same_order(rows, 4, seed=3, epoch=1)])
+    assert not torch.equal(first, other) and torch.equal(first.sort()[0], other.sort()[0])
+
+
+def test_copies_of_the_pipeline_share_the_data() -> None:
+    shares = [list(SameOrder(range(7), seed=0, replica=r, replicas=3)) for r in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    assert len({sample for share in shares for sample in share}) == 6
+
+
+# -- the wire -------------------------------------------------------------------------------------
+
+
+def through_the_wire(message: Message) -> Message:
+    text, tensors = described(message, CPU)
+    rooms = []
+    for form, tensor in tensors:
+        room = form.room(CPU)
+        room.copy_(form.flat(tensor))
+        rooms.append(room)
+    return Description(text).message(Header(Channel.X, message.index), rooms, CPU)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 6).t(),
+        torch.randn(2, 8, 3).chunk(2, 1)[1],
+        torch.randn(3, 1).expand(3, 5),
+        torch.randn(6)[::2],
+        torch.arange(7),
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.randn(3).bfloat16(),
+        torch.tensor([True, False]),
+        torch.empty(0, 3),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}",
+)
+def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
+    found = through_the_wire(Message(3, {"x": tensor})).values["x"]
+    assert torch.equal(found, tensor)
+    assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+
+
+def test_repeated_elements_are_sent_once() -> None:
+    form = Form.of(torch.zeros(4, 1).expand(4, 1000), CPU)
+    assert form.numel == 4
+
+
+def test_plain_values_arrive_as_they_were() -> None:
+    values = {"n": 3, "size": torch.Size((2, 3)), "kind": torch.float16, "nothing": None}
+    values |= {"pair": (1.5, [True, "a"]), "both": (torch.ones(2), 1)}
+    found = through_the_wire(Message(1, values, {"x": None, "y": torch.zeros(2)}))
+    both = found.values.pop("both")  # type: ignore[attr-defined]
+    assert torch.equal(both[0], torch.ones(2)) and both[1] == 1
+    values.pop("both")
+    assert found.values == values
+    assert found.gradients["x"] is None and torch.equal(found.gradients["y"], torch.zeros(2))
+
+
+def test_what_cannot_travel_says_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"Generator crosses from one rank to another.*places="):
+        described(Message(0, {"g": torch.Generator()}), CPU)
