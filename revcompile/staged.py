@@ -181,6 +181,7 @@ class StagedModel:
         places: Sequence[int] | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
+        average_statistics: bool = False,
     ) -> Trainer:
         """A trainer for this model.
 
@@ -196,7 +197,9 @@ class StagedModel:
         In a script started by torchrun (or with a process group of several ranks) this is the
         trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
         (default: in a row, balanced by cost), `timeout` after how many seconds of silence a rank
-        gives up, and `report_loss` tells every rank the loss of each step.
+        gives up, and `report_loss` tells every rank the loss of each step. With more ranks than
+        stages whole pipelines are copied: each copy takes its own data, gradients are averaged at
+        every update, and so are batch norms' running statistics with `average_statistics`.
         """
         settings = Settings(
             accumulate=accumulate,
@@ -224,6 +227,7 @@ class StagedModel:
             places=places,
             timeout=timeout,
             report_loss=report_loss,
+            average_statistics=average_statistics,
         )
         self._trainer = weakref.ref(trainer)
         return trainer

@@ -41,7 +41,7 @@ class BasicBlock(nn.Module):
         if stride > 1:
             self.short = nn.Conv2d(before, width, 1, stride, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(self.short(x) + y)
 
@@ -54,7 +54,7 @@ class ResNet(nn.Module):
         self.blocks = nn.Sequential(*(BasicBlock(*size) for size in sizes))
         self.fc = nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.fc(self.blocks(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
 
 
@@ -66,12 +66,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.drop = nn.Dropout(0.2)
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Any:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         weights = (q @ k.transpose(1, 2)).softmax(-1)
         return self.drop(self.out(weights @ v))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attention(self.norm1(x))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -86,7 +86,7 @@ class ViT(nn.Module):
         self.blocks = nn.Sequential(*(Block(8) for _ in range(3)))
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.patch(x).flatten(2).transpose(1, 2)
         x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), 1)
         return self.head(self.norm(self.blocks(self.drop(x + self.position)))[:, 0])
@@ -217,13 +217,23 @@ def train_all(rank: int, options: dict[str, Any]) -> Any:
     return [trained(Run(**one)) for one in options["runs"]]
 
 
+def copies(rank: int, options: dict[str, Any]) -> Any:
+    """Every copy of the pipeline takes every other batch."""
+    run = Run(**options["run"])
+    net, trainer = trainer_of(run, average_statistics=True)
+    for batch in batches(run)[trainer.replica :: trainer.replicas]:
+        fed(trainer, batch)
+    trainer.flush()
+    return final(net, trainer)
+
+
 def evaluate(rank: int, options: dict[str, Any]) -> Any:
     return [looked_at(Run(**one)) for one in options["runs"]]
 
 
 def report(rank: int, options: dict[str, Any]) -> Any:
     """Losses of every step on every rank, and their mean."""
-    net, trainer = trainer_of(Run(steps=5), report_loss=True)
+    _, trainer = trainer_of(Run(steps=5), report_loss=True)
     losses = [fed(trainer, batch).loss for batch in batches(Run(steps=5))]
     mean = trainer.mean_loss()
     trainer.flush()
@@ -249,7 +259,7 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
     version, revcompile.__version__ = revcompile.__version__, "9.9" if odd else "1.0"
     refused(lambda: trainer_of(Run()))
     revcompile.__version__ = version
-    net, start = compiled("resnet", 2, "cpu")
+    net, _ = compiled("resnet", 2, "cpu")
     if odd:
         net.model.double()
     refused(lambda: net.trainer(optimizer, F.cross_entropy))
@@ -288,9 +298,10 @@ class Fatal(torch.optim.SGD):
     """Its fifth update is the end."""
 
     end: Callable[[], None]
+    count = 0
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        Fatal.count = getattr(Fatal, "count", 0) + 1
+        Fatal.count += 1
         if Fatal.count == 5:
             Fatal.end()
         return super().step(*args, **kwargs)
@@ -311,7 +322,9 @@ def failed() -> None:
 def end(rank: int, options: dict[str, Any]) -> Any:
     """One rank ends in the middle of a step; returns what another is told."""
     doomed = rank == options["doomed"]
-    Fatal.end = staticmethod({"killed": killed, "stopped": stopped, "failed": failed}[options["how"]])
+    Fatal.end = staticmethod(
+        {"killed": killed, "stopped": stopped, "failed": failed}[options["how"]]
+    )
     run = Run(steps=12, method=options["method"])
     net, _ = compiled(run.model, run.stages, run.device)
     made = net.trainer(
@@ -332,7 +345,8 @@ def end(rank: int, options: dict[str, Any]) -> Any:
 
 
 SCENARIOS: Final[dict[str, Callable[[int, dict[str, Any]], Any]]] = {
-    function.__name__: function for function in (train_all, evaluate, report, differ, lose, end)
+    function.__name__: function
+    for function in (train_all, copies, evaluate, report, differ, lose, end)
 }
 
 
@@ -371,13 +385,15 @@ def launch(
     Ranks are forked from a server that has imported everything: that takes longest. Nobody waits
     for the rank that `hangs`.
     """
-    context = multiprocessing.get_context(start)
+    context: Any = multiprocessing.get_context(start)
     if start == "forkserver":
         paths = [str(Path(__file__).parent), str(Path(revcompile.__file__).parents[1])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the server has no other
-        context.set_forkserver_preload(["distributed_worker"])
+        context.set_forkserver_preload(["distributed_preload"])
     shared = (world, free_port(), scenario, str(folder), options)
-    ranks = [context.Process(target=rank_main, args=(r, *shared), daemon=True) for r in range(world)]
+    ranks = [
+        context.Process(target=rank_main, args=(r, *shared), daemon=True) for r in range(world)
+    ]
     for process in ranks:
         process.start()
     try:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.utils import _pytree as pytree
 
 import revcompile
 from revcompile.errors import InputError
@@ -33,6 +34,7 @@ from revcompile.runtime.checkpoint import (
     load_weights,
     save_checkpoint,
     save_training,
+    until_signal,
 )
 from revcompile.runtime.checkpoint.trees import put_together, take_apart
 from tests.training import (
@@ -86,8 +88,13 @@ def in_order(tree: Any) -> Any:
 
 
 def equal_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    first, second = ({k: v for k, v in s.items() if k != "rng"} for s in (a, b))
-    return same(in_order(first), in_order(second))
+    """To the bit; messages between different stages have no order."""
+    states = []
+    for state in (a, b):
+        messages = sorted(state["messages"], key=lambda message: message[:3])
+        kept = {key: value for key, value in state.items() if key != "rng"}
+        states.append(in_order(kept | {"messages": messages}))
+    return same(*states)
 
 
 def python(code: str, *arguments: Any) -> str:
@@ -437,6 +444,37 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert same(trainer.state_dict(), before)
 
 
+@pytest.mark.parametrize("method", ["petra", "gpipe"])
+def test_a_signal_saves_when_the_step_is_over(tmp_path: Path, method: str) -> None:
+    trainer = trainer_of(fresh(), method=method)
+    handler = signal.getsignal(signal.SIGTERM)
+    seen = 0
+    with pytest.raises(SystemExit) as left:
+        for x, y in trainer.save_on_signal(tmp_path, batches(9)):
+            seen += 1
+            if seen == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            trainer.step(x, y)
+    assert left.value.code == 143
+    assert Checkpoint(find_checkpoint(tmp_path)).step == seen == 4
+    assert signal.getsignal(signal.SIGTERM) is handler
+    trainer.load(tmp_path)
+    assert len(list(trainer.save_on_signal(tmp_path, batches(2)))) == 2  # nobody asks: all of it
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
+    seen: list[str] = []
+    saved: list[list[str]] = []
+    others = iter([False, False, True])  # another rank got the signal at the third step
+    batches = until_signal("abcde", lambda: saved.append([*seen]), agree=lambda _: next(others))
+    with pytest.raises(SystemExit) as left:
+        seen.extend(batches)
+    assert (saved, left.value.code) == ([["a", "b", "c"]], 143)
+    (error,) = together(1, lambda rank, barrier: list(until_signal("ab", list)))
+    assert "Python delivers signals to the main thread" in str(error)
+
+
 # -- several ranks --------------------------------------------------------------------------------
 
 
@@ -508,6 +546,25 @@ def test_ranks_save_their_shares_and_anybody_loads_all(tmp_path: Path) -> None:
     assert equal_states(alone.state_dict(), trainer.state_dict())
 
 
+def test_what_stages_hold_goes_to_the_device_of_the_model(tmp_path: Path) -> None:
+    trainer = started("petra")
+    feed(trainer, batches(6))
+    trainer.save(tmp_path)
+
+    def kinds(tree: Any) -> set[str]:
+        return {t.device.type for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)}
+
+    elsewhere = torch.device("meta")
+    _, state = load_training(tmp_path, elsewhere)
+    assert kinds(state["stages"]) == kinds(state["messages"]) == {"meta"}
+    assert kinds([state[key] for key in ("model", "optimizer", "rng")]) == {"cpu"}
+    _, state = load_training(tmp_path, elsewhere, stages=[0])
+    # Reversible stages hold nothing.
+    assert [kinds(held) for held in state["stages"]] == [{"meta"}, set(), set(), {"cpu"}]
+    targets = {target: kinds(message) for _, target, _, message in state["messages"]}
+    assert targets == {0: {"meta"}, 1: {"cpu"}, 2: {"cpu"}, 3: {"cpu"}}
+
+
 def test_when_one_rank_fails_all_do_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,21 +583,19 @@ def test_when_one_rank_fails_all_do_and_nothing_changes(
             raise OSError("No space left on device")
         write(tensors, file, *rest)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(safetensors.torch, "save_file", full_at_rank_1)
-        errors = together(3, functools.partial(save, 2, names))
-    assert "rank_00001.safetensors is missing" in str(errors[0])
-    assert "rank 1 cannot write" in str(errors[1])
-    assert "another rank failed" in str(errors[2])
+    for step in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(safetensors.torch, "save_file", full_at_rank_1)
+            errors = together(3, functools.partial(save, step, names))
+        assert "rank_00001.safetensors is missing" in str(errors[0])
+        assert "rank 1 cannot write" in str(errors[1])
+        assert "another rank failed" in str(errors[2])
     errors = together(3, functools.partial(save, 2, ["model.a", "model.a", "model.c"]))
     assert "both hold 'model.a'" in str(errors[0])
     assert "another rank failed" in str(errors[1])
-    assert sorted(load_weights_like(tmp_path)) == names
-    assert Checkpoint(find_checkpoint(tmp_path)).step == 1
-
-
-def load_weights_like(folder: Path) -> dict[str, Tensor]:
-    return Checkpoint(find_checkpoint(folder)).tensors("model.")
+    checkpoint = Checkpoint(find_checkpoint(tmp_path))
+    assert (checkpoint.step, checkpoint.world) == (1, 3)
+    assert sorted(checkpoint.tensors("model.")) == names
 
 
 # -- what is in the files -------------------------------------------------------------------------

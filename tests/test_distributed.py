@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from distributed_worker import Run, accuracy, batches, fed, launch, looked_at, trained, trainer_of
+from distributed_worker import Run, batches, fed, launch, looked_at, trained, trainer_of
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -107,6 +107,21 @@ def test_every_method_on_any_number_of_ranks(
     assert_equal_to_one_process(tmp_path, ranks, runs)
 
 
+@pytest.mark.parametrize("places", [None, (0, 1, 1, 0)])
+def test_copies_of_the_pipeline_train_with_the_mean_gradient(
+    tmp_path: Path, places: tuple[int, ...] | None
+) -> None:
+    """Two copies with half the data each are one pipeline that gathers two micro-batches."""
+    run = Run(method="backprop", stages=4 if places else 2, steps=10, places=places)
+    results, codes = launch(tmp_path, 4, "copies", run=dataclasses.asdict(run))
+    assert codes == [0] * 4
+    expected = alone(dataclasses.replace(run, accumulate=2))["state"]
+    trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
+    for found in results:
+        assert not differences(results[0], found)
+        assert not [n for n in differences(expected, found) if n in trainable]
+
+
 def test_every_rank_can_know_the_loss(tmp_path: Path) -> None:
     results, _ = launch(tmp_path, 2, "report")
     losses = trained(Run(steps=5))["losses"]
@@ -140,7 +155,7 @@ def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
     results, codes = launch(tmp_path, 2, "lose", run=dataclasses.asdict(run), bad=BAD)
     assert codes == [0, 0]
     net, trainer = trainer_of(run)
-    lost = dict(BAD)
+    lost = {number for number, _ in BAD}
     for number, batch in enumerate(batches(run)):
         if number not in lost:
             fed(trainer, batch)
@@ -205,7 +220,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     )
     assert (codes[0], codes[2]) == (0, 0)
     for rank in (0, 2):
-        assert "rank 1 (stages 1, 2) has not answered for 4 s" in results[rank]
+        assert "rank 1 (stage 2) has not answered for 4 s" in results[rank]
 
 
 # -- the start ------------------------------------------------------------------------------------

@@ -126,6 +126,11 @@ class Stage:
         """Forget a micro-batch that will not come back."""
         self.in_flight.pop(microbatch, None)
 
+    def statistics(self) -> list[Tensor]:
+        """The running statistics of the stage's batch norms."""
+        found = (module._buffers[name] for module, name in _statistics(self.program, self.root))
+        return [buffer for buffer in found if buffer is not None]
+
     def bookmark(self) -> list[Snapshot]:
         """Copies of the buffers that a micro-batch can change before its first update."""
         statistics = [

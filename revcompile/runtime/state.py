@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,32 +21,45 @@ from revcompile.steps import mix
 if TYPE_CHECKING:
     from revcompile.runtime.trainer import Trainer
 
-__all__ = ["load_trainer", "model_misfits", "save_trainer", "summed_up"]
+__all__ = ["load_trainer", "model_misfits", "referenced", "save_trainer", "summed_up"]
 
 FORMAT = 1
 
 
-def save_trainer(trainer: Trainer) -> dict[str, Any]:
-    """A copy of everything: nothing in it changes when training goes on."""
+Copy = Callable[[Any], Any]
+"""From nested values to the same with other tensors."""
+
+
+def save_trainer(trainer: Trainer, copy: Copy | None = None) -> dict[str, Any]:
+    """Everything there is, as copies: nothing in it changes when training goes on.
+
+    `copy` may do less, for somebody who is done with the state before training goes on.
+    """
+    copy = copy or _copied
+    if len(trainer.actors) < len(trainer.programs):
+        raise InputError(
+            f"trainer.state_dict: only {len(trainer.actors)} of {len(trainer.programs)} stages are "
+            "in this process; call trainer.flush() and save net.module().state_dict()"
+        )
     graphs = [a.index for a in trainer.actors if a.stage.keeps_graphs]
     if graphs:
         raise InputError(
             f"trainer.state_dict: stage {graphs[0]} keeps graphs of micro-batches in flight, which "
             "cannot be saved; call trainer.flush() first, or trainer.save(folder, drain=True)"
         )
-    optimizers = [actor.updater.state() for actor in trainer.actors]
+    optimizers = [actor.updater.state(copy) for actor in trainer.actors]
     return {
         "format": FORMAT,
         "cuts": _cuts(trainer),
         "seed": trainer.settings.seed,
-        "model": _copied(dict(trainer.model.state_dict())),
+        "model": copy(dict(trainer.model.state_dict())),
         "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
         "groups": [group for o in optimizers for group in o["groups"]],
         "lr_schedules": [o["lr_schedule"] for o in optimizers],
         "schedule": trainer.schedule.state(),
-        "stages": [_actor_state(actor, trainer.transport) for actor in trainer.actors],
+        "stages": [_actor_state(actor, trainer.transport, copy) for actor in trainer.actors],
         "messages": [
-            [source, target, channel.value, _message_state(message)]
+            [source, target, channel.value, _message_state(message, copy)]
             for (source, target, channel), queue in trainer.transport.queues.items()
             for message in queue
         ],
@@ -176,7 +189,7 @@ def _replicas(actor: Actor) -> list[str]:
 # -- one stage ------------------------------------------------------------------------------------
 
 
-def _actor_state(actor: Actor, transport: InProcess) -> dict[str, Any]:
+def _actor_state(actor: Actor, transport: InProcess, copy: Copy) -> dict[str, Any]:
     stage = actor.stage
     replicas: dict[str, Any] = {name: stage.parameters[name] for name in _replicas(actor)}
     for (_, target, channel), queue in transport.queues.items():
@@ -184,33 +197,33 @@ def _actor_state(actor: Actor, transport: InProcess) -> dict[str, Any]:
             for message in queue:  # arrives before the replica is read again
                 replicas |= message.values
     state: dict[str, Any] = {
-        "gradients": _copied(stage.gradients),
+        "gradients": copy(stage.gradients),
         "contributed": actor.contributed,
-        "replicas": _copied(replicas),
-        "in_flight": [[m, _held_state(stage, held)] for m, held in stage.in_flight.items()],
-        "versions": _versions(stage),
-        "incoming": [_message_state(message) for message in actor.incoming.values()],
-        "outputs": [[m, _copied(values and dict(values))] for m, values in actor.outputs.items()],
+        "replicas": copy(replicas),
+        "in_flight": [[m, _held_state(stage, held, copy)] for m, held in stage.in_flight.items()],
+        "versions": _versions(stage, copy),
+        "incoming": [_message_state(message, copy) for message in actor.incoming.values()],
+        "outputs": [[m, copy(values and dict(values))] for m, values in actor.outputs.items()],
     }
     if actor.synthesiser is not None:
-        state["synthesiser"] = _copied(actor.synthesiser.layers.state_dict())
-        state["synthesiser_optimizer"] = actor.synthesiser.updater.state()
+        state["synthesiser"] = copy(actor.synthesiser.layers.state_dict())
+        state["synthesiser_optimizer"] = actor.synthesiser.updater.state(copy)
     return state
 
 
-def _versions(stage: Stage) -> list[dict[str, Tensor]]:
+def _versions(stage: Stage, copy: Copy) -> list[dict[str, Tensor]]:
     """Stashed parameters, each version once, oldest first."""
     found = {id(h.weights): h.weights for h in stage.in_flight.values() if h.weights is not None}
-    return [_copied(dict(version)) for version in found.values()]
+    return [copy(dict(version)) for version in found.values()]
 
 
-def _held_state(stage: Stage, held: InFlight) -> dict[str, Any]:
+def _held_state(stage: Stage, held: InFlight, copy: Copy) -> dict[str, Any]:
     ids = [id(h.weights) for h in stage.in_flight.values() if h.weights is not None]
     versions = list(dict.fromkeys(ids))
     return {
-        "kept": _copied(list(held.kept)),
+        "kept": copy(list(held.kept)),
         "version": versions.index(id(held.weights)) if held.weights is not None else None,
-        "buffers": [[_path(stage, s), s[4].clone()] for s in held.buffers],
+        "buffers": [[_path(stage, s), copy(s[4])] for s in held.buffers],
     }
 
 
@@ -258,11 +271,11 @@ def _snapshot(stage: Stage, path: str, copy: Tensor) -> Snapshot:
 # -- messages -------------------------------------------------------------------------------------
 
 
-def _message_state(message: Message) -> dict[str, Any]:
+def _message_state(message: Message, copy: Copy) -> dict[str, Any]:
     return {
         "index": message.index,
-        "values": _copied(dict(message.values)),
-        "gradients": _copied(dict(message.gradients)),
+        "values": copy(dict(message.values)),
+        "gradients": copy(dict(message.gradients)),
         "void": message.void,
     }
 
@@ -278,3 +291,8 @@ def _message(state: Mapping[str, Any]) -> Message:
 
 def _copied(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+
+
+def referenced(tree: Any) -> Any:
+    """The same tensors, for somebody who only reads them, and soon: costs no memory."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach(), tree)

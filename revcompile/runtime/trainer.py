@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,26 @@ from revcompile.errors import InputError, RevcompileError
 from revcompile.ir import TensorType
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.attempt import Attempt
-from revcompile.runtime.checkpoint import load_training, save_training, set_generators
+from revcompile.runtime.checkpoint import (
+    device_of,
+    load_training,
+    save_training,
+    set_generators,
+    until_signal,
+)
 from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible, bind
 from revcompile.runtime.shipping.names import located
 from revcompile.runtime.stage import Stage
-from revcompile.runtime.state import load_trainer, save_trainer
+from revcompile.runtime.state import load_trainer, referenced, save_trainer
 from revcompile.runtime.synthesis import Synthesiser
 from revcompile.runtime.transport import InProcess
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
 from revcompile.runtime.worker import Actor, Worker
 from revcompile.schedule import Order, Schedule, delay
+
+Batch = TypeVar("Batch")
 
 __all__ = ["Evaluation", "Metric", "Metrics", "Settings", "Trainer", "batch_pair", "call_of"]
 
@@ -36,7 +44,9 @@ __all__ = ["Evaluation", "Metric", "Metrics", "Settings", "Trainer", "batch_pair
 class Metric(Protocol):
     """A mean over a batch, from the model's output and the target."""
 
-    def __call__(self, output: Any, target: Any, /) -> float | Tensor: ...
+    def __call__(self, output: Any, target: Any, /) -> float | Tensor:
+        """The mean."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class Trainer:
     """
 
     guarded: ClassVar[bool] = False
-    """Does a micro-batch that fails in a forward pass go on as lost, instead of being taken back?"""
+    """Does a micro-batch that fails in a forward pass go on as lost, and is not taken back?"""
 
     def __init__(
         self,
@@ -406,20 +416,36 @@ class Trainer:
         first, so that it loads into other stages and methods too. Whatever interrupts a save,
         the checkpoints before it stay whole. Returns the new one's place.
         """
+        self._usable()
         if drain:
             self.flush()
         stages = [actor.index for actor in self.actors]
-        return save_training(folder, self.state_dict(), self.model, stages, keep=keep)
+        return save_training(folder, save_trainer(self, referenced), self.model, stages, keep=keep)
 
     def load(self, place: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a folder.
 
         The random generators of torch and Python go on from there too.
         """
-        checkpoint, state = load_training(place)
+        checkpoint, state = load_training(place, device_of(self.model))
         with located(f"trainer.load: {checkpoint.path}"):
             self.load_state_dict(state)
         set_generators(state["rng"])
+
+    def save_on_signal(
+        self, folder: str | Path, loader: Iterable[Batch], *, keep: int = 2, drain: bool = False
+    ) -> Iterator[Batch]:
+        """The loader's batches; a SIGTERM has the step at work end, saves, and exits with 143.
+
+        Write `for x, y in trainer.save_on_signal(folder, loader): trainer.step(x, y)`. Methods
+        that keep graphs are drained first.
+        """
+
+        def save() -> None:
+            graphs = any(actor.stage.keeps_graphs for actor in self.actors)
+            self.save(folder, keep=keep, drain=drain or graphs)
+
+        return until_signal(loader, save)
 
 
 def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

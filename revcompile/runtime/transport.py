@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
 
-__all__ = ["Channel", "InProcess", "Message", "Transport"]
+__all__ = ["Channel", "InProcess", "Message", "Transport", "mean_of"]
 
 
 class Channel(enum.Enum):
@@ -49,6 +50,12 @@ class Transport(Protocol):
         """The next message, if it has arrived."""
         ...
 
+    def mean(
+        self, stage: int, gradients: dict[str, Tensor], count: int
+    ) -> dict[str, Tensor] | None:
+        """A stage's gradient from the sums over `count` micro-batches, over all its copies."""
+        ...
+
     def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """Add a stage's squared gradient norm to an update's; the sum once all have added."""
         ...
@@ -56,6 +63,13 @@ class Transport(Protocol):
     def wait(self, what: str) -> None:
         """No stage here can go on: wait for a message. `what` says who waits for what."""
         ...
+
+
+def mean_of(sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Sums divided by their number, in place."""
+    if count > 1 and sums:
+        torch._foreach_div_(list(sums.values()), float(count))
+    return sums
 
 
 class InProcess:
@@ -74,6 +88,12 @@ class InProcess:
         """Take the first message of the queue."""
         queue = self.queues.get((source, target, channel))
         return queue.popleft() if queue else None
+
+    def mean(
+        self, stage: int, gradients: dict[str, Tensor], count: int
+    ) -> dict[str, Tensor] | None:
+        """There is one copy of every stage."""
+        return mean_of(gradients, count)
 
     def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """The sum over all stages, once the last one has come."""

@@ -128,17 +128,18 @@ class Updater:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self, copy: Callable[[Any], Any] | None = None) -> dict[str, Any]:
         """Optimizer state by parameter name, the groups' settings, and the schedule's state."""
+        copy = copy or _copy
         if self.optimizer is None:
             return {"state": {}, "groups": [], "lr_schedule": None}
         names = {id(p): name for name, p in self.parameters.items()}
         state = {
-            names[id(p)]: {k: _copy(v) for k, v in values.items()}
+            names[id(p)]: {k: copy(v) for k, v in values.items()}
             for p, values in self.optimizer.state.items()
         }
         groups = [
-            {k: _copy(v) for k, v in group.items() if k != "params"}
+            {k: copy(v) for k, v in group.items() if k != "params"}
             | {"params": [names[id(p)] for p in group["params"]]}
             for group in self.optimizer.param_groups
         ]

@@ -58,6 +58,7 @@ class Actor:
         self.incoming: dict[int, Message] = {}
         self.outgoing: dict[int, Message] = {}
         self.gradients: dict[str, Tensor] | None = None
+        self._sums: dict[str, Tensor] | None = None
         self.contributed = 0
         self.failures: list[NonFiniteError] = []
         self.refused: list[Exception] = []
@@ -213,6 +214,8 @@ class Actor:
 
     def _update(self, action: Action) -> bool:
         gradients = self._mean_gradients()
+        if gradients is None:
+            return False
         scale: Tensor | None = None
         if self.clip_grad_norm is not None:
             squared = _squared_norm(gradients, self.stage)
@@ -229,13 +232,14 @@ class Actor:
         self.stage.updated()
         return True
 
-    def _mean_gradients(self) -> dict[str, Tensor]:
-        """Once per update: the sums gathered so far, divided by their number."""
+    def _mean_gradients(self) -> dict[str, Tensor] | None:
+        """Once per update: the mean of what was gathered; None while other copies are missing."""
         if self.gradients is None:
-            found = self.stage.take_gradients()
-            if self.contributed > 1 and found:
-                torch._foreach_div_(list(found.values()), float(self.contributed))
-            self.gradients = found
+            if self._sums is None:
+                self._sums = self.stage.take_gradients()
+            found = self.transport.mean(self.index, self._sums, self.contributed)
+            if found is not None:
+                self.gradients, self._sums = found, None
         return self.gradients
 
     # -- tied parameters ----------------------------------------------------------------------
@@ -243,6 +247,8 @@ class Actor:
     def _send_tied_grad(self, action: Action) -> bool:
         assert action.peer is not None
         gradients = self._mean_gradients()
+        if gradients is None:
+            return False
         names = self.held[action.peer]
         sent = {name: gradients.pop(name) for name in names if name in gradients}
         self._send(action.peer, Channel.TIED_GRAD, Message(action.index, {}, sent))
@@ -250,10 +256,12 @@ class Actor:
 
     def _receive_tied_grad(self, action: Action) -> bool:
         assert action.peer is not None
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
         message = self._receive(action.peer, Channel.TIED_GRAD, action)
         if message is None:
             return False
-        gradients = self._mean_gradients()
         for name, gradient in message.gradients.items():
             if gradient is not None:
                 mine = gradients.get(name)

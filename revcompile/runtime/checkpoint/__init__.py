@@ -6,7 +6,9 @@ Trainer.state_dict() --save_training--> folder/step_00000120 --load_training--> 
 """
 
 from revcompile.runtime.checkpoint.files import Checkpoint, find_checkpoint, save_checkpoint
+from revcompile.runtime.checkpoint.signals import until_signal
 from revcompile.runtime.checkpoint.training import (
+    device_of,
     load_training,
     save_training,
     set_generators,
@@ -15,6 +17,7 @@ from revcompile.runtime.checkpoint.weights import export_weights, load_into, loa
 
 __all__ = [
     "Checkpoint",
+    "device_of",
     "export_weights",
     "find_checkpoint",
     "load_into",
@@ -23,4 +26,5 @@ __all__ = [
     "save_checkpoint",
     "save_training",
     "set_generators",
+    "until_signal",
 ]

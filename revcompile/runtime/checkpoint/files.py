@@ -79,42 +79,55 @@ def save_checkpoint(
     if keep < 1:
         raise InputError(f"trainer.save: keep={keep}; keep at least 1 checkpoint")
     folder = Path(folder)
-    failure: Exception | None = None
-    steps: tuple[tuple[Callable[[], Any], bool], ...] = (
-        (lambda: _prepare(folder), rank == 0),
-        (lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain), True),
-        (lambda: _commit(folder, step, world), rank == 0),
+    is_first, before = rank == 0, _latest(folder)
+    failure = _in_step(
+        barrier,
+        (lambda: _prepare(folder)) if is_first else None,
+        lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain),
+        (lambda: _commit(folder, step, world)) if is_first else None,
     )
-    for work, is_mine in steps:
-        try:
-            if is_mine and failure is None:
-                work()
-        except Exception as error:  # the others wait at the barrier: go there first
-            failure = error
-        barrier()
-    if isinstance(failure, OSError):
-        raise InputError(
-            f"trainer.save: rank {rank} cannot write to {folder} ({failure}); the checkpoints "
-            "there are as before. Free some space, or choose another folder"
-        ) from failure
     if failure is not None:
-        raise failure
-    saved = folder / (_read(folder / _LATEST) or "")
-    if not saved.name.startswith(f"step_{step:08d}"):
+        raise _explained(failure, folder, rank)
+    saved = _latest(folder)
+    if saved is None or saved == before:
         raise InputError(
             f"trainer.save: another rank failed to write to {folder}; the checkpoints there are "
             "as before. Its own error says why"
         )
-    if rank == 0:
+    if is_first:
         _prune(folder, keep)
     return saved
+
+
+def _in_step(barrier: Barrier, *works: Callable[[], None] | None) -> Exception | None:
+    """Do one after the other, all ranks together; what went wrong here, once nobody waits."""
+    failure: Exception | None = None
+    for work in works:
+        try:
+            if work is not None and failure is None:
+                work()
+        except Exception as error:
+            failure = error
+        barrier()
+    return failure
+
+
+def _explained(failure: Exception, folder: Path, rank: int) -> Exception:
+    if not isinstance(failure, OSError):
+        return failure
+    error = InputError(
+        f"trainer.save: rank {rank} cannot write to {folder} ({failure}); the checkpoints there "
+        "are as before. Free some space, or choose another folder"
+    )
+    error.__cause__ = failure
+    return error
 
 
 def _prepare(folder: Path) -> None:
     """Clear away what earlier saves left when they died."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("*.tmp"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for left in (folder / _UNFINISHED, *folder.glob(f"step_*{_REMOVED}")):
+        shutil.rmtree(left, ignore_errors=True)
     (folder / _UNFINISHED).mkdir()
 
 
@@ -206,8 +219,9 @@ def _prune(folder: Path, keep: int) -> None:
     """Remove the oldest; a removal that dies leaves nothing that looks like a checkpoint."""
     for old in sorted(_all(folder), key=_serial)[:-keep]:
         doomed = old.with_name(old.name + _REMOVED)
-        os.rename(old, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        with suppress(OSError):  # the new one is there; the next save tries again
+            os.rename(old, doomed)
+            shutil.rmtree(doomed)
 
 
 def _write(file: Path, text: str) -> None:
@@ -239,8 +253,8 @@ def find_checkpoint(place: str | Path) -> Path:
     if not place.is_dir():
         raise InputError(f"checkpoint: there is no folder {place}; look for a typing mistake")
     found = sorted(_all(place), key=_serial)
-    named = place / (_read(place / _LATEST) or "-")
-    if named in found and not _serial(named):
+    named = _latest(place)
+    if named is not None and not _serial(named):
         return named  # damaged: whoever reads it says how, instead of going back silently
     if not found:
         died = (place / _UNFINISHED).exists()
@@ -250,6 +264,12 @@ def find_checkpoint(place: str | Path) -> Path:
             + ". Give the folder that trainer.save(folder) wrote to"
         )
     return found[-1]
+
+
+def _latest(folder: Path) -> Path | None:
+    """The checkpoint that the file of this name names, if it is there."""
+    named = folder / (_read(folder / _LATEST) or "-")
+    return named if _NAME.fullmatch(named.name) and named.is_dir() else None
 
 
 def _all(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.files import (
@@ -21,12 +21,11 @@ from revcompile.runtime.checkpoint.trees import put_together, take_apart
 from revcompile.runtime.checkpoint.weights import aliases, with_aliases
 from revcompile.runtime.shipping.names import located
 
-__all__ = ["load_training", "save_training", "set_generators"]
+__all__ = ["device_of", "load_training", "save_training", "set_generators"]
 
 _COMMON: Final = ("format", "cuts", "seed", "schedule")
 """The same on every rank."""
 _BY_STAGE: Final = {"stages": "stage", "lr_schedules": "lr_schedule"}
-_BY_RANK: Final = ("groups", "messages")
 
 
 def save_training(
@@ -43,28 +42,32 @@ def save_training(
     """Write a trainer's state dict: with several ranks, each its own stages' share of it.
 
     A share has the entries of `Trainer.state_dict()`: `stages` and `lr_schedules` of the rank's
-    own stages, whose numbers are `stages`; and only those entries of `model` and `optimizer` that
-    no other rank saves. `model` tells which names mean one tensor.
+    own stages, whose numbers are `stages`; the messages to these; and only those entries of
+    `model` and `optimizer` that no other rank saves. `model` tells which names mean one tensor,
+    and where tensors live.
     """
     also = {
         name: one
         for name, one in aliases(model.state_dict()).items()
         if {name, one} <= state["model"].keys()
     }
-    mine = {key: state[key] for key in _BY_RANK} | {"rng": _generators()}
+    messages: dict[int, list[Any]] = {}
+    for message in state["messages"]:
+        messages.setdefault(message[1], []).append(message)
     tree = {
         **{key: state[key] for key in _COMMON},
         "model": {name: t for name, t in state["model"].items() if name not in also},
         "optimizer": state["optimizer"],
         **{key: dict(zip(stages, state[listed], strict=True)) for listed, key in _BY_STAGE.items()},
-        "rank": {rank: mine},
+        "message": messages,
+        "rank": {rank: {"groups": state["groups"], "rng": _generators()}},
     }
     with located("trainer.save"):
         plain, tensors = take_apart(tree)
     return save_checkpoint(
         folder,
         tensors,
-        {"aliases": also, "state": plain},
+        {"aliases": also, "device": device_of(model).type, "state": plain},
         step=state["schedule"]["injected"],
         rank=rank,
         world=world,
@@ -73,17 +76,20 @@ def save_training(
     )
 
 
-def load_training(place: str | Path) -> tuple[Checkpoint, dict[str, Any]]:
+def load_training(
+    place: str | Path, device: torch.device | None = None, stages: Sequence[int] | None = None
+) -> tuple[Checkpoint, dict[str, Any]]:
     """The checkpoint that was found, and the state dict of all ranks' stages together.
 
-    Its entry `rng`, for `set_generators`, is not the trainer's.
+    What the given stages (default: all) held on the saving run's device comes to `device`, all
+    other tensors to the CPU. The entry `rng`, for `set_generators`, is not the trainer's.
     """
     checkpoint = Checkpoint(find_checkpoint(place))
     tensors = checkpoint.tensors()
     with located(f"checkpoint: {checkpoint.path}"):
         try:
             plain = checkpoint.plain
-            parts = [put_together(part["state"], tensors) for part in plain]
+            parts = [_read(part, tensors, device, stages) for part in plain]
             state = _joined(parts, [part["aliases"] for part in plain])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
@@ -94,6 +100,22 @@ def load_training(place: str | Path) -> tuple[Checkpoint, dict[str, Any]]:
     return checkpoint, state
 
 
+def _read(
+    part: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    device: torch.device | None,
+    stages: Sequence[int] | None,
+) -> dict[str, Any]:
+    def home(name: str, kind: str) -> torch.device:
+        owner, _, rest = name.partition(".")
+        held = owner in ("stage", "message")
+        here = held and (stages is None or int(rest.partition(".")[0]) in stages)
+        return device if device and here and kind == part["device"] else torch.device("cpu")
+
+    found: dict[str, Any] = put_together(part["state"], tensors, home)
+    return found
+
+
 def _joined(parts: Sequence[Any], also: Iterable[Mapping[str, str]]) -> dict[str, Any]:
     state = {key: parts[0][key] for key in _COMMON}
     model = {name: tensor for part in parts for name, tensor in part["model"].items()}
@@ -102,10 +124,16 @@ def _joined(parts: Sequence[Any], also: Iterable[Mapping[str, str]]) -> dict[str
     for listed, key in _BY_STAGE.items():
         found = {index: s for part in parts for index, s in part[key].items()}
         state[listed] = [found[index] for index in sorted(found)]
-    for key in _BY_RANK:
-        state[key] = [entry for rank, part in enumerate(parts) for entry in part["rank"][rank][key]]
-    state["rng"] = [part["rank"][rank]["rng"] for rank, part in enumerate(parts)]
+    state["messages"] = [m for part in parts for sent in part["message"].values() for m in sent]
+    own = [part["rank"][rank] for rank, part in enumerate(parts)]
+    state["groups"] = [group for one in own for group in one["groups"]]
+    state["rng"] = [one["rng"] for one in own]
     return state
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 # -- random generators ----------------------------------------------------------------------------

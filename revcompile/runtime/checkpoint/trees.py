@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class _Stored:
     """A tensor's place in the table; `stride` where it does not lie in memory row by row."""
 
     name: str
+    device: str
     stride: tuple[int, ...] | None
 
 
@@ -35,24 +36,34 @@ def take_apart(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     return encode(plain, _as_json), tensors
 
 
-def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+Home = Callable[[str, str], torch.device]
+"""From a tensor's name and the kind of device it was on to where it is to go."""
+
+
+def put_together(
+    plain: Any,
+    tensors: Mapping[str, Tensor],
+    home: Home = lambda name, kind: torch.device("cpu"),
+) -> Any:
     """The tree again; every tensor is laid out in memory as it was, since results depend on it."""
 
     def read(content: Any) -> Tensor:
-        name, stride = content
+        name, kind, stride = content
         if name not in tensors:
             raise InputError(f"the tensor {name!r} is missing")
-        found = tensors[name]
+        found = tensors[name].to(home(name, kind))
         if stride is None:
             return found
-        return torch.empty_strided(found.shape, stride, dtype=found.dtype).copy_(found)
+        return torch.empty_strided(
+            found.shape, stride, dtype=found.dtype, device=found.device
+        ).copy_(found)
 
     return decode(plain, Names(()), {"tensor": read})
 
 
 def _as_json(value: Any) -> dict[str, Any] | None:
     if isinstance(value, _Stored):
-        return {"tensor": [value.name, value.stride and list(value.stride)]}
+        return {"tensor": [value.name, value.device, value.stride and list(value.stride)]}
     return None
 
 
@@ -73,7 +84,8 @@ def _store(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> _Stored:
     tensors[name] = tensor
     rows = torch.empty(tensor.shape, device="meta").stride()
     overlaps = 0 in tensor.stride()
-    return _Stored(name, None if tensor.stride() == rows or overlaps else tensor.stride())
+    stride = None if tensor.stride() == rows or overlaps else tensor.stride()
+    return _Stored(name, tensor.device.type, stride)
 
 
 def _leaf(value: Any, path: tuple[str, ...]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import threading
 import time
 
@@ -11,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from revcompile.errors import RevcompileError
 
-__all__ = ["Alarm", "RankError", "RollCall"]
+__all__ = ["Alarm", "RankError", "RollCall", "told"]
 
 
 class RankError(RevcompileError, RuntimeError):
@@ -83,3 +84,9 @@ class RollCall:
         asking.start()
         asking.join(2 * grace)
         return set(found)
+
+
+def told(error: Exception) -> str:
+    """What torch says, without where in its sources it says so and what it suspects."""
+    found = re.sub(r"^\[[^]]*\]\s*", "", str(error)).split(". This is typically", 1)[0]
+    return f"{type(error).__name__}: {found}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.errors import VerificationError
+from revcompile.runtime.distributed.alarm import told
 from revcompile.runtime.distributed.wire import HEADER, Description, Flag, Form, Header, described
 from revcompile.runtime.transport import Channel, Message
 
@@ -123,7 +123,8 @@ class Outgoing:
 
     def send(self, channel: Channel, message: Message) -> None:
         """Hand a message over; returns at once."""
-        text, tensors, flags = b"", [], Flag.VOID
+        text, flags = b"", Flag.VOID
+        tensors: list[tuple[Form, Tensor]] = []
         if not message.void:
             flags = Flag(0)
             text, tensors = described(message, self.link.device)
@@ -164,7 +165,7 @@ class Outgoing:
                 if parcel.header.flags & (Flag.END | Flag.ABORT):
                     return
         except Exception as error:
-            self._failed(_told(error))
+            self._failed(told(error))
 
     def _send(self, parcel: _Parcel) -> None:
         link = self.link
@@ -215,7 +216,7 @@ class Incoming:
             while self._receive():
                 pass
         except Exception as error:
-            self._failed(_told(error))
+            self._failed(told(error))
 
     def _receive(self) -> bool:
         """One message; False after the last."""
@@ -260,9 +261,3 @@ def _bytes(text: bytes) -> Tensor:
 
 def _text(found: Tensor) -> bytes:
     return bytes(found.tolist())
-
-
-def _told(error: Exception) -> str:
-    """What torch says, without where in its sources it says so and what it suspects."""
-    found = re.sub(r"^\[[^]]*\]\s*", "", str(error)).split(". This is typically", 1)[0]
-    return f"{type(error).__name__}: {found}"

@@ -25,6 +25,7 @@ from revcompile.runtime.distributed.collect import broadcast_tensors, compare, g
 from revcompile.runtime.distributed.evaluation import Passing
 from revcompile.runtime.distributed.handshake import facts
 from revcompile.runtime.distributed.layout import pipeline_ranks, plan
+from revcompile.runtime.distributed.replicas import open_copies
 from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
 from revcompile.runtime.distributed.weights import check_buffers, homes
@@ -40,6 +41,7 @@ from revcompile.runtime.trainer import (
     call_of,
 )
 from revcompile.runtime.update import OptimizerFactory
+from revcompile.steps import mix
 
 __all__ = ["DistributedTrainer"]
 
@@ -70,12 +72,18 @@ class DistributedTrainer(Trainer):
         places: Sequence[int] | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
+        average_statistics: bool = False,
     ) -> None:
         limit = timedelta(seconds=timeout)
         self.device = join(model, limit)
         self.timeout, self.report_loss = timeout, report_loss
         control = distributed.new_group(backend="gloo", timeout=limit)
-        options = {"places": places, "report_loss": report_loss, "device": self.device.type}
+        options = {
+            "places": places,
+            "report_loss": report_loss,
+            "average_statistics": average_statistics,
+            "device": self.device.type,
+        }
         compare(gather_plain(facts(model, partition, programs, settings, options), control))
         stages, world = len(programs), distributed.get_world_size()
         default = () if places else default_places(pipeline_ranks(stages, world))
@@ -84,7 +92,11 @@ class DistributedTrainer(Trainer):
         self.ranks = Ranks.arrange(layout, self.device, control)
         self._start_alike(model)
         self._links = open_links(self.ranks, list(partition.ties), self.device, limit)
+        if self.ranks.replica:  # copies see other data, and drop other elements
+            settings = replace(settings, seed=mix(settings.seed, self.ranks.replica))
         super().__init__(model, partition, programs, optimizer, loss, settings)
+        if layout.replicas > 1:
+            self._replicate(limit, average_statistics)
         self._losses: list[Tensor] = []
         _open.add(self)
 
@@ -93,6 +105,14 @@ class DistributedTrainer(Trainer):
         group = distributed.group.WORLD
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_tensors(tensors, 0, group)
+
+    def _replicate(self, timeout: timedelta, average_statistics: bool) -> None:
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        groups = open_copies(self.ranks, backend, timeout)
+        for actor in self.actors:
+            stage = actor.stage
+            found = stage.statistics() if average_statistics else []
+            self.transport.replicate(actor.index, stage.parameters, found, groups[actor.index])
 
     def _connect(self) -> Distributed:
         return Distributed(self.ranks, self._links, self.timeout)
@@ -177,6 +197,16 @@ class DistributedTrainer(Trainer):
     def is_last(self) -> bool:
         """Does this rank need targets, and know the loss?"""
         return self._is_here(len(self.programs) - 1)
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the pipeline this rank belongs to: its share of the data."""
+        return self.ranks.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the pipeline there are."""
+        return self.ranks.layout.replicas
 
     def gather(self) -> None:
         """Bring all current parameters and buffers to every rank's model. Every rank calls it."""

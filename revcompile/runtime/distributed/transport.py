@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, distributed
 
 from revcompile.runtime.distributed.alarm import Alarm, RankError, RollCall
 from revcompile.runtime.distributed.links import Arrival, Incoming, Link, Outgoing
+from revcompile.runtime.distributed.replicas import Copies
 from revcompile.runtime.distributed.start import Ranks
-from revcompile.runtime.transport import Channel, Message
+from revcompile.runtime.transport import Channel, Message, mean_of
 
 __all__ = ["Distributed"]
 
-_GRACE = 2.0
+_GRACE: Final = 2.0
 """Seconds for the last words to get out before a failing rank goes."""
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Distributed:
@@ -43,8 +45,10 @@ class Distributed:
         self._closed = False
         self._out: dict[tuple[int, int], Outgoing] = {}
         self._in: list[Incoming] = []
+        self._copies: dict[int, Copies] = {}
         for link in self._links:
-            failed = self._gone(link)
+            peer = next(rank for rank in link.ranks if rank != ranks.rank)
+            failed = self._gone(ranks.named(peer))
             if link.ranks[0] == ranks.rank:
                 self._out[link.source, link.target] = Outgoing(link, failed)
             else:
@@ -80,6 +84,24 @@ class Distributed:
         self._asked.clear()
         self._check()
 
+    def replicate(
+        self, stage: int, parameters: Mapping[str, Tensor], statistics: Sequence[Tensor], group: Any
+    ) -> None:
+        """From now on a stage's gradients are averaged over its copies (and `statistics`)."""
+        copies = range(self.ranks.layout.replicas)
+        members = {self.ranks.layout.rank(stage, r) for r in copies} - {self.ranks.rank}
+        who = " or ".join(self.ranks.named(rank) for rank in sorted(members))
+        self._copies[stage] = Copies(
+            parameters, statistics, group, self._alarm.arrived, self._gone(who)
+        )
+
+    def mean(
+        self, stage: int, gradients: dict[str, Tensor], count: int
+    ) -> dict[str, Tensor] | None:
+        """A stage's gradient, over all its copies."""
+        copies = self._copies.get(stage)
+        return mean_of(gradients, count) if copies is None else copies.mean(gradients, count)
+
     def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """The sum over all stages, once this rank's have all come and the others agree."""
         norms = self._norms.setdefault(update, {})
@@ -109,14 +131,14 @@ class Distributed:
         return total
 
     @contextlib.contextmanager
-    def together(self):  # type: ignore[no-untyped-def]
+    def together(self) -> Iterator[None]:
         """Around what all ranks do at once: a failure there names the rank that is gone."""
         self._check()
         try:
             yield
-        except (distributed.DistError, RuntimeError) as error:
-            if isinstance(error, RankError):
-                raise
+        except RankError:
+            raise
+        except RuntimeError as error:
             self._alarm.wait(_GRACE)
             self._stop(f"{type(error).__name__}: {error}")
 
@@ -136,10 +158,7 @@ class Distributed:
             self._over.add((link.source, link.target))
             self._alarm.arrived()
 
-    def _gone(self, link: Link):  # type: ignore[no-untyped-def]
-        peer = next(rank for rank in link.ranks if rank != self.ranks.rank)
-        who = self.ranks.named(peer)
-
+    def _gone(self, who: str) -> Callable[[str], None]:
         def failed(error: str) -> None:
             if not self._closed:
                 self._alarm.sound(f"{who} is gone: {error}")
@@ -153,7 +172,7 @@ class Distributed:
         if cause is not None:
             self._stop(cause)
 
-    def _stop(self, cause: str) -> None:
+    def _stop(self, cause: str) -> NoReturn:
         self.abort(cause)
         raise RankError(
             f"{self._alarm.cause}; last completed micro-batch here "
@@ -177,7 +196,9 @@ class Distributed:
             for link in self._out.values():
                 link.end()
         limit = self.timeout if self._alarm.cause is None else _GRACE
-        ended = [end.join(limit) for end in (*self._out.values(), *self._in)]
+        ended = [link.join(limit) for link in self._out.values()]
+        ended += [link.join(limit) for link in self._in]
+        ended += [copies.close(limit) for copies in self._copies.values()]
         if all(ended) and self._alarm.cause is None:
             for group in {id(g): g for k in self._links for g in (k.control, k.payload)}.values():
                 distributed.destroy_process_group(group)

@@ -40,7 +40,8 @@ def check_buffers(model: nn.Module, programs: Sequence[StageProgram], layout: La
 
 def _buffers(model: nn.Module, program: StageProgram) -> Iterator[str]:
     """Buffers of the layers a stage calls, and those its code reads itself."""
-    prefixes, names = set(), set()
+    prefixes: set[str] = set()
+    names: set[str] = set()
     for node in program.forward.nodes:
         if node.op == "call_module":
             prefixes.add(f"{node.target}.")

@@ -41,13 +41,16 @@ class Flag(enum.IntFlag):
     """The sender stops; the description says why."""
 
 
+_NONE: Final = Flag(0)
+
+
 @dataclass(frozen=True)
 class Header:
     """The first part of a message, of fixed size."""
 
     channel: Channel
     index: int
-    flags: Flag = Flag(0)
+    flags: Flag = _NONE
     length: int = 0
     """Bytes of the description."""
     sequence: int = 0
