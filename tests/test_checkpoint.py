@@ -318,6 +318,8 @@ def die_everywhere(folder: Path) -> list[str]:
             ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             how = {-signal.SIGKILL: "killed", 2: "went on", 3: "whole", 4: "raised"}[ended]
             report.append(f"{how} {step_in(place)}")
+            for path in place.glob("step_*"):
+                assert path.suffix == ".tmp" or Checkpoint(path).tensors()  # else it raises
             put(place, 4)
             assert step_in(place) == 4
             assert len(list(place.iterdir())) == 3  # two checkpoints, `latest`, no rubbish

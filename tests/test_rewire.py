@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import timm
@@ -230,3 +231,45 @@ def test_batch_size_and_captured_type_stay_free() -> None:
     for batch in (1, 5, 7):
         assert net.eval()(torch.randn(batch, 3, 8, 8)).shape == (batch, 5)
     assert captured.signature.placeholders == ("x",)
+
+
+class _TwoModes(nn.Module):
+    """Returns one more value in training, made from what the head reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return (self.head(x), x.sum(-1)) if self.training else self.head(x)
+
+
+def test_a_layer_is_as_wide_in_eval_mode_as_in_training() -> None:
+    net = revcompile.reversify(_TwoModes(), torch.randn(2, 4))
+    logits, _ = net(torch.randn(3, 4))
+    assert logits.shape == net.eval()(torch.randn(3, 4)).shape == (3, 5)
+    assert any("keep their widths" in note for note in net.rewired.notes)
+
+
+class _SecondReader(nn.Module):
+    """The stem's weight is read once more, as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + torch.tanh(self.block(x))
+        x = x + torch.tanh(self.block(x) * 0.5)
+        return nn.functional.linear(x, self.stem.weight.T)
+
+
+def test_a_layer_whose_weight_is_read_elsewhere_keeps_its_width() -> None:
+    net = revcompile.reversify(_SecondReader(), torch.randn(2, 4))
+    assert net.stem.weight.shape == (6, 4)
+    assert net(torch.randn(3, 4)).shape == (3, 4)

@@ -38,7 +38,7 @@ from revcompile.schedule import Order, Schedule, delay
 
 Batch = TypeVar("Batch")
 
-__all__ = ["Evaluation", "Metric", "Metrics", "Settings", "Trainer", "batch_pair", "call_of"]
+__all__ = ["Evaluation", "Metric", "Metrics", "Settings", "Trainer", "batch_pair"]
 
 
 class Metric(Protocol):
@@ -287,7 +287,7 @@ class Trainer:
     # -- inputs -------------------------------------------------------------------------------
 
     def _bound(self, inputs: Any) -> dict[str, Any]:
-        args, kwargs = call_of(inputs)
+        args, kwargs = _call(inputs)
         return bind(
             self.partition.rewired.signature,
             self.partition.rewired.name,
@@ -323,7 +323,7 @@ class Trainer:
         with self._evaluating():
             for number, batch in enumerate(loader):
                 inputs, target = batch_pair(batch)
-                args, kwargs = call_of(self._moved(inputs))
+                args, kwargs = _call(self._moved(inputs))
                 target = self._moved(target)
                 output = self.model(*args, **kwargs)
                 size = self._size(self._bound(inputs))
@@ -448,8 +448,7 @@ class Trainer:
         return until_signal(loader, save)
 
 
-def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments, from what `step` takes as inputs."""
+def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     if isinstance(inputs, dict):

@@ -15,6 +15,7 @@ from revcompile.compiler.find.together import is_activation
 from revcompile.compiler.flow import Flow, tensor_type
 from revcompile.compiler.rewire.surgery import Surgeon
 from revcompile.ir import Residual
+from revcompile.ops import attribute
 
 __all__ = ["enter_widened", "leave_concatenated"]
 
@@ -128,11 +129,20 @@ def _rank(node: fx.Node) -> int:
 
 
 def _called_once(flow: Flow, node: fx.Node) -> bool:
+    """Is this call the only place where the layer's parameters are read?"""
     if node.op != "call_module":
         return True
+    own = {id(p) for p in flow.root.get_submodule(str(node.target)).parameters()}
+    if not own:
+        return True
     calls = [n for n in flow.nodes if n.op == "call_module" and n.target == node.target]
-    has_state = next(flow.root.get_submodule(str(node.target)).parameters(), None) is not None
-    return len(calls) == 1 or not has_state
+    read = (attribute(flow.root, str(n.target)) for n in flow.nodes if n.op == "get_attr")
+    prefix = f"{node.target}."
+    tied = any(
+        id(p) in own and not name.startswith(prefix)
+        for name, p in flow.root.named_parameters(remove_duplicate=False)
+    )
+    return len(calls) == 1 and not tied and not any(id(value) in own for value in read)
 
 
 def _is_channelwise(flow: Flow, node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ else goes into the opaque regions between them (`placement`). How streams begin 
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx, nn
@@ -47,9 +48,15 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
     body = rewiring.run()
     eval_body = None
     if captured.eval_graph is not None:
+        trained, surgeon.asked = surgeon.asked, set()
         found_eval = find(captured, captured.eval_graph)
         flow = Flow(captured.eval_graph, captured.root)
         eval_body = _Rewiring(flow, found_eval, policy, surgeon).run()
+        if _disagree(captured, trained, surgeon.asked):
+            kept = Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN)
+            plain = rewire(captured, found, kept)
+            note = "layers keep their widths: in eval mode the model reads them otherwise"
+            return replace(plain, policy=policy, notes=(*plain.notes, note))
     _forbid_inplace(surgeon, [b for b in (body, eval_body) if b is not None])
     return Rewired(
         name=captured.name,
@@ -63,6 +70,19 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         growths=dict(surgeon.growths),
         notes=(*captured.notes, *rewiring.notes),
     )
+
+
+def _disagree(
+    captured: Captured, trained: set[tuple[str, str]], evaluated: set[tuple[str, str]]
+) -> bool:
+    """Would train and eval mode want a layer they share in different widths?"""
+    assert captured.eval_graph is not None
+    called = [
+        {str(node.target) for node in graph.find_nodes(op="call_module")}
+        for graph in (captured.graph, captured.eval_graph)
+    ]
+    shared = called[0] & called[1]
+    return any(path in shared and what != "copy" for path, what in trained ^ evaluated)
 
 
 class _Rewiring:
@@ -83,6 +103,10 @@ class _Rewiring:
             inner=policy.fuse is Fuse.CONCAT,
             last=policy.leave is Leave.CONCAT,
         )
+        if policy.leave is Leave.CONCAT and self.blocks:
+            end = self.blocks[-1]
+            if flow.by_name[end.out] not in self.place.concatenated:
+                self.notes.append(f"{end.path or end.out}: the streams end as their mean")
 
     def run(self) -> Body:
         """Place every node: blocks as units, the rest in the regions between them."""

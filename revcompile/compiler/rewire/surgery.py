@@ -31,6 +31,8 @@ class Surgeon:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.growths: dict[str, tuple[str, Growth]] = {}
+        self.asked: set[tuple[str, str]] = set()
+        """Every change wanted since this was last emptied, by layer and kind."""
         self._done: set[tuple[str, str]] = set()
 
     def can_widen(self, path: str) -> bool:
@@ -93,6 +95,7 @@ class Surgeon:
     def _first(self, path: str, what: str) -> bool:
         """False if this very change was made before (train and eval graphs share the root)."""
         fresh = (path, what) not in self._done
+        self.asked.add((path, what))
         self._done.add((path, what))
         return fresh
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ def facts(
         "torch version": torch.__version__,
         "model": partition.rewired.name,
         "stages": len(programs),
-        "method": {f.name: str(getattr(method, f.name)) for f in dataclasses.fields(method)},
+        "method": ", ".join(_plain(getattr(method, f.name)) for f in dataclasses.fields(method)),
     }
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -46,6 +47,10 @@ def facts(
         found[f"stage {part.index}"] = ", ".join(piece.name for piece in part.pieces)
         found[f"code of stage {part.index}"] = _digest(program)
     return found
+
+
+def _plain(value: Any) -> str:
+    return str(value.value if isinstance(value, enum.Enum) else value)
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -38,7 +38,6 @@ from revcompile.runtime.trainer import (
     Settings,
     Trainer,
     batch_pair,
-    call_of,
 )
 from revcompile.runtime.update import OptimizerFactory
 from revcompile.steps import mix
@@ -281,8 +280,7 @@ class DistributedTrainer(Trainer):
 
     def _inputs(self, loader: Iterable[Any] | None) -> Iterator[Mapping[str, Any]]:
         for batch in loader or ():
-            args, kwargs = call_of(batch_pair(batch)[0])
-            yield self._bound(args or kwargs)
+            yield self._bound(batch_pair(batch)[0])
 
     def _settle_ties(self) -> None:
         """Tied weights that are on their way arrive now instead of in the next round."""

@@ -71,7 +71,9 @@ class Distributed:
             return found.popleft().ready()
         if (source, target) in self._over and not found:
             who = self.ranks.named(self.ranks.owner(source))
-            self._stop(f"{who} has closed its trainer, but stage {target} waits for more from it")
+            self._stop(
+                f"{who} has ended or closed its trainer, but stage {target} waits for more from it"
+            )
         self._asked.add(self.ranks.owner(source))
         return None
 
