@@ -151,9 +151,10 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
-def trainer_of(run: Run, **options: Any) -> tuple[Any, Any]:
+def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]:
+    """A staged model as it started (or `off` by so much), and its trainer."""
     net, start = compiled(run.model, run.stages, run.device)
-    net.model.load_state_dict(start)
+    net.model.load_state_dict({name: value + off for name, value in start.items()})
     trainer = net.trainer(
         optimizer,
         F.cross_entropy,
@@ -232,8 +233,8 @@ def evaluate(rank: int, options: dict[str, Any]) -> Any:
 
 
 def report(rank: int, options: dict[str, Any]) -> Any:
-    """Losses of every step on every rank, and their mean."""
-    _, trainer = trainer_of(Run(steps=5), report_loss=True)
+    """Losses of every step on every rank, and their mean. Ranks start with other weights."""
+    _, trainer = trainer_of(Run(steps=5), off=float(rank), report_loss=True)
     losses = [fed(trainer, batch).loss for batch in batches(Run(steps=5))]
     mean = trainer.mean_loss()
     trainer.flush()
@@ -322,9 +323,7 @@ def failed() -> None:
 def end(rank: int, options: dict[str, Any]) -> Any:
     """One rank ends in the middle of a step; returns what another is told."""
     doomed = rank == options["doomed"]
-    Fatal.end = staticmethod(
-        {"killed": killed, "stopped": stopped, "failed": failed}[options["how"]]
-    )
+    Fatal.end = staticmethod({"stopped": stopped, "failed": failed}.get(options["how"], killed))
     run = Run(steps=12, method=options["method"])
     net, _ = compiled(run.model, run.stages, run.device)
     made = net.trainer(
@@ -336,6 +335,10 @@ def end(rank: int, options: dict[str, Any]) -> Any:
     try:
         for batch in batches(run):
             fed(made, batch)
+            if options["how"] == "killed between steps":
+                if doomed:
+                    killed()
+                made.mean_loss()
         made.flush()
     except RankError as error:
         return str(error)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
-from distributed_worker import Run, batches, fed, launch, looked_at, trained, trainer_of
+from distributed_worker import Run, batches, fed, free_port, launch, looked_at, trained, trainer_of
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -122,7 +125,40 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
         assert not [n for n in differences(expected, found) if n in trainable]
 
 
-def test_every_rank_can_know_the_loss(tmp_path: Path) -> None:
+SCRIPT: Final = """
+import torch, distributed_worker
+torch.set_num_threads(1)
+run = distributed_worker.Run(steps=7)
+net, trainer = distributed_worker.trainer_of(run)
+for x, y in distributed_worker.batches(run):
+    loss = trainer.step(x, y).loss
+trainer.flush()
+total = sum(float(p.double().sum()) for p in net.module().parameters())
+print(f"loss {loss} weights {total}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
+    """It says nothing of ranks, and its trainer is left open at the end."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    torchrun += [f"--master-port={free_port()}"]
+    said = []
+    for how in ([], torchrun):
+        command = [sys.executable, *how, str(script)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        said.append({line for line in done.stdout.splitlines() if line.startswith("loss")})
+    alone, together = said
+    assert alone < together and len(together) == 2
+    assert {line.split()[-1] for line in together} == {line.split()[-1] for line in alone}
+
+
+def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Path) -> None:
     results, _ = launch(tmp_path, 2, "report")
     losses = trained(Run(steps=5))["losses"]
     for found in results:
@@ -198,6 +234,7 @@ def test_training_goes_on_after_a_lost_micro_batch(tmp_path: Path, method: str) 
     [
         (2, "killed", "rank 2 (stage 2) is gone"),
         (0, "killed", "rank 0 (stage 0) is gone"),
+        (2, "killed between steps", "rank 2 (stage 2) is gone"),
         (1, "failed", "rank 1 (stage 1) stopped: ZeroDivisionError: some bug"),
     ],
 )
@@ -220,7 +257,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     )
     assert (codes[0], codes[2]) == (0, 0)
     for rank in (0, 2):
-        assert "rank 1 (stage 2) has not answered for 4 s" in results[rank]
+        assert "no answer from rank 1 (stage 2) for 4 s" in results[rank]
 
 
 # -- the start ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ ENVIRONMENT: Final = {
 }
 
 
-def on_gpu(folder: Path, ranks: int, runs: list[Run], limit: float = 75) -> list[Any]:
+def on_gpu(folder: Path, ranks: int, runs: list[Run], limit: float = 60) -> list[Any]:
     plain = [dataclasses.asdict(run) for run in runs]
     results, codes = launch(
         folder,
@@ -43,7 +43,6 @@ EVERY_METHOD: Final = [
     Run(device="cuda", method=method, accumulate=2, steps=7) for method in METHODS
 ]
 SOME: Final = [
-    Run(device="cuda", model="vit", steps=9),
     Run(device="cuda", model="words", method="1f1b", accumulate=2, steps=7),
     Run(device="cuda", method="backprop", clip=0.1, steps=5),
     Run(device="cuda", steps=200),

@@ -22,7 +22,7 @@ from revcompile.runtime.stash import Slots, Stash
 from revcompile.schedule import Keep, Order, Weights
 from revcompile.steps import mix, recording
 
-__all__ = ["InFlight", "Observer", "Stage"]
+__all__ = ["InFlight", "Observer", "Stage", "all_finite"]
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Stage:
         there = {n: g for n, g in {**back, **found}.items() if g is not None and g.numel()}
         if not there:
             return
-        fine = _all_finite(list(there.values()))
+        fine = all_finite(list(there.values()))
         bad = [name for name, ok in zip(there, fine, strict=True) if not ok]
         if not bad:
             return
@@ -305,7 +305,7 @@ def _statistics(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module,
     return [(norm, name) for norm in norms for name in norm._buffers]
 
 
-def _all_finite(tensors: list[Tensor]) -> list[bool]:
+def all_finite(tensors: list[Tensor]) -> list[bool]:
     """For each tensor: are all its elements finite? Waits for the device once.
 
     A finite sum says so at the price of one fast pass; a sum may overflow, so others are looked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,14 @@ from revcompile.steps import mix
 if TYPE_CHECKING:
     from revcompile.runtime.trainer import Trainer
 
-__all__ = ["load_trainer", "model_misfits", "referenced", "save_trainer", "summed_up"]
+__all__ = [
+    "load_trainer",
+    "model_misfits",
+    "referenced",
+    "save_trainer",
+    "share",
+    "summed_up",
+]
 
 FORMAT = 1
 
@@ -36,38 +43,44 @@ def save_trainer(trainer: Trainer, copy: Copy | None = None) -> dict[str, Any]:
     `copy` may do less, for somebody who is done with the state before training goes on.
     """
     copy = copy or _copied
-    if len(trainer.actors) < len(trainer.programs):
-        raise InputError(
-            f"trainer.state_dict: only {len(trainer.actors)} of {len(trainer.programs)} stages are "
-            "in this process; call trainer.flush() and save net.module().state_dict()"
-        )
     graphs = [a.index for a in trainer.actors if a.stage.keeps_graphs]
     if graphs:
         raise InputError(
             f"trainer.state_dict: stage {graphs[0]} keeps graphs of micro-batches in flight, which "
             "cannot be saved; call trainer.flush() first, or trainer.save(folder, drain=True)"
         )
+    return share(trainer, trainer.model.state_dict(), trainer.transport.queues, copy)
+
+
+Queues = Mapping[tuple[int, int, Channel], Iterable[Message]]
+
+
+def share(trainer: Trainer, model: Mapping[str, Any], queues: Queues, copy: Copy) -> dict[str, Any]:
+    """What the stages of this process hold, with the entries of the model that go with them."""
     optimizers = [actor.updater.state(copy) for actor in trainer.actors]
     return {
         "format": FORMAT,
         "cuts": _cuts(trainer),
         "seed": trainer.settings.seed,
-        "model": copy(dict(trainer.model.state_dict())),
+        "model": copy(dict(model)),
         "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
         "groups": [group for o in optimizers for group in o["groups"]],
         "lr_schedules": [o["lr_schedule"] for o in optimizers],
         "schedule": trainer.schedule.state(),
-        "stages": [_actor_state(actor, trainer.transport, copy) for actor in trainer.actors],
+        "stages": [_actor_state(actor, queues, copy) for actor in trainer.actors],
         "messages": [
             [source, target, channel.value, _message_state(message, copy)]
-            for (source, target, channel), queue in trainer.transport.queues.items()
+            for (source, target, channel), queue in queues.items()
             for message in queue
         ],
     }
 
 
-def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Take a state over. Checked first: a state that does not fit changes nothing."""
+def load_trainer(trainer: Trainer, state: Mapping[str, Any], seed: int | None = None) -> None:
+    """Take a state over. Checked first: a state that does not fit changes nothing.
+
+    `seed` replaces the one saved.
+    """
     problems = list(_misfits(trainer, state))
     if problems:
         raise InputError(
@@ -78,17 +91,17 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
         raise InputError(
             f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
             f"applied yet in {schedule.stages} stages ({schedule.method.name}), but this trainer "
-            f"has {len(trainer.actors)} ({trainer.schedule.method.name}), cut or scheduled "
+            f"has {len(trainer.programs)} ({trainer.schedule.method.name}), cut or scheduled "
             "otherwise; call flush() before state_dict(), or trainer.save(folder, drain=True), to "
             "move between them"
         )
     trainer.model.load_state_dict(state["model"])
     _load_updaters(trainer, state, same)
-    _clear(trainer, state["seed"])
+    _clear(trainer, state["seed"] if seed is None else seed)
     if same:
         trainer.schedule = schedule
-        for actor, saved in zip(trainer.actors, state["stages"], strict=True):
-            _load_actor(actor, saved)
+        for actor in trainer.actors:
+            _load_actor(actor, state["stages"][actor.index])
         for source, target, channel, message in state["messages"]:
             trainer.transport.send(source, target, Channel(channel), _message(message))
     else:
@@ -139,9 +152,9 @@ def _load_updaters(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
     schedules = state["lr_schedules"]
     if not same:
         first = next((found for found in schedules if found is not None), None)
-        schedules = [first] * len(trainer.actors)
-    for actor, schedule in zip(trainer.actors, schedules, strict=True):
-        actor.updater.load(state["optimizer"], _settings(state), schedule)
+        schedules = [first] * len(trainer.programs)
+    for actor in trainer.actors:
+        actor.updater.load(state["optimizer"], _settings(state), schedules[actor.index])
 
 
 def _moved(mine: Schedule, other: Schedule) -> Schedule:
@@ -163,7 +176,8 @@ def _cuts(trainer: Trainer) -> list[list[str]]:
 
 def _clear(trainer: Trainer, seed: int) -> None:
     """Nothing in flight; replicas of tied parameters as the model has them."""
-    trainer.transport = InProcess(len(trainer.actors))
+    if isinstance(trainer.transport, InProcess):
+        trainer.transport = InProcess(len(trainer.actors))
     trainer.settings = replace(trainer.settings, seed=seed)
     own = dict(trainer.model.named_parameters())
     for actor in trainer.actors:
@@ -189,10 +203,10 @@ def _replicas(actor: Actor) -> list[str]:
 # -- one stage ------------------------------------------------------------------------------------
 
 
-def _actor_state(actor: Actor, transport: InProcess, copy: Copy) -> dict[str, Any]:
+def _actor_state(actor: Actor, queues: Queues, copy: Copy) -> dict[str, Any]:
     stage = actor.stage
     replicas: dict[str, Any] = {name: stage.parameters[name] for name in _replicas(actor)}
-    for (_, target, channel), queue in transport.queues.items():
+    for (_, target, channel), queue in queues.items():
         if target == actor.index and channel is Channel.TIED_WEIGHT:
             for message in queue:  # arrives before the replica is read again
                 replicas |= message.values

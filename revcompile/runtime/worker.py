@@ -16,7 +16,7 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot
-from revcompile.runtime.stage import Stage
+from revcompile.runtime.stage import Stage, all_finite
 from revcompile.runtime.synthesis import Synthesiser
 from revcompile.runtime.transport import Channel, Message, Transport
 from revcompile.runtime.update import Updater
@@ -323,16 +323,13 @@ def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> 
         for value in outputs.values()
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
     ]
-    if stage.check_finite and floats:
-        largest = torch._foreach_norm(floats, float("inf"))
-        if not bool(torch.isfinite(torch.stack([n.double() for n in largest])).all()):
-            raise NonFiniteError(
-                f"stage {stage.program.index}, micro-batch {microbatch}: what it computes is not "
-                "finite. The micro-batch was left out; look at its data, or lower the learning "
-                "rate",
-                stage=stage.program.index,
-                microbatch=microbatch,
-            )
+    if stage.check_finite and floats and not all(all_finite(floats)):
+        raise NonFiniteError(
+            f"stage {stage.program.index}, micro-batch {microbatch}: what it computes is not "
+            "finite. The micro-batch was left out; look at its data, or lower the learning rate",
+            stage=stage.program.index,
+            microbatch=microbatch,
+        )
 
 
 class Worker:

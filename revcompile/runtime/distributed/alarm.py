@@ -46,6 +46,11 @@ class Alarm:
             self.changed.notify_all()
             return is_first
 
+    def sounded(self, timeout: float) -> bool:
+        """Is there an alarm, now or before long?"""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.cause is not None, timeout)
+
     def wait(self, timeout: float) -> bool:
         """Until something has come in since the last time, or the alarm; False if neither."""
         with self.changed:

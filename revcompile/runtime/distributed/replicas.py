@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.runtime.distributed.alarm import told
-from revcompile.runtime.distributed.start import Ranks
+from revcompile.runtime.distributed.start import Ranks, new_group
 
 __all__ = ["Copies", "open_copies"]
 
@@ -29,7 +29,7 @@ def open_copies(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any
     found = {}
     for stage in range(len(ranks.layout.places)):
         members = [ranks.layout.rank(stage, r) for r in range(ranks.layout.replicas)]
-        group = distributed.new_group(members, backend=backend, timeout=timeout)
+        group = new_group(members, backend, timeout)
         if ranks.rank in members:
             found[stage] = group
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from revcompile.errors import InputError
 from revcompile.runtime.distributed.layout import Layout
 from revcompile.runtime.distributed.links import Link
 from revcompile.schedule import Tie
 
-__all__ = ["Ranks", "join", "many_ranks", "open_links"]
+__all__ = ["Ranks", "join", "many_ranks", "new_group", "open_links"]
 
 
 def many_ranks() -> bool:
@@ -41,12 +43,38 @@ def join(model: nn.Module, timeout: timedelta) -> torch.device:
         torch.cuda.set_device(device)
         model.to(device)
     if not distributed.is_initialized():
-        if device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
-            distributed.init_process_group(backend, timeout=timeout, device_id=device)
-        else:
-            distributed.init_process_group("gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store, rank, world = _meeting_place(timeout)
+        distributed.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world
+        )
+    _check_unbound()
     return device
+
+
+def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
+    """Where the ranks find each other, with names of its own for each attempt.
+
+    After a restart torchrun's store still has the addresses of the ranks that are gone.
+    """
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = distributed.PrefixStore(  # type: ignore[attr-defined]
+        f"revcompile/attempt_{attempt}", store
+    )
+    return own, rank, world
+
+
+def _check_unbound() -> None:
+    """Before torch 2.15 ranks outside a new gloo group wait for a split of NCCL's communicator."""
+    world = distributed.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None and torch.__version__ < "2.15":
+        raise InputError(
+            f"trainer: the process group is bound to {bound}, with which torch {torch.__version__} "
+            "hangs while groups are made; leave out device_id= of init_process_group (or let "
+            "net.trainer call it)"
+        )
 
 
 @dataclass(frozen=True)
@@ -108,8 +136,8 @@ def open_links(
             ends = ranks.layout.rank(source, replica), ranks.layout.rank(target, replica)
             if ends[0] == ends[1]:
                 continue
-            control = _group(ends, "gloo", timeout)
-            payload = _group(ends, "nccl", timeout) if device.type == "cuda" else control
+            control = new_group(ends, "gloo", timeout)
+            payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
             if ranks.rank in ends:
                 found.append(Link(source, target, ends, control, payload, device))
     for link in found:
@@ -117,8 +145,9 @@ def open_links(
     return found
 
 
-def _group(ranks: tuple[int, int], backend: str, timeout: timedelta) -> Any:
-    return distributed.new_group(sorted(ranks), backend=backend, timeout=timeout)
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
+    """A communicator; every rank asks for it, its members get it."""
+    return distributed.new_group(sorted(ranks), timeout=timeout, backend=backend)
 
 
 def _connect(link: Link, sends: bool) -> None:

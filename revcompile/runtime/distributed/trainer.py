@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, RevcompileError
 from revcompile.ir import Live
 from revcompile.program import Partition, StageProgram
+from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.distributed.alarm import RankError
 from revcompile.runtime.distributed.collect import broadcast_tensors, compare, gather_plain
@@ -26,6 +27,7 @@ from revcompile.runtime.distributed.evaluation import Passing
 from revcompile.runtime.distributed.handshake import facts
 from revcompile.runtime.distributed.layout import pipeline_ranks, plan
 from revcompile.runtime.distributed.replicas import open_copies
+from revcompile.runtime.distributed.saving import load_together, save_together
 from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
 from revcompile.runtime.distributed.weights import check_buffers, homes
@@ -44,7 +46,10 @@ from revcompile.steps import mix
 
 __all__ = ["DistributedTrainer"]
 
-_open: Final[weakref.WeakSet[DistributedTrainer]] = weakref.WeakSet()
+Batch = TypeVar("Batch")
+
+_open: Final[set[Distributed]] = set()
+"""Transports whose threads wait for messages, whether or not anybody still has their trainer."""
 
 
 class DistributedTrainer(Trainer):
@@ -97,7 +102,7 @@ class DistributedTrainer(Trainer):
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
         self._losses: list[Tensor] = []
-        _open.add(self)
+        _open.add(self.transport)
 
     def _start_alike(self, model: Reversible) -> None:
         """Everybody starts with rank 0's weights."""
@@ -308,20 +313,52 @@ class DistributedTrainer(Trainer):
 
     # -- the end ------------------------------------------------------------------------------
 
+    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = True) -> Path:
+        """Drain the pipeline and write a checkpoint, every rank its own stages.
+
+        Every rank calls it. Whatever interrupts a save, the checkpoints before it stay whole.
+        """
+        if not drain:
+            raise InputError(
+                "trainer.save: messages between ranks cannot be saved; leave out drain=False"
+            )
+        self.flush()
+        with self._stopping():
+            return save_together(self, folder, keep)
+
+    def load(self, place: str | Path) -> None:
+        """Go on from a checkpoint of any number of ranks and stages. Every rank calls it."""
+        self._usable()
+        with self._stopping():
+            load_together(self, place)
+
+    def save_on_signal(
+        self, folder: str | Path, loader: Iterable[Batch], *, keep: int = 2, drain: bool = True
+    ) -> Iterator[Batch]:
+        """The loader's batches; once any rank has had a SIGTERM, all save and exit with 143."""
+
+        def any_rank(asked: bool) -> bool:
+            with self.transport.together():
+                return any(gather_plain(asked, self.ranks.control))
+
+        return until_signal(loader, lambda: self.save(folder, keep=keep), agree=any_rank)
+
     def state_dict(self) -> dict[str, Any]:
-        """Not yet across ranks."""
+        """Of one process only."""
         raise InputError(
-            "trainer.state_dict: a trainer of several ranks cannot be saved this way; call "
-            "trainer.flush() and save net.module().state_dict()"
+            "trainer.state_dict: no rank has the whole state; use trainer.save(folder), which "
+            "every rank calls, or net.module().state_dict() for the weights"
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Not yet across ranks."""
-        raise InputError("trainer.load_state_dict: load the weights into the model before petrafy")
+        """Of one process only."""
+        raise InputError(
+            "trainer.load_state_dict: use trainer.load(folder), which every rank calls"
+        )
 
     def close(self) -> None:
         """Leave; every rank does, at the latest when its process ends."""
-        _open.discard(self)
+        _open.discard(self.transport)
         if not self.transport.close():
             raise RankError("trainer.close: another rank has not closed its trainer")
 
@@ -329,8 +366,8 @@ class DistributedTrainer(Trainer):
 @atexit.register
 def _leave() -> None:
     """Threads that wait inside torch would take the interpreter down with a crash."""
-    for trainer in list(_open):
-        if not trainer.transport.close():
+    for transport in list(_open):
+        if not transport.close():
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

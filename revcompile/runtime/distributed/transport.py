@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from revcompile.runtime.distributed.alarm import Alarm, RankError, RollCall
+from revcompile.runtime.distributed.alarm import Alarm, RankError, RollCall, told
 from revcompile.runtime.distributed.links import Arrival, Incoming, Link, Outgoing
 from revcompile.runtime.distributed.replicas import Copies
 from revcompile.runtime.distributed.start import Ranks
@@ -82,7 +82,7 @@ class Distributed:
         if not self._alarm.wait(self.timeout):
             silent = self._roll.missing(_GRACE) or self._asked - {self.ranks.rank}
             who = " and ".join(self.ranks.named(rank) for rank in sorted(silent))
-            self._alarm.sound(f"{who} has not answered for {self.timeout:g} s: {what}")
+            self._alarm.sound(f"no answer from {who} for {self.timeout:g} s: {what}")
         self._asked.clear()
         self._check()
 
@@ -141,8 +141,11 @@ class Distributed:
         except RankError:
             raise
         except RuntimeError as error:
-            self._alarm.wait(_GRACE)
-            self._stop(f"{type(error).__name__}: {error}")
+            if not self._alarm.sounded(_GRACE):
+                gone = sorted(self._roll.missing(_GRACE))
+                who = " and ".join(map(self.ranks.named, gone)) or "another rank"
+                self._alarm.sound(f"{who} is gone: {told(error)}")
+            self._check()
 
     # -- what threads report ------------------------------------------------------------------
 
