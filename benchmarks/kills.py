@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="a line for each trial is added here")
     options = parser.parse_args()
     if options.train:
         train(options.train, options.ranks[0])
@@ -205,7 +205,11 @@ def main() -> None:
     def one(trial: Trial) -> tuple[Trial, str, float]:
         start = time.monotonic()
         problem = attempt(trial, options.timeout, expected[trial.ranks])
-        return trial, problem, time.monotonic() - start
+        seconds = time.monotonic() - start
+        if options.json:
+            with options.json.open("a") as lines:
+                lines.write(json.dumps([*vars(trial).values(), problem, round(seconds, 1)]) + "\n")
+        return trial, problem, seconds
 
     with ThreadPoolExecutor(options.jobs) as pool:
         found = list(track(pool.map(one, trials), "killing", total=len(trials)))
@@ -217,8 +221,6 @@ def main() -> None:
         ("ranks", "restarts", "seed", "problem"),
         rows,
     )
-    if options.json:
-        options.json.write_text(json.dumps([[*vars(t).values(), p, s] for t, p, s in found]))
     raise SystemExit(bool(failed))
 
 
