@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+JOBS   ?= 2
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -20,8 +21,8 @@ help: ## list the targets
 train: $(INSTALLED) ## train a reversible model on digits (ARGS="--help" lists the options)
 	$(BIN)/python examples/train_compiled.py $(ARGS)
 
-test: lint ## lint, then run the tests (ARGS="-m slow" runs the slow ones)
-	$(BIN)/python -m pytest $(ARGS)
+test: lint ## lint, then run the tests on JOBS processes (ARGS="-m slow" runs the slow ones)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
