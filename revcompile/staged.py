@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -79,13 +78,16 @@ class StagedModel:
         """The parameters live here, under their original names."""
         self.partition = partition
         self.method = method
-        self._programs = functools.cache(self._lowered)
+        self._lowered: dict[Method, tuple[StageProgram, ...]] = {}
         self._trainer: weakref.ref[DistributedTrainer] | None = None
 
-    def _lowered(self, method: Method) -> tuple[StageProgram, ...]:
-        programs = lower(self.partition, method)
-        verify_programs(self.partition, programs)
-        return programs
+    def _programs(self, method: Method) -> tuple[StageProgram, ...]:
+        """The programs for a method, made when first asked for."""
+        if method not in self._lowered:
+            programs = lower(self.partition, method)
+            verify_programs(self.partition, programs)
+            self._lowered[method] = programs
+        return self._lowered[method]
 
     @property
     def num_stages(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -499,3 +501,18 @@ def test_the_module_is_a_copy_of_the_current_weights() -> None:
     assert same(dict(module.state_dict()), before)
     with pytest.raises(AttributeError, match=re.escape("net.module() is the plain module")):
         net.state_dict  # noqa: B018
+
+
+def test_a_trainer_that_nobody_has_any_more_lets_go_of_its_micro_batches() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    net = revcompile.petrafy(layer, 2, torch.randn(2, 5, 8), check="off")
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+    x = torch.randn(4, 5, 8)
+    trainer.step(x, torch.zeros(4, 5, 8))
+    held = weakref.ref(next(iter(trainer.actors[0].stage.in_flight.values())))
+    gc.disable()
+    try:
+        del trainer
+        assert held() is None
+    finally:
+        gc.enable()

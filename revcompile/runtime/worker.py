@@ -30,6 +30,23 @@ Objective = Callable[[int, Mapping[str, Any]], dict[str, Tensor | None]]
 """From a micro-batch and the last stage's outputs to the gradients of these."""
 
 
+_DOES: Final = {
+    Op.RECV_X: "_receive_x",
+    Op.FORWARD: "_forward",
+    Op.SEND_Y: "_send_y",
+    Op.RECV_DY: "_receive_dy",
+    Op.BACKWARD: "_backward",
+    Op.SEND_DX: "_send_dx",
+    Op.UPDATE: "_update",
+    Op.TRAIN: "_train",
+    Op.SEND_TIED_GRAD: "_send_tied_grad",
+    Op.RECV_TIED_GRAD: "_receive_tied_grad",
+    Op.SEND_TIED_WEIGHT: "_send_tied_weight",
+    Op.RECV_TIED_WEIGHT: "_receive_tied_weight",
+}
+"""The method of an actor that performs each kind of action."""
+
+
 class Actor:
     """One stage, its optimizer and its mail."""
 
@@ -65,20 +82,6 @@ class Actor:
         """Why micro-batches were lost in forward passes here."""
         self.measured: set[int] = set()
         self._bookmark: tuple[int, Sequence[Snapshot]] = (-1, ())
-        self._perform: dict[Op, Callable[[Action], bool]] = {
-            Op.RECV_X: self._receive_x,
-            Op.FORWARD: self._forward,
-            Op.SEND_Y: self._send_y,
-            Op.RECV_DY: self._receive_dy,
-            Op.BACKWARD: self._backward,
-            Op.SEND_DX: self._send_dx,
-            Op.UPDATE: self._update,
-            Op.TRAIN: self._train,
-            Op.SEND_TIED_GRAD: self._send_tied_grad,
-            Op.RECV_TIED_GRAD: self._receive_tied_grad,
-            Op.SEND_TIED_WEIGHT: self._send_tied_weight,
-            Op.RECV_TIED_WEIGHT: self._receive_tied_weight,
-        }
 
     @property
     def program(self) -> StageProgram:
@@ -92,7 +95,8 @@ class Actor:
 
     def perform(self, action: Action) -> bool:
         """Do it; False if it has to wait for somebody."""
-        return self._perform[action.op](action)
+        done: bool = getattr(self, _DOES[action.op])(action)
+        return done
 
     def forget(self, microbatch: int) -> None:
         """Undo the forward pass of a micro-batch."""
