@@ -22,7 +22,7 @@ train: $(INSTALLED) ## train a reversible model on digits (ARGS="--help" lists t
 	$(BIN)/python examples/train_compiled.py $(ARGS)
 
 test: lint ## lint, then run the tests on JOBS processes (ARGS="-m slow" runs the slow ones)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
