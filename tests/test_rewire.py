@@ -273,3 +273,17 @@ def test_a_layer_whose_weight_is_read_elsewhere_keeps_its_width() -> None:
     net = revcompile.reversify(_SecondReader(), torch.randn(2, 4))
     assert net.stem.weight.shape == (6, 4)
     assert net(torch.randn(3, 4)).shape == (3, 4)
+
+
+def test_sizes_read_between_blocks_do_not_break_a_chain() -> None:
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=56,
+        embed_dim=12,
+        depths=(2, 2),
+        num_heads=(2, 2),
+        num_classes=5,
+    )
+    net = revcompile.reversify(model, torch.randn(2, 3, 56, 56), check="off")
+    opaque = [s.name for s in net.rewired.body.segments if isinstance(s, Opaque)]
+    assert opaque == ["stem", "layers.1.downsample.norm", "head"]
