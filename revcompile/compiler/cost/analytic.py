@@ -37,7 +37,7 @@ FLOPS_PER_BYTE: Final = 64.0
 Data sheets give accelerators 80 to 300 FLOPs of matrix products for every byte of memory traffic,
 of which models reach a half or less. Over the segments of ResNet-50, ViT-B and ConvNeXt-T on an
 H200 (batch 64) work counted with 64 follows the measured times about three times as closely as
-FLOPs alone in float32, where anything from 32 to 150 does about as well, and twice as closely in TF32
+FLOPs alone in float32, where anything from 32 to 150 does about as well, and twice in TF32
 and bfloat16, where more (500 and up) would be better still; `cost="measured"` asks the device.
 """
 
