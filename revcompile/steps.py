@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
 from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract
+from revcompile.tree import LOW_PRECISION
 
 __all__ = [
     "detached",
@@ -28,7 +29,6 @@ __all__ = [
     "wide",
 ]
 
-_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 _WORD: Final = (1 << 64) - 1
 
 
@@ -117,7 +117,7 @@ def no_gradient_as_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 def wide(x: Tensor) -> Tensor:
     """A stream in float32 at least: bf16 streams drift."""
-    return x.float() if x.dtype in _LOW_PRECISION else x
+    return x.float() if x.dtype in LOW_PRECISION else x
 
 
 def enter_chain(

@@ -23,6 +23,7 @@ GROUND = {
     "schedule",
     "steps",
     "program",
+    "tree",
 }
 WINGS = {"compiler", "runtime", "inspect"}
 FLOORS = (GROUND, WINGS, {"staged"}, {"api"}, {"__init__"}, {"cli"}, {"__main__"})

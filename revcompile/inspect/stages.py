@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import fx
 
 from revcompile.inspect.tables import render
-from revcompile.ir import Coupling, TensorType
+from revcompile.ir import TensorType
 from revcompile.program import Part, Partition, StageProgram
 from revcompile.schedule import delay, window
 
@@ -125,11 +125,3 @@ def _source(graph: fx.Graph, name: str) -> str:
     text = text.replace("revcompile_steps_", "").replace("revcompile_ops_", "")
     text = _RESULTLESS.sub(r"\1", text)
     return text.replace("def forward(", f"def {name}(", 1)
-
-
-def kinds(part: Part) -> list[str]:
-    """How each piece came about."""
-    return [
-        p.segment.kind.value if isinstance(p.segment, Coupling) else p.segment.reason
-        for p in part.pieces
-    ]

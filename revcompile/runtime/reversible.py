@@ -8,25 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Live, Opaque, Rewired, Signature
-from revcompile.ops import attribute, is_autocasting
+from revcompile.ops import is_autocasting
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.code import compile_graph
+from revcompile.tree import LOW_PRECISION, convolves, modules_called, parameters_read
 
 __all__ = ["Reversible"]
 
 _RESERVED = frozenset(
     {"rewired", "tolerance", "reversible", "check_every", "inversion_errors", "summary", "_plans"}
 )
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def _widened_streams(
     Also returns what branches are to be given and what the streams are to be cast back to;
     under autocast neither is needed.
     """
-    if a.dtype not in _LOW_PRECISION:
+    if a.dtype not in LOW_PRECISION:
         return a, b, None, None
     narrow = None if is_autocasting(a.device) else a.dtype
     return a.float(), b.float(), narrow, narrow
@@ -228,8 +227,8 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
-            convolves = any(_convolves(c.branch, root) for c in couplings)
-            code = Chain(blocks, root.tolerance, root.check_every, convolves)
+            has_convolutions = any(convolves(c.branch, root) for c in couplings)
+            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
         steps.append(_Step(code, inputs, outputs, drop))
     return tuple(steps)
@@ -265,7 +264,7 @@ def _chains(body: Body) -> list[list[Coupling | Opaque]]:
 
 
 def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
-    modules = _modules(coupling.branch, root)
+    modules = modules_called(coupling.branch, root)
     link = coupling.link
     return Block(
         name=coupling.name,
@@ -275,7 +274,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         unlink=compile_graph(link.inverse, coupling.name) if link else None,
         has_extras=bool(coupling.extras),
         link_sides=tuple(position[name] for name in link.sides) if link else (),
-        parameters=_parameters(coupling.branch, root),
+        parameters=parameters_read(coupling.branch, root),
         circumstances=_circumstances(modules),
     )
 
@@ -285,28 +284,6 @@ def _circumstances(modules: Sequence[nn.Module]) -> Circumstances:
     others = [m for m in modules if not isinstance(m, _BatchNorm)]
     buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
     return Circumstances(norms, StatefulBuffers(buffers))
-
-
-def _convolves(graph: fx.Graph, root: nn.Module) -> bool:
-    functions = (str(getattr(n.target, "__name__", "")) for n in graph.nodes)
-    by_module = any(isinstance(module, _ConvNd) for module in _modules(graph, root))
-    return by_module or any(name.startswith("conv") for name in functions)
-
-
-def _modules(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:
-    called = [root.get_submodule(str(n.target)) for n in graph.find_nodes(op="call_module")]
-    return list(dict.fromkeys(inner for module in called for inner in module.modules()))
-
-
-def _parameters(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...]:
-    found: dict[nn.Parameter, None] = {}
-    for module in _modules(graph, root):
-        found.update(dict.fromkeys(module.parameters(recurse=False)))
-    for node in graph.find_nodes(op="get_attr"):
-        value = attribute(root, str(node.target))
-        if isinstance(value, nn.Parameter):
-            found[value] = None
-    return tuple(found)
 
 
 def _grow_state_dict(

@@ -18,7 +18,6 @@ from revcompile.ir import TensorType
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.attempt import Attempt
 from revcompile.runtime.checkpoint import (
-    device_of,
     load_training,
     save_training,
     set_generators,
@@ -35,6 +34,7 @@ from revcompile.runtime.transport import InProcess
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
 from revcompile.runtime.worker import Actor, Worker
 from revcompile.schedule import Order, Schedule, delay
+from revcompile.tree import device_of_model
 
 Batch = TypeVar("Batch")
 
@@ -427,7 +427,7 @@ class Trainer:
 
         The random generators of torch and Python go on from there too.
         """
-        checkpoint, state = load_training(place, device_of(self.model))
+        checkpoint, state = load_training(place, device_of_model(self.model))
         with located(f"trainer.load: {checkpoint.path}"):
             self.load_state_dict(state)
         set_generators(state["rng"])

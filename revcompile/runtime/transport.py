@@ -111,11 +111,3 @@ class InProcess:
     def wait(self, what: str) -> None:
         """Nobody else is there who could send something."""
         raise VerificationError(f"the stages wait for each other: {what}")
-
-    def discard(self, channel: Channel, index: int) -> None:
-        """Take back the messages about a micro-batch."""
-        for (_, _, found), queue in self.queues.items():
-            if found is channel:
-                kept = [message for message in queue if message.index != index]
-                queue.clear()
-                queue.extend(kept)

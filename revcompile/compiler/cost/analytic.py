@@ -21,13 +21,13 @@ from revcompile.compiler.cost.run import (
     Given,
     Ran,
     bare,
-    device_of_model,
     example_batch,
-    parameters,
+    graph_of,
     walk,
 )
 from revcompile.ir import Cost, Rewired, TensorType
 from revcompile.program import Piece
+from revcompile.tree import device_of_model, parameters_read
 
 __all__ = ["FLOPS_PER_BYTE", "analytic_costs"]
 
@@ -95,7 +95,7 @@ class _Analysis:
         with torch.enable_grad(), hooks, _Counter(self.own) as counter:
             ran = given.forward()
         work = counter.flops + FLOPS_PER_BYTE * counter.moved
-        new = [p for p in parameters(piece, self.root) if id(p) not in self.seen]
+        new = [p for p in parameters_read(graph_of(piece), self.root) if id(p) not in self.seen]
         self.seen.update(map(id, new))
         self.found.append(
             Cost(

@@ -19,13 +19,13 @@ from revcompile.compiler.cost.run import (
     Given,
     Ran,
     bare,
-    device_of_model,
-    parameters,
+    graph_of,
     walk,
 )
 from revcompile.errors import InputError
 from revcompile.ir import Cost, Rewired, TensorType
 from revcompile.program import Piece
+from revcompile.tree import device_of_model, parameters_read
 
 __all__ = ["measured_costs"]
 
@@ -52,7 +52,7 @@ def measured_costs(
 
     def visit(piece: Piece, given: Given) -> Ran:
         wanted = [t for t in given.inputs if isinstance(t, Tensor) and t.requires_grad]
-        wanted += [p for p in parameters(piece, root) if p.requires_grad]
+        wanted += [p for p in parameters_read(graph_of(piece), root) if p.requires_grad]
 
         def forward() -> Ran:
             with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,9 @@ from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
 from revcompile.ir import Coupling, Opaque, Rewired, TensorType
-from revcompile.ops import attribute
 from revcompile.program import Piece
 
-__all__ = ["Code", "Given", "Ran", "bare", "device_of_model", "example_batch", "parameters", "walk"]
+__all__ = ["Code", "Given", "Ran", "bare", "example_batch", "graph_of", "walk"]
 
 Code = Callable[..., Any]
 """A graph made executable: `(*inputs) -> outputs`."""
@@ -106,25 +105,10 @@ def bare(root: nn.Module) -> nn.Module:
     return plain
 
 
-def parameters(piece: Piece, root: nn.Module) -> list[nn.Parameter]:
-    """The parameters a piece reads."""
+def graph_of(piece: Piece) -> fx.Graph:
+    """The graph of a piece that computes with parameters."""
     segment = piece.segment
-    graph = segment.branch if isinstance(segment, Coupling) else segment.graph
-    found: list[nn.Parameter] = []
-    for node in graph.nodes:
-        if node.op == "call_module":
-            found += root.get_submodule(str(node.target)).parameters()
-        elif node.op == "get_attr":
-            value = attribute(root, str(node.target))
-            if isinstance(value, nn.Parameter):
-                found.append(value)
-    return list({id(parameter): parameter for parameter in found}.values())
-
-
-def device_of_model(root: nn.Module) -> torch.device:
-    """Where the model's tensors are; one without any is on the CPU."""
-    tensors: Iterable[Tensor] = (*root.parameters(), *root.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return segment.branch if isinstance(segment, Coupling) else segment.graph
 
 
 def example_batch(rewired: Rewired, types: Mapping[str, Any]) -> int:

@@ -11,13 +11,12 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops, steps
-from revcompile.compiler.lower.units import Group, convolves
+from revcompile.compiler.lower.units import Group
 from revcompile.ir import TYPE, Coupling, Link, TensorType
 from revcompile.program import Partition, Piece
+from revcompile.tree import LOW_PRECISION, convolves
 
 __all__ = ["Emitter", "legal"]
-
-_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 
 
 _REMOVABLE: Final = frozenset(
@@ -139,7 +138,7 @@ class Emitter:
         """What a branch is given where the model itself computes in low precision."""
         assert isinstance(piece.segment, Coupling)
         kind = self.type(piece.segment.streams_in[0])
-        return kind.dtype if kind is not None and kind.dtype in _LOW_PRECISION else None
+        return kind.dtype if kind is not None and kind.dtype in LOW_PRECISION else None
 
     def branch(self, piece: Piece, b: fx.Node, sides: Sequence[Any]) -> tuple[fx.Node, ...]:
         """F(b) and the extras."""
@@ -165,7 +164,7 @@ class Emitter:
         assert isinstance(segment, Coupling) and piece.grid is not None
         a, b = map(self.value, segment.streams_in)
         if piece.opens:
-            cast, is_conv = self.cast(piece), convolves(piece, self.root)
+            cast, is_conv = self.cast(piece), convolves(segment.branch, self.root)
             entered = self.call(steps.enter_chain, a, b, cast, is_conv, name="entered")
             names = (*segment.streams_in, piece.grid)
             a, b, self.values[piece.grid] = (
@@ -190,7 +189,7 @@ class Emitter:
 
     def _narrow(self, name: str) -> fx.Node:
         kind = self.type(name)
-        if name in self.streams and kind is not None and kind.dtype in _LOW_PRECISION:
+        if name in self.streams and kind is not None and kind.dtype in LOW_PRECISION:
             return self.graph.call_method("to", (self.value(name), kind.dtype))
         return self.value(name)
 

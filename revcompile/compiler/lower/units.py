@@ -12,11 +12,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from revcompile.compiler.flow import draws_random
 from revcompile.compiler.partition.cuts import graphs_of, parameter_names
-from revcompile.ir import Coupling
 from revcompile.program import Part, Partition, Piece, Unit
 from revcompile.schedule import Keep, Method
 
-__all__ = ["Group", "convolves", "groups"]
+__all__ = ["Group", "groups"]
 
 _DETERMINISTIC: Final = (
     _BatchNorm,
@@ -125,19 +124,5 @@ def _draws(graph: fx.Graph, root: nn.Module) -> bool:
                 if not isinstance(module, _DETERMINISTIC):
                     return True
         elif draws_random(node):
-            return True
-    return False
-
-
-def convolves(piece: Piece, root: nn.Module) -> bool:
-    """Does a coupling's branch hold convolutions (which may run in TF32)?"""
-    segment = piece.segment
-    assert isinstance(segment, Coupling)
-    for node in segment.branch.nodes:
-        if node.op == "call_module":
-            modules = root.get_submodule(str(node.target)).modules()
-            if any(isinstance(module, _ConvNd) for module in modules):
-                return True
-        elif str(getattr(node.target, "__name__", "")).startswith("conv"):
             return True
     return False

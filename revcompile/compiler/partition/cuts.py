@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from revcompile.ir import Coupling, Live, Rewired, Segment, TensorType
-from revcompile.ops import attribute
 from revcompile.program import Piece
+from revcompile.tree import parameters_read
 
 __all__ = ["crossing", "graphs_of", "parameter_names", "size_of"]
 
@@ -54,13 +54,4 @@ def parameter_names(
     `names` maps `id(parameter)` to that name; it is worked out if not given.
     """
     known = names or {id(p): name for name, p in root.named_parameters()}
-    found: dict[str, None] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            for parameter in root.get_submodule(str(node.target)).parameters():
-                found[known[id(parameter)]] = None
-        elif node.op == "get_attr":
-            value = attribute(root, str(node.target))
-            if isinstance(value, nn.Parameter):
-                found[known[id(value)]] = None
-    return tuple(found)
+    return tuple(known[id(parameter)] for parameter in parameters_read(graph, root))

@@ -8,7 +8,6 @@ Trainer.state_dict() --save_training--> folder/step_00000120 --load_training--> 
 from revcompile.runtime.checkpoint.files import Checkpoint, find_checkpoint, save_checkpoint
 from revcompile.runtime.checkpoint.signals import until_signal
 from revcompile.runtime.checkpoint.training import (
-    device_of,
     load_training,
     save_training,
     set_generators,
@@ -17,7 +16,6 @@ from revcompile.runtime.checkpoint.weights import export_weights, load_into, loa
 
 __all__ = [
     "Checkpoint",
-    "device_of",
     "export_weights",
     "find_checkpoint",
     "load_into",

@@ -20,8 +20,9 @@ from revcompile.runtime.checkpoint.files import (
 from revcompile.runtime.checkpoint.trees import put_together, take_apart
 from revcompile.runtime.checkpoint.weights import aliases, with_aliases
 from revcompile.runtime.shipping.names import located
+from revcompile.tree import device_of_model
 
-__all__ = ["device_of", "load_training", "save_training", "set_generators"]
+__all__ = ["load_training", "save_training", "set_generators"]
 
 _COMMON: Final = ("format", "cuts", "seed", "schedule")
 """The same on every rank."""
@@ -67,7 +68,7 @@ def save_training(
     return save_checkpoint(
         folder,
         tensors,
-        {"aliases": also, "device": device_of(model).type, "state": plain},
+        {"aliases": also, "device": device_of_model(model).type, "state": plain},
         step=state["schedule"]["injected"],
         rank=rank,
         world=world,
@@ -129,11 +130,6 @@ def _joined(parts: Sequence[Any], also: Iterable[Mapping[str, str]]) -> dict[str
     state["groups"] = [group for one in own for group in one["groups"]]
     state["rng"] = [one["rng"] for one in own]
     return state
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model is."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 # -- random generators ----------------------------------------------------------------------------

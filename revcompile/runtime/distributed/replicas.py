@@ -17,11 +17,11 @@ from torch import Tensor, distributed
 
 from revcompile.runtime.distributed.alarm import told
 from revcompile.runtime.distributed.start import Ranks, new_group
+from revcompile.tree import LOW_PRECISION
 
 __all__ = ["Copies", "open_copies"]
 
 _CONTIGUOUS: Final = torch.contiguous_format
-_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 
 
 def open_copies(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:
@@ -80,7 +80,7 @@ class Copies:
         found = []
         for name, parameter in self._parameters.items():
             gradient = gradients.get(name, torch.zeros_like(parameter))
-            low = gradient.dtype in _LOW_PRECISION
+            low = gradient.dtype in LOW_PRECISION
             found.append(gradient.float() if low else gradient.clone(memory_format=_CONTIGUOUS))
         return [counts, *found, *(s.detach().clone() for s in self._statistics)]
 

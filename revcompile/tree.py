@@ -1,0 +1,48 @@
+"""What a graph reads of the module tree it runs on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from revcompile.ops import attribute
+
+__all__ = ["LOW_PRECISION", "convolves", "device_of_model", "modules_called", "parameters_read"]
+
+LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
+"""Types in which residual streams would drift."""
+
+
+def modules_called(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:
+    """Every module that runs, those inside others included."""
+    called = [root.get_submodule(str(n.target)) for n in graph.find_nodes(op="call_module")]
+    return list(dict.fromkeys(inner for module in called for inner in module.modules()))
+
+
+def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Parameters of the layers a graph calls and those it reads itself, each once."""
+    found: dict[nn.Parameter, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            found |= dict.fromkeys(root.get_submodule(str(node.target)).parameters())
+        elif node.op == "get_attr":
+            value = attribute(root, str(node.target))
+            if isinstance(value, nn.Parameter):
+                found[value] = None
+    return tuple(found)
+
+
+def convolves(graph: fx.Graph, root: nn.Module) -> bool:
+    """Does a graph hold convolutions (which may run in TF32)?"""
+    functions = (str(getattr(n.target, "__name__", "")) for n in graph.nodes)
+    by_module = any(isinstance(module, _ConvNd) for module in modules_called(graph, root))
+    return by_module or any(name.startswith("conv") for name in functions)
+
+
+def device_of_model(root: nn.Module) -> torch.device:
+    """Where a model's tensors are; one without any is on the CPU."""
+    tensors = (*root.parameters(), *root.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
