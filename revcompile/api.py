@@ -222,6 +222,7 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:
             f"reversify: {name} reconstructs its input only to {error:.1e} "
             f"(tolerance {report.tolerance:.1e}), so gradients behind it would be wrong. "
             "Its branch is much larger than the stream it is added to, or it is not a function "
-            "of its input; scale the branch down, keep its module as one piece with "
+            "of its input, or batch norms see too few samples of the example; give an example with "
+            "a larger batch, scale the branch down, keep its module as one piece with "
             f"leaf_modules=[...], or accept the error with tolerance={error * 2:.0e}"
         )

@@ -2,35 +2,96 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
+import os
+import signal
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(autouse=True)
+def beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-def test_train_compiled_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _load("train_compiled").main(["--epochs", "2"]) > 0.9
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_train_compiled_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--epochs", "2", "--out", str(tmp_path)]
+    assert example("train_compiled").main(options) > 0.85
     printed = capsys.readouterr().out
     assert "4 stages, 1 reversible" in printed and "test accuracy" in printed
+    log = (tmp_path / "log.csv").read_text().splitlines()
+    assert len(log) == 3 and log[0].startswith("epoch,train_loss")
+    assert json.loads((tmp_path / "run.json").read_text())["result"]["epoch"] == 2
+    assert (tmp_path / "curves.svg").exists()
+
+
+def test_a_training_goes_on_from_the_middle_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = example("train_compiled")
+    common = ["--data", "fake", "--model", "resnet10t", "--batch-size", "256", "--stages", "2"]
+    common += ["--method", "backprop", "--epochs", "2"]
+
+    def test_losses(*options: str) -> list[str]:
+        module.main([*common, *options])
+        rows = (Path(options[1]) / "log.csv").read_text().splitlines()[1:]
+        return [row.split(",")[3] for row in rows]
+
+    whole = test_losses("--out", str(tmp_path / "whole"))
+    told = module.Report.step
+
+    def taken_away(report: Any, *values: Any) -> None:
+        told(report, *values)
+        if report.epochs:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.Report, "step", taken_away)
+        with pytest.raises(SystemExit) as stopped:
+            test_losses("--out", str(tmp_path / "stopped"), "--checkpoint")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert test_losses("--out", str(tmp_path / "stopped"), "--resume") == whole
+
+
+def test_a_dataset_that_needs_a_folder_says_so() -> None:
+    with pytest.raises(SystemExit, match="--data cifar10 needs --data-dir"):
+        example("train_compiled").main(["--data", "cifar10"])
+
+
+def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
+    options = ["--methods", "petra", "petra:paper", "--data", "fake", "--model", "resnet10t"]
+    options += ["--epochs", "1", "--stages", "3", "--batch-size", "256", "--out", str(tmp_path)]
+    found = example("compare_methods").main(options)
+    assert found.keys() == {"petra", "petra:paper"}
+    assert "petra:paper" in (tmp_path / "curves.svg").read_text()
+
+
+def test_reversible_finetune_carries_weights_over() -> None:
+    assert example("reversible_finetune").main(["--model", "resnet10t", "--epochs", "1"]) > 0.6
+
+
+def test_the_paper_s_recipe() -> None:
+    recipe = example("recipe").Recipe(rate=0.1, updates=100, warmup=4)
+    factors = [round(recipe.factor(update), 6) for update in (0, 3, 4, 49, 50, 75)]
+    assert factors == [0.25, 1.0, 1.0, 1.0, 0.1, 0.01]
 
 
 @pytest.mark.slow
-def test_train_compiled_reaches_its_accuracy() -> None:
-    assert _load("train_compiled").main([]) > 0.95
+def test_train_compiled_reaches_its_accuracy(tmp_path: Path) -> None:
+    assert example("train_compiled").main(["--out", str(tmp_path)]) > 0.95
 
 
 @pytest.mark.slow
-def test_train_compiled_with_a_transformer() -> None:
+def test_train_compiled_with_a_transformer(tmp_path: Path) -> None:
     argv = ["--model", "vit_tiny_patch16_224", "--lr", "0.02", "--epochs", "3"]
-    assert _load("train_compiled").main(argv) > 0.3
+    assert example("train_compiled").main([*argv, "--out", str(tmp_path)]) > 0.3

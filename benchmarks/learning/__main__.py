@@ -1,0 +1,96 @@
+"""Does delay hurt? Trainings on CIFAR-10, several side by side on one GPU.
+
+    python -m benchmarks.learning orders --data data/cifar10 --out out/orders --jobs 8
+    python -m benchmarks.learning orders --out out/orders --show
+
+The first command trains whatever of the table has no result yet; stopped (or out of `--minutes`)
+and given again it goes on from the last checkpoints. The second prints the results and draws the
+curves. Tables: orders (two orders of PETRA against backprop, by accumulation), ablation (PETRA's
+Table 4), helps (what to do about delay), watched (its Figures 5 and 6), transformer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+
+from benchmarks.harness import show
+from benchmarks.learning.cifar import load
+from benchmarks.learning.experiments import TABLES, Experiment
+from benchmarks.learning.pictures import draw_curves, draw_gradients
+from benchmarks.learning.workers import train
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what is missing, or show what is there."""
+    options = parse(argv)
+    experiments = list(TABLES[options.table](options.seeds, options.epochs))
+    if not options.show:
+        missing = [e for e in experiments if not (options.out / e.name / "result.json").exists()]
+        data = load(options.data).cut(options.samples or 10**9)
+        train(missing, data, options.device, options.out, options.jobs, 60 * options.minutes)
+    report(experiments, options)
+
+
+def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> None:
+    """Accuracies by setting, mean and deviation over seeds; curves; one file with everything."""
+    found: dict[str, list[Any]] = {}
+    for experiment in experiments:
+        file = options.out / experiment.name / "result.json"
+        if file.exists():
+            found.setdefault(experiment.setting, []).append(json.loads(file.read_text()))
+    rows = []
+    for setting, results in found.items():
+        last = [100 * result["log"][-1]["test_accuracy"] for result in results]
+        best = [100 * max(line["test_accuracy"] for line in r["log"]) for r in results]
+        seconds = fmean(sum(line["seconds"] for line in r["log"]) for r in results)
+        spread = f"± {pstdev(last):.2f}" if len(last) > 1 else ""
+        rows.append(
+            (
+                setting,
+                len(last),
+                f"{fmean(last):.2f} {spread}",
+                f"{fmean(best):.2f}",
+                f"{seconds:.0f}",
+            )
+        )
+    show(
+        f"{options.table}: CIFAR-10, {options.epochs} epochs",
+        ("setting", "seeds", "test accuracy, %", "best epoch, %", "seconds"),
+        rows,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps(found))
+    draw_curves(found, options.out / "curves.svg")
+    for setting, results in found.items():
+        if any("gradients" in line for line in results[0]["log"]):
+            draw_gradients(results[0]["log"], options.out / f"gradients-{setting}.svg")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--data", type=Path, help="folder with CIFAR-10", default=Path("data"))
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=8, help="trainings side by side")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop and save after")
+    parser.add_argument("--samples", type=int, help="use only so many images, to try it out")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--show", action="store_true", help="train nothing")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

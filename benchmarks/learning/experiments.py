@@ -1,0 +1,123 @@
+"""What is trained: tables of experiments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from revcompile.schedule import Keep, Method, Order, Weights, choose
+
+PLAIN = "plain"
+"""Backprop on the model as it is, not rewired."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training. `rate` is the peak learning rate; None follows the paper's rule."""
+
+    method: str
+    order: str | None = None
+    accumulate: int = 1
+    seed: int = 0
+    model: str = "resnet18"
+    stages: int = 10
+    epochs: int = 30
+    batch: int = 64
+    rate: float | None = None
+    optimizer: str = "sgd"
+    schedule: str = "steps"
+    weight_decay: float = 5e-4
+    recipe: str = ""
+    """What is done about delay, by stage: see `run.HELPS`."""
+    watch: int = 0
+    """How many times an epoch gradients are compared."""
+
+    @property
+    def setting(self) -> str:
+        """Its name, without the seed: what is averaged over seeds."""
+        order = f"-{self.order}" if self.order else ""
+        helps = f"-{self.recipe}" if self.recipe else ""
+        rate = f"-lr{self.rate:g}" if self.rate is not None else ""
+        return f"{self.model}-{self.method}{order}-k{self.accumulate}{rate}{helps}"
+
+    @property
+    def name(self) -> str:
+        """Its name: of its folder, and in tables."""
+        return f"{self.setting}-{self.epochs}e-s{self.seed}"
+
+    @property
+    def chosen(self) -> Method:
+        """The method as the trainer takes it."""
+        if self.method in _ABLATED:
+            return _ABLATED[self.method]
+        return choose(self.method, order=self.order)
+
+
+_ABLATED = {
+    "params-buffer": Method("params-buffer", Order.CONTINUOUS, 2.0, Keep.NOTHING, Weights.STASHED),
+}
+
+
+def _orders(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """PETRA's two orders against backprop, by accumulation."""
+    for seed in range(seeds):
+        for k in (1, 2, 4, 8):
+            for order in ("half", "paper"):
+                yield Experiment("petra", order, k, seed, epochs=epochs)
+            yield Experiment("backprop", None, k, seed, epochs=epochs)
+        yield Experiment(PLAIN, None, 1, seed, epochs=epochs)
+
+
+def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """Which buffer matters: the five rows of PETRA's Table 4, k = 1, the paper's order."""
+    for seed in range(seeds):
+        yield Experiment("reversible_backprop", None, 1, seed, epochs=epochs)
+        for method in ("delayed", "dsp", "params-buffer"):
+            yield Experiment(method, None, 1, seed, epochs=epochs)
+        yield Experiment("petra", "paper", 1, seed, epochs=epochs)
+
+
+def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """What to do about delay, at k = 1 and the rate at which delay hurts."""
+    for seed in range(seeds):
+        yield Experiment("backprop", None, 1, seed, epochs=epochs, batch=256, rate=0.1)
+        for recipe in ("", "t1", "shrink", "momentum"):
+            for order in ("half", "paper"):
+                yield Experiment(
+                    "petra", order, 1, seed, epochs=epochs, batch=256, rate=0.1, recipe=recipe
+                )
+
+
+def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """Gradients compared through training: PETRA's Figures 5 and 6."""
+    for order in ("half", "paper"):
+        yield Experiment("petra", order, 1, 0, epochs=epochs, watch=15)
+
+
+def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """A vision transformer with AdamW."""
+    for seed in range(seeds):
+        for method, k in (("backprop", 1), ("petra", 1), ("petra", 4), ("backprop", 4)):
+            yield Experiment(
+                method,
+                None,
+                k,
+                seed,
+                model="vit_tiny",
+                stages=8,
+                epochs=epochs,
+                batch=128,
+                rate=1e-3,
+                optimizer="adamw",
+                schedule="cosine",
+                weight_decay=0.05,
+            )
+
+
+TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
+    "orders": _orders,
+    "ablation": _ablation,
+    "helps": _helps,
+    "watched": _watched,
+    "transformer": _transformer,
+}

@@ -1,0 +1,270 @@
+"""One training, from wherever its last checkpoint left off."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from benchmarks.learning.cifar import Cifar
+from benchmarks.learning.experiments import PLAIN, Experiment
+from examples.recipe import Recipe, paper_rate
+from revcompile.schedule import delay
+
+Log = list[dict[str, Any]]
+Groups = Callable[[Iterable[tuple[str, nn.Parameter]]], list[dict[str, Any]]]
+
+
+class OutOfTime(Exception):
+    """The deadline has come; what was done is saved."""
+
+
+def run(experiment: Experiment, data: Cifar, folder: Path, deadline: float) -> Log:
+    """Train to the end or to the deadline; the log of its epochs."""
+    torch.manual_seed(experiment.seed)
+    kind = Plain if experiment.method == PLAIN else Staged
+    training = kind(experiment, data)
+    log = training.resume(folder)
+    for epoch in range(len(log), experiment.epochs):
+        start = time.monotonic()
+        line = {"epoch": epoch + 1, **training.epoch(epoch)}
+        log.append(line | {"seconds": round(time.monotonic() - start, 2)})
+        is_last = epoch + 1 == experiment.epochs
+        if time.monotonic() > deadline and not is_last:
+            training.save(folder, log)
+            raise OutOfTime
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(
+        json.dumps({"experiment": asdict(experiment), "name": experiment.name, "log": log})
+    )
+    return log
+
+
+def create(experiment: Experiment) -> nn.Module:
+    """The model, for images of 32 pixels, channels last."""
+    if experiment.model == "vit_tiny":
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=10)
+    else:
+        model = timm.create_model(experiment.model, num_classes=10)
+        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    return model.to(memory_format=torch.channels_last)
+
+
+def recipe_of(experiment: Experiment, samples: int) -> Recipe:
+    """The paper's recipe for this many training images."""
+    steps = samples // experiment.batch
+    updates = experiment.epochs * steps // experiment.accumulate
+    rate = experiment.rate or paper_rate(experiment.batch * experiment.accumulate)
+    warmup = min(5, experiment.epochs / 6) * steps / experiment.accumulate
+    return Recipe(
+        rate,
+        updates,
+        max(1, round(warmup)),
+        experiment.weight_decay,
+        experiment.optimizer,
+        experiment.schedule,
+    )
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """Share of right answers."""
+    return (output.argmax(1) == target).float().mean()
+
+
+class Staged:
+    """A petrafied model and its trainer."""
+
+    def __init__(self, experiment: Experiment, data: Cifar) -> None:
+        self.experiment, self.data = experiment, data
+        device = data.train.device
+        example = torch.randn(8, 3, 32, 32, device=device)
+        self.net = revcompile.petrafy(
+            create(experiment).to(device), experiment.stages, example, check="off"
+        )
+        recipe = recipe_of(experiment, len(data.train))
+        self.trainer = self.net.trainer(
+            recipe.optimizer,
+            F.cross_entropy,
+            method=experiment.chosen,
+            accumulate=experiment.accumulate,
+            lr_schedule=self._schedule(recipe),
+            param_groups=self._groups(recipe),
+            autocast=torch.bfloat16 if device.type == "cuda" else None,
+            seed=experiment.seed,
+        )
+
+    def epoch(self, epoch: int) -> dict[str, float]:
+        """Train, then test."""
+        experiment, trainer = self.experiment, self.trainer
+        steps = len(self.data.train) // experiment.batch
+        every = math.ceil(steps / experiment.watch) if experiment.watch else 0
+        losses, probes = [], []
+        batches = self.data.epoch(experiment.batch, experiment.seed, epoch)
+        for number, (x, y) in enumerate(batches):
+            if every and number % every == 0:
+                probes.append(trainer.watch())
+            losses.append(trainer.step(x, y).loss_tensor)
+        if epoch + 1 == experiment.epochs:
+            trainer.flush()
+        found = trainer.evaluate(self.data.tests(), {"accuracy": accuracy})
+        loss = torch.stack([loss for loss in losses if loss is not None]).mean().item()
+        line: dict[str, Any] = {
+            "train_loss": loss,
+            "test_loss": found.loss,
+            "test_accuracy": found.metrics["accuracy"],
+        }
+        if probes:
+            line["gradients"] = _gradients([p.report for p in probes if p.complete])
+        return line
+
+    def resume(self, folder: Path) -> Log:
+        """Load the last checkpoint, if there is one."""
+        if not (folder / "log.json").exists():
+            return []
+        self.trainer.load(folder / "checkpoints")
+        log: Log = json.loads((folder / "log.json").read_text())
+        return log
+
+    def save(self, folder: Path, log: Log) -> None:
+        """Leave what is needed to go on."""
+        self.trainer.save(folder / "checkpoints", keep=1, drain=True)
+        (folder / "log.json").write_text(json.dumps(log))
+
+    def _groups(self, recipe: Recipe) -> Groups:
+        """The recipe's groups, each with its stage's delay in updates."""
+        delays = _delays(self.net, self.experiment)
+
+        def groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+            named = list(named)
+            late = delays[named[0][0]]
+            found = recipe.param_groups(named)
+            for group in found:
+                group["delay"] = late
+                if self.experiment.recipe == "momentum" and late:
+                    group["momentum"] = 0.9 ** (1 + late / 4)
+            return found
+
+        return groups
+
+    def _schedule(self, recipe: Recipe) -> Callable[[Any], Any]:
+        helps = HELPS.get(self.experiment.recipe)
+        if helps is None:
+            return recipe.lr_schedule
+
+        def schedule(optimizer: Any) -> Any:
+            late = optimizer.param_groups[0]["delay"]
+            return torch.optim.lr_scheduler.LambdaLR(
+                optimizer,
+                lambda update: recipe.factor(update) * helps(late, update / recipe.updates),
+            )
+
+        return schedule
+
+
+def _t1(delay: int, done: float) -> float:
+    """PipeMare's T1: the rate divided by the delay at first, by nothing from a quarter on."""
+    return float(max(1, delay)) ** -max(0.0, 1 - 4 * done)
+
+
+def _shrink(delay: int, done: float) -> float:
+    """A little less for a longer delay, all the time."""
+    return (1 + delay) ** -0.5
+
+
+HELPS: dict[str, Callable[[int, float], float]] = {"t1": _t1, "shrink": _shrink}
+
+
+def _delays(net: revcompile.StagedModel, experiment: Experiment) -> dict[str, int]:
+    """From every parameter to its stage's delay in updates."""
+    method, count = experiment.chosen, net.num_stages
+    return {
+        name: delay(method, count, stage.generated.index, experiment.accumulate)
+        for stage in net.stages
+        for name in stage.generated.parameters
+    }
+
+
+def _gradients(reports: list[Any]) -> list[dict[str, float]]:
+    """Means over an epoch's reports, stage by stage."""
+    pairs = ("method_vs_delayed", "method_vs_end_to_end", "delayed_vs_end_to_end")
+    found = []
+    for stages in zip(*(report.stages for report in reports), strict=True):
+        line = {}
+        for pair in pairs:
+            for measure in ("cosine", "norm_ratio"):
+                values = [getattr(getattr(stage, pair), measure) for stage in stages]
+                line[f"{pair}.{measure}"] = sum(values) / len(values)
+        found.append(line)
+    return found
+
+
+class Plain:
+    """The model as it is, trained by autograd."""
+
+    def __init__(self, experiment: Experiment, data: Cifar) -> None:
+        self.experiment, self.data = experiment, data
+        self.device = data.train.device
+        self.model = create(experiment).to(self.device)
+        recipe = recipe_of(experiment, len(data.train))
+        groups = recipe.param_groups(self.model.named_parameters())
+        self.optimizer = recipe.optimizer(groups)
+        self.schedule = recipe.lr_schedule(self.optimizer)
+
+    def epoch(self, epoch: int) -> dict[str, float]:
+        """Train, then test."""
+        losses, experiment = [], self.experiment
+        self.model.train()
+        for x, y in self.data.epoch(experiment.batch, experiment.seed, epoch):
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self._run(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.schedule.step()
+            losses.append(loss.detach())
+        right, total = [], []
+        self.model.eval()
+        with torch.no_grad():
+            for x, y in self.data.tests():
+                output = self._run(x)
+                right.append(accuracy(output, y))
+                total.append(F.cross_entropy(output, y))
+        return {
+            "train_loss": torch.stack(losses).mean().item(),
+            "test_loss": torch.stack(total).mean().item(),
+            "test_accuracy": torch.stack(right).mean().item(),
+        }
+
+    def _run(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            output: Tensor = self.model(x)
+        return output.float()
+
+    def resume(self, folder: Path) -> Log:
+        """Load the last checkpoint, if there is one."""
+        if not (folder / "log.json").exists():
+            return []
+        state = torch.load(folder / "plain.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        log: Log = json.loads((folder / "log.json").read_text())
+        return log
+
+    def save(self, folder: Path, log: Log) -> None:
+        """Leave what is needed to go on."""
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        state = {name: part.state_dict() for name, part in parts.items()}
+        torch.save(state, folder / "plain.pt")
+        (folder / "log.json").write_text(json.dumps(log))

@@ -1,0 +1,76 @@
+"""Several trainings side by side, each in a process of its own."""
+
+from __future__ import annotations
+
+import queue
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import multiprocessing
+
+from benchmarks.learning.cifar import Cifar
+from benchmarks.learning.experiments import Experiment
+from benchmarks.learning.run import OutOfTime, run
+
+
+def train(
+    experiments: Sequence[Experiment],
+    data: Cifar,
+    device: str,
+    out: Path,
+    jobs: int,
+    seconds: float,
+) -> None:
+    """Processes take experiments from one queue until it is empty or the time is over."""
+    context: Any = multiprocessing.get_context("spawn")
+    todo, told = context.Queue(), context.Queue()
+    for experiment in [*experiments, *[None] * jobs]:
+        todo.put(experiment)
+    arguments = (todo, told, data, device, out, time.monotonic() + seconds)
+    workers = [context.Process(target=work, args=arguments) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    console = Console()
+    news = _news(told, workers, len(experiments))
+    for line in track(news, "trainings", total=len(experiments), console=console):
+        console.print(line)
+    for worker in workers:
+        worker.join()
+
+
+def _news(told: Any, workers: Sequence[Any], count: int) -> Iterator[str]:
+    """What the workers tell, as long as one of them lives."""
+    while count:
+        try:
+            yield told.get(timeout=1.0)
+            count -= 1
+        except queue.Empty:
+            if not any(worker.is_alive() for worker in workers):
+                yield f"all workers ended with {count} trainings to go"
+                return
+
+
+def work(todo: Any, told: Any, data: Cifar, device: str, out: Path, deadline: float) -> None:
+    """One process: one failed training does not end the others."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    data = data.to(torch.device(device))
+    while (experiment := todo.get()) is not None:
+        name = experiment.name
+        if time.monotonic() > deadline:
+            told.put(f"{name}: no time left")
+            continue
+        try:
+            log = run(experiment, data, out / name, deadline)
+            seconds = sum(line["seconds"] for line in log)
+            told.put(f"{name}: {log[-1]['test_accuracy']:.2%} in {seconds:.0f} s")
+        except OutOfTime:
+            told.put(f"{name}: out of time, saved")
+        except Exception:
+            told.put(f"{name}: failed\n{traceback.format_exc()}")

@@ -1,0 +1,51 @@
+"""The methods' table as curves: the same model, data and recipe, trained by several methods.
+
+Delay is what tells them apart: `petra` has half that of `petra:paper`, `delayed` keeps a copy of
+its parameters for every micro-batch in flight, `1f1b` has no delay and idles between updates.
+
+    python examples/compare_methods.py
+    python examples/compare_methods.py --methods petra petra:paper dsp --accumulate 4 --epochs 6
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import train_compiled
+from report import Epoch, draw_curves, read_log
+from rich.console import Console
+from rich.table import Table
+
+METHODS = ("backprop", "petra", "petra:paper", "pipedream", "delayed")
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train with each method; returns their test accuracies."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="All other options are those of train_compiled.py.",
+    )
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="name, or name:order")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    args, others = parser.parse_known_args(argv)
+
+    curves: dict[str, list[Epoch]] = {}
+    for name in args.methods:
+        method, _, order = name.partition(":")
+        folder = args.out / name.replace(":", "-")
+        options = ["--method", method, "--out", str(folder), *(["--order", order] if order else [])]
+        train_compiled.main(["--stages", "8", *others, *options])
+        curves[name] = read_log(folder)
+
+    table = Table("method", "test accuracy", "images a second", title="after the last epoch")
+    for name, epochs in curves.items():
+        last = epochs[-1]
+        table.add_row(name, f"{last.test_accuracy:.1%}", f"{last.images_per_second:,.0f}")
+    Console().print(table)
+    if draw_curves(curves, args.out / "curves.svg"):
+        print(f"curves: {args.out / 'curves.svg'}")
+    return {name: epochs[-1].test_accuracy for name, epochs in curves.items()}
+
+
+if __name__ == "__main__":
+    main()

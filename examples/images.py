@@ -1,0 +1,93 @@
+"""Image datasets by name, as torch datasets of normalised tensors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torchvision import datasets
+from torchvision.transforms import v2 as transforms
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Images:
+    """A dataset for training and one for testing, and what a model must know of them."""
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    classes: int
+    size: int
+
+
+def digits(folder: Path | None, size: int | None) -> Images:
+    """scikit-learn's 1,797 grey 8x8 digits, enlarged and in three colours: nothing to download."""
+    size = size or 32
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
+    images = F.interpolate(images, size=size, mode="bilinear")
+    images = ((images - images.mean()) / images.std()).expand(-1, 3, -1, -1)
+    data = TensorDataset(images, torch.tensor(found.target))
+    train, test = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+    return Images(train, test, classes=10, size=size)
+
+
+def cifar10(folder: Path | None, size: int | None) -> Images:
+    """CIFAR-10 as torchvision stores it; downloaded if it is not there."""
+    return _cifar(datasets.CIFAR10, 10, folder, size)
+
+
+def cifar100(folder: Path | None, size: int | None) -> Images:
+    """CIFAR-100, likewise."""
+    return _cifar(datasets.CIFAR100, 100, folder, size)
+
+
+def imagefolder(folder: Path | None, size: int | None) -> Images:
+    """A folder a class, under `train/` and `val/`: ImageNet's layout."""
+    place, size = _needed(folder, "imagefolder"), size or 224
+    grow = transforms.RandomResizedCrop(size, antialias=True)
+    fit = [transforms.Resize(size * 8 // 7, antialias=True), transforms.CenterCrop(size)]
+    train = datasets.ImageFolder(place / "train", _steps(grow, transforms.RandomHorizontalFlip()))
+    test = datasets.ImageFolder(place / "val", _steps(*fit))
+    return Images(train, test, classes=len(train.classes), size=size)
+
+
+def fake(folder: Path | None, size: int | None) -> Images:
+    """Noise with labels: for trying things out."""
+    size = size or 32
+    data = datasets.FakeData(640, (3, size, size), 10, transform=_steps())
+    return Images(Subset(data, range(512)), Subset(data, range(512, 640)), classes=10, size=size)
+
+
+DATASETS: dict[str, Callable[[Path | None, int | None], Images]] = {
+    function.__name__: function for function in (digits, cifar10, cifar100, imagefolder, fake)
+}
+
+
+def _cifar(kind: Any, classes: int, folder: Path | None, size: int | None) -> Images:
+    place, size = _needed(folder, kind.__name__.lower()), size or 32
+    resize = [transforms.Resize(size, antialias=True)] if size != 32 else []
+    augment = (transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip())
+    train = kind(place, train=True, transform=_steps(*augment, *resize), download=True)
+    test = kind(place, train=False, transform=_steps(*resize), download=True)
+    return Images(train, test, classes=classes, size=size)
+
+
+def _steps(*steps: Any) -> Callable[[Any], Tensor]:
+    as_floats = [transforms.ToImage(), transforms.ToDtype(torch.float32, scale=True)]
+    found: Callable[[Any], Tensor] = transforms.Compose(
+        [*steps, *as_floats, transforms.Normalize(MEAN, STD)]
+    )
+    return found
+
+
+def _needed(folder: Path | None, name: str) -> Path:
+    if folder is None:
+        raise SystemExit(f"--data {name} needs --data-dir, the folder it is in (or is put into)")
+    return folder.expanduser()

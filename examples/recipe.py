@@ -1,0 +1,75 @@
+"""The PETRA paper's recipe: Nesterov SGD, warm-up, two drops, rate by batch size."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `net.trainer` needs: `optimizer`, `lr_schedule` and `param_groups`.
+
+    `rate` is the peak learning rate; of `updates` updates the first `warmup` lead up to it.
+    """
+
+    rate: float
+    updates: int
+    warmup: int
+    weight_decay: float = 5e-4
+    kind: str = "sgd"
+    schedule: str = "steps"
+
+    def optimizer(self, parameters: Any) -> Optimizer:
+        """Called once a stage."""
+        if self.kind == "adamw":
+            return AdamW(parameters, lr=self.rate, weight_decay=self.weight_decay)
+        return SGD(
+            parameters, lr=self.rate, momentum=0.9, nesterov=True, weight_decay=self.weight_decay
+        )
+
+    def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
+        """Stepped at every update."""
+        return LambdaLR(optimizer, self.factor)
+
+    def param_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        """No weight decay on norms and biases (Goyal et al., 2017): all that has one dimension."""
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for _, parameter in named:
+            groups[parameter.dim() > 1].append(parameter)
+        return [
+            {"params": found, "weight_decay": self.weight_decay if decays else 0.0}
+            for decays, found in groups.items()
+            if found
+        ]
+
+    def factor(self, update: int) -> float:
+        """The share of the peak rate at an update."""
+        if update < self.warmup:
+            return (update + 1) / self.warmup
+        return SCHEDULES[self.schedule](update / max(1, self.updates))
+
+
+def paper_rate(samples: int) -> float:
+    """0.1 for 256 samples an update, in proportion: 0.1 x 64k / 256 with batches of 64.
+
+    >>> paper_rate(64 * 2)
+    0.05
+    """
+    return 0.1 * samples / 256
+
+
+def _steps(done: float) -> float:
+    """A tenth after half of the training, a hundredth after three quarters."""
+    return 0.1 ** ((done >= 0.5) + (done >= 0.75))
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {"steps": _steps, "cosine": _cosine}

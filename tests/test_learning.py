@@ -1,0 +1,69 @@
+"""The CIFAR-10 trainings go on from where they stopped, and see the images they should."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.learning.cifar import Cifar, load
+from benchmarks.learning.experiments import TABLES, Experiment
+from benchmarks.learning.run import OutOfTime, run
+
+
+@pytest.fixture
+def data() -> Cifar:
+    generator = torch.Generator().manual_seed(0)
+    train, test = (
+        torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        for n in (16, 8)
+    )
+    return Cifar(train, torch.arange(16) % 10, test, torch.arange(8))
+
+
+@pytest.mark.parametrize("method", ["plain", "backprop"])
+def test_a_stopped_training_goes_on(tmp_path: Path, data: Cifar, method: str) -> None:
+    experiment = Experiment(method, epochs=2, batch=8, model="vit_tiny", stages=3)
+    whole = run(experiment, data, tmp_path / "whole", math.inf)
+    with pytest.raises(OutOfTime):
+        run(experiment, data, tmp_path / "stopped", 0.0)
+    resumed = run(experiment, data, tmp_path / "stopped", math.inf)
+    assert [line["epoch"] for line in resumed] == [1, 2]
+    for mine, other in zip(whole, resumed, strict=True):
+        assert mine["train_loss"] == other["train_loss"]
+        assert mine["test_accuracy"] == other["test_accuracy"]
+
+
+def test_an_epoch_sees_every_image_once_shifted_or_flipped(data: Cifar) -> None:
+    batches = list(data.epoch(4, seed=1, epoch=0))
+    again = list(data.epoch(4, seed=1, epoch=0))
+    other = list(data.epoch(4, seed=1, epoch=1))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(batches, again, strict=True))
+    assert not all(torch.equal(a, b) for (a, _), (b, _) in zip(batches, other, strict=True))
+    labels = torch.cat([y for _, y in batches])
+    assert torch.equal(labels.sort()[0], data.train_labels.sort()[0])
+    rest = list(data.epoch(4, seed=1, epoch=0, skip=3))
+    assert len(rest) == 1 and torch.equal(rest[0][0], batches[3][0])
+
+
+def test_sheets_are_cut_into_images(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    sheets = images.reshape(2, 2, 3, 32, 32, 3).swapaxes(2, 3).reshape(2, 64, 96, 3)
+    for part in ("train", "test"):
+        for number, sheet in enumerate(sheets):
+            Image.fromarray(sheet).save(tmp_path / f"{part}_{number:02}.webp", lossless=True)
+    np.savez(tmp_path / "labels.npz", train=np.arange(12), test=np.arange(12))
+    found = load(tmp_path)
+    assert np.array_equal(found.train.permute(0, 2, 3, 1).numpy(), images)
+    assert found.test_labels.tolist() == list(range(12))
+
+
+def test_experiments_of_a_table_have_names_of_their_own() -> None:
+    for name, table in TABLES.items():
+        experiments = list(table(2, 3))
+        assert len({e.name for e in experiments}) == len(experiments), name
+        assert all(e.method == "plain" or e.chosen for e in experiments)
