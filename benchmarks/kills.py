@@ -1,179 +1,333 @@
-"""Kill a rank at a random moment, again and again: nothing may hang, break or be left behind.
+"""Kill ranks at random moments, again and again: nothing may hang, break or be left behind.
 
-    python -m benchmarks.kills --trials 100 --ranks 2 4 --jobs 2
+    python -m benchmarks.kills --trials 100 --ranks 2 4 --jobs 2 --json kills.json
 
-A trial starts `torchrun` on a small model that saves every few steps, and kills a rank drawn at
-random with SIGKILL at a random moment. Half of the trials leave no restarts: the launcher must end
-within the timeout, without orphans, and every checkpoint there must be whole; then the same command
-is given again and must finish. The other half allow restarts, and must finish by themselves. Either
-way the final weights must equal those of a run that nobody disturbed, bit for bit.
+A trial draws a method, how many micro-batches an update gathers, a moment (while the ranks find
+each other, in a step, in a save) and one or two ranks, which get SIGKILL then. Half of the trials
+are plain processes that nobody looks after: the others must stop by themselves within the trainer's
+timeout and name a dead rank and their last micro-batch; then the same ranks are started again. The
+other half run under `torchrun --max-restarts=3` and must come back by themselves. Every step of
+every rank, before and after, is compared with a run in one process that nobody disturbed: the loss,
+and digests of each stage's parameters, buffers, gradients and optimizer state.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import enum
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.progress import track
-from torch import Tensor, nn
 
 import revcompile
-from benchmarks.harness import show
-from revcompile.runtime.checkpoint import load_weights
+from benchmarks.harness import save, show
+from benchmarks.victim import (
+    EVERY,
+    STEPS,
+    TIMEOUT,
+    Life,
+    Plain,
+    Run,
+    Torchrun,
+    checkpoints,
+    train,
+)
+from revcompile.runtime.checkpoint import load_training
 
-STEPS, EVERY = 60, 7
-
-
-class Net(nn.Module):
-    """A few blocks with batch norm and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 5)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout(0.1))
-            for _ in range(6)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x.mean((2, 3)))
+METHODS: Final = ("petra", "1f1b", "gpipe", "delayed", "pipedream", "ddg", "dni", "backprop")
+SLACK: Final = 30.0
+"""Seconds beyond the trainer's timeout, for last words and a busy machine."""
+PATIENCE: Final = 180.0
+"""Seconds for a whole run, restarts included."""
 
 
-def train(folder: Path, stages: int) -> None:
-    """What every rank runs: go on from the last checkpoint, if there is one, to the last step."""
-    torch.set_num_threads(1)
-    (folder / "pids").mkdir(parents=True, exist_ok=True)
-    (folder / "pids" / f"{os.getpid()}").write_text(os.environ["RANK"])
-    torch.manual_seed(0)
-    net = revcompile.petrafy(Net(), stages, torch.randn(2, 3, 8, 8), check="off")
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        nn.functional.cross_entropy,
-        timeout=30.0,
-    )
-    saved = folder / "checkpoints"
-    if saved.exists() and any(saved.glob("step_*")):
-        trainer.load(saved)
-    for step in range(trainer.schedule.injected, STEPS):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 3, 8, 8, generator=generator)
-        trainer.step(x, torch.randint(0, 5, (8,), generator=generator))
-        time.sleep(0.01)
-        if (step + 1) % EVERY == 0:
-            trainer.save(saved)
-    trainer.save(saved)
-    (folder / f"done_{os.environ['RANK']}").touch()
+class Moment(enum.Enum):
+    """When to strike."""
+
+    START = "start"
+    STEP = "step"
+    SAVE = "save"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Where and when to strike."""
+    """Whom to kill, when, and in what training."""
 
-    ranks: int
-    restarts: int
     seed: int
+    ranks: int
+    run: Run
+    moment: Moment
+    under_torchrun: bool
+    victims: tuple[int, ...]
+    """In this order."""
+
+    @classmethod
+    def draw(cls, seed: int, ranks: Sequence[int]) -> Trial:
+        """From a seed."""
+        dice = random.Random(seed)
+        count = dice.choice(ranks)
+        return cls(
+            seed,
+            count,
+            Run(dice.choice(METHODS), dice.choice((1, 3))),
+            dice.choice((Moment.START, Moment.STEP, Moment.STEP, Moment.SAVE)),
+            dice.random() < 0.5,
+            tuple(dice.sample(range(count), 2 if count > 2 and dice.random() < 0.25 else 1)),
+        )
 
 
-def launch(folder: Path, ranks: int, restarts: int) -> subprocess.Popen[bytes]:
-    """Start the ranks, with an output of their own."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--standalone", f"--max-restarts={restarts}", "--monitor-interval=0.2"]
-    command += [__file__, "--train", str(folder), "--ranks", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    log = (folder / "log").open("ab")
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+@dataclass
+class Outcome:
+    """What a trial came to."""
+
+    trial: Trial
+    struck: bool = False
+    hung: bool = False
+    orphans: int = 0
+    corrupted: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+    """Steps that went another way."""
+    unnamed: list[str] = field(default_factory=list)
+    """Survivors that did not say who is gone and how far they had come."""
+    failed: str = ""
+    """What kept the run from its end."""
+    stopped_after: float | None = None
+    """Seconds from the first kill to the last survivor's end."""
+    compared: int = 0
+    """Steps of stages after the resume that were compared."""
+    named: int = 0
+    """Survivors that had trained and said both."""
+
+    @property
+    def problems(self) -> list[str]:
+        """All that went wrong, in words."""
+        found = ["hung past the timeout"] if self.hung else []
+        found += [f"{self.orphans} processes left behind"] if self.orphans else []
+        found += [f"went another way: {', '.join(self.differing[:3])}"] if self.differing else []
+        found += [f"said not enough: {one}" for one in self.unnamed]
+        return [*found, *self.corrupted, *filter(None, [self.failed])]
 
 
-def attempt(trial: Trial, timeout: float, expected: dict[str, Tensor] | None) -> str:
-    """One trial; what went wrong, or nothing. Without `expected` nobody is killed."""
-    draw = random.Random(trial.seed)
+# -- one trial ------------------------------------------------------------------------------------
+
+
+def attempt(trial: Trial, expected: Mapping[int, Mapping[str, Any]]) -> Outcome:
+    """Start, strike, look at what is left, start again, compare."""
+    outcome = Outcome(trial)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        process = launch(folder, trial.ranks, trial.restarts)
-        if expected is not None:
-            strike(folder, draw, process)
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return "hung past the timeout"
-        finally:
-            left = orphans(folder)
-        if left:
-            return f"left {len(left)} processes behind"
-        if code != 0 and expected is not None and trial.restarts == 0:
-            problem = broken(folder)
-            if problem:
-                return problem
-            code = launch(folder, trial.ranks, 0).wait(timeout)
+        kind = Torchrun if trial.under_torchrun else Plain
+        launched = kind(trial.run, trial.ranks, folder)
+        dead, survivors, since = strike(folder, trial)
+        outcome.struck = bool(dead)
+        if not until(lambda: not any(s.is_running for s in survivors), TIMEOUT + SLACK):
+            outcome.hung = True
+        outcome.stopped_after = time.monotonic() - since
+        code = launched.wait(PATIENCE if not outcome.hung else 0.0)
+        outcome.hung |= code is None
+        left = bury(folder)
+        outcome.orphans = 0 if outcome.hung else left
+        if not trial.under_torchrun and code:
+            outcome.corrupted += corrupted(folder)
+            for one in survivors:
+                judge(one, dead, outcome)
+            code = Plain(trial.run, trial.ranks, folder).wait(PATIENCE)
+            outcome.orphans += bury(folder)
+        outcome.corrupted += corrupted(folder)
         if code != 0:
-            return f"ended with {code}: {(folder / 'log').read_text()[-600:]}"
-        found = load_weights(folder / "checkpoints")
-        if expected is None:
-            torch.save(found, Path(tempfile.gettempdir()) / f"kills_{trial.ranks}.pt")
-            return ""
-        same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        return "" if same else "the final weights differ"
+            outcome.failed = f"ended with {code}: {last_words(folder)}"
+        compare(Life.all(folder), expected, outcome)
+        kept_all([*dead, *survivors], Life.all(folder), outcome)
+    return outcome
 
 
-def strike(folder: Path, draw: random.Random, process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank, at any moment from its start to about its end."""
-    deadline = time.monotonic() + 60
-    while not list((folder / "pids").glob("*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(draw.uniform(0.0, 6.0))
-    pids = sorted(int(p.name) for p in (folder / "pids").glob("*"))
-    alive = [pid for pid in pids if running(pid)]
-    if alive and process.poll() is None:
-        os.kill(draw.choice(alive), signal.SIGKILL)
+def strike(folder: Path, trial: Trial) -> tuple[list[Life], list[Life], float]:
+    """Wait for the moment and kill; returns who was, who was not, and when."""
+    dice = random.Random(trial.seed + 1)
+    first = trial.victims[0]
+
+    def lives() -> dict[int, Life]:
+        return {life.rank: life for life in Life.all(folder)}
+
+    def noted(count: int) -> bool:
+        return first in lives() and len(lives()[first].steps) >= count
+
+    if trial.moment is Moment.START:
+        until(lambda: first in lives(), 60)
+        time.sleep(dice.uniform(0.0, 1.5))
+    elif trial.moment is Moment.STEP:
+        step = dice.randrange(1, STEPS)
+        until(lambda: noted(step), 90)
+        time.sleep(dice.uniform(0.0, 0.03))
+    else:
+        saves = dice.randrange(1, STEPS // EVERY)
+        until(lambda: noted(saves * EVERY), 90)
+        until((checkpoints(folder) / "saving.tmp").exists, 5)
+        time.sleep(dice.uniform(0.0, 0.4))
+    found = {life.rank: life for life in Life.all(folder) if life.is_running}
+    dead = [found.pop(rank) for rank in trial.victims if rank in found]
+    since = time.monotonic()
+    for life in dead:
+        with suppress(ProcessLookupError):  # another's death may have been its own
+            os.kill(life.pid, signal.SIGKILL)
+        time.sleep(dice.uniform(0.0, 0.2) if life is not dead[-1] else 0.0)
+    return dead, list(found.values()), since
 
 
-def running(pid: int) -> bool:
-    """Is a process there, and not only waiting to be buried?"""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for something; False if it does not come about."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True
 
 
-def orphans(folder: Path) -> list[int]:
-    """Ranks that are still there shortly after their launcher has ended."""
-    deadline = time.monotonic() + 5
-    while True:
-        left = [int(p.name) for p in (folder / "pids").glob("*") if running(int(p.name))]
-        if not left or time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            return left
-        time.sleep(0.1)
+def bury(folder: Path) -> int:
+    """End ranks that are still there shortly after their launcher; how many there were."""
+    until(lambda: not any(life.is_running for life in Life.all(folder)), 5)
+    left = [life for life in Life.all(folder) if life.is_running]
+    for life in left:
+        os.kill(life.pid, signal.SIGKILL)
+    return len(left)
 
 
-def broken(folder: Path) -> str:
-    """Does the newest checkpoint, if there is one, load whole?"""
-    saved = folder / "checkpoints"
-    if not saved.exists() or not list(saved.glob("step_*")):
-        return ""
-    try:
-        load_weights(saved)
-    except revcompile.RevcompileError as error:
-        return f"corrupted checkpoint: {error}"
-    return ""
+# -- what came of it ------------------------------------------------------------------------------
+
+
+def corrupted(folder: Path) -> list[str]:
+    """Checkpoints that do not load whole; none are there that have no right to their name."""
+    problems = []
+    saved = checkpoints(folder)
+    for place in saved.glob("step_*[0-9]"):
+        try:
+            load_training(place)
+        except revcompile.RevcompileError as error:
+            problems.append(str(error))
+    return problems
+
+
+def judge(one: Life, dead: Sequence[Life], outcome: Outcome) -> None:
+    """Did a survivor say who is gone, and how far it had come itself?"""
+    steps = one.steps
+    if not steps or any("done" in line for line in one.lines):
+        return
+    gone = "|".join(str(life.rank) for life in dead)
+    found = re.search(rf"rank ({gone}) \([^)]*\) is gone", one.words)
+    last = re.search(rf"micro-batch here \(rank {one.rank} \([^)]*\)\): (-?\d+)", one.words)
+    noted = min(steps[-1]["step"], STEPS - 1)
+    if found and last and int(last[1]) in (noted, noted + 1):  # it notes a step after the step
+        outcome.named += 1
+    else:
+        outcome.unnamed.append(f"rank {one.rank}, after step {noted}: {one.words[-500:]}")
+
+
+def compare(
+    lives: Sequence[Life], expected: Mapping[int, Mapping[str, Any]], outcome: Outcome
+) -> None:
+    """Every step that any rank noted with the undisturbed run's; and are all there?"""
+    missing = {rank: set(expected) for rank in range(outcome.trial.ranks)}
+    for life in lives:
+        for line in life.steps:
+            missing[life.rank].discard(line["step"])
+            if unlike(line, expected[line["step"]]):
+                outcome.differing.append(f"rank {life.rank}, step {line['step']}")
+        if life.began:
+            outcome.compared += sum(len(line["digests"]) for line in life.steps)
+    for rank, steps in missing.items() if not outcome.failed else ():
+        outcome.differing += [f"rank {rank}, step {step}: missing" for step in sorted(steps)]
+
+
+def kept_all(before: Sequence[Life], lives: Sequence[Life], outcome: Outcome) -> None:
+    """What any rank knew to be saved was not lost."""
+    saved = max((line.get("saved", 0) for life in before for line in life.lines), default=0)
+    old = {life.pid for life in before}
+    for life in lives:
+        if life.pid not in old and life.began is not None and life.began < saved:
+            outcome.differing.append(f"step {saved} was saved, but went on from {life.began}")
+
+
+def unlike(line: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Did a rank's step go another way? It knows only its stages, and not always the loss."""
+    is_known = line["loss"] is not None
+    other = any(expected["digests"][stage] != found for stage, found in line["digests"].items())
+    return other or (is_known and line["loss"] != expected["loss"])
+
+
+def last_words(folder: Path) -> str:
+    """The end of what the processes printed."""
+    words = [f"rank {life.rank}: {life.words[-400:]}" for life in Life.all(folder)]
+    log = folder / "log"
+    return "\n".join([*words, log.read_text()[-600:] if log.exists() else ""])
+
+
+# -- all of them ----------------------------------------------------------------------------------
+
+
+def undisturbed(run: Run) -> dict[int, dict[str, Any]]:
+    """The same training in one process, step by step."""
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        train(run, Path(place), lines.append)
+    return {line["step"]: line for line in lines if "step" in line}
+
+
+def summary(outcomes: Sequence[Outcome]) -> Iterator[tuple[object, ...]]:
+    """A row for each kind of trial, and one for all."""
+    kinds = [(torchrun, moment) for torchrun in (False, True) for moment in Moment]
+    for torchrun, moment in kinds:
+        name = f"{'torchrun' if torchrun else 'plain'}, {moment.value}"
+        of_kind = [
+            o for o in outcomes if (o.trial.under_torchrun, o.trial.moment) == (torchrun, moment)
+        ]
+        yield name, *counts(of_kind)
+    yield "all", *counts(outcomes)
+
+
+def counts(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
+    """The figures of some trials, as in `COLUMNS`."""
+    times = [o.stopped_after for o in outcomes if o.stopped_after is not None]
+    return (
+        len(outcomes),
+        sum(o.struck for o in outcomes),
+        sum(o.hung for o in outcomes),
+        sum(len(o.corrupted) for o in outcomes),
+        sum(o.orphans for o in outcomes),
+        sum(len(o.differing) for o in outcomes),
+        sum(o.compared for o in outcomes),
+        f"{sum(len(o.unnamed) for o in outcomes)} / {sum(o.named for o in outcomes)}",
+        sum(bool(o.failed) for o in outcomes),
+        f"{max(times):.1f} s" if times else "",
+    )
+
+
+COLUMNS: Final = (
+    "trials",
+    "count",
+    "struck",
+    "hung",
+    "corrupted",
+    "orphans",
+    "steps off",
+    "compared",
+    "silent / named",
+    "failed",
+    "longest stop",
+)
 
 
 def main() -> None:
@@ -182,46 +336,29 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="a line for each trial is added here")
+    parser.add_argument("--json", type=Path, help="written anew after each trial")
     options = parser.parse_args()
-    if options.train:
-        train(options.train, options.ranks[0])
-        return
-    expected: dict[int, Any] = {}
-    for ranks in options.ranks:
-        problem = attempt(Trial(ranks, 0, 0), options.timeout, None)
-        if problem:
-            raise SystemExit(f"the undisturbed run of {ranks} ranks failed: {problem}")
-        file = Path(tempfile.gettempdir()) / f"kills_{ranks}.pt"
-        expected[ranks] = torch.load(file, weights_only=True)
-    trials = [
-        Trial(options.ranks[i % len(options.ranks)], 3 * (i // len(options.ranks) % 2), seed)
-        for i, seed in enumerate(range(options.seed, options.seed + options.trials))
-    ]
+    torch.set_num_threads(1)
+    trials = [Trial.draw(options.seed + i, options.ranks) for i in range(options.trials)]
+    runs = dict.fromkeys(trial.run for trial in trials)
+    expected = {run: undisturbed(run) for run in track(runs, "undisturbed")}
+    outcomes: list[Outcome] = []
+    lock = threading.Lock()
 
-    def one(trial: Trial) -> tuple[Trial, str, float]:
-        start = time.monotonic()
-        problem = attempt(trial, options.timeout, expected[trial.ranks])
-        seconds = time.monotonic() - start
-        if options.json:
-            with options.json.open("a") as lines:
-                lines.write(json.dumps([*vars(trial).values(), problem, round(seconds, 1)]) + "\n")
-        return trial, problem, seconds
+    def one(trial: Trial) -> None:
+        found = attempt(trial, expected[trial.run])
+        with lock:
+            outcomes.append(found)
+            save(options.json, "kills", torch.device("cpu"), outcomes)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = list(track(pool.map(one, trials), "killing", total=len(trials)))
-    failed = [(t, problem) for t, problem, _ in found if problem]
-    rows = [(t.ranks, t.restarts, t.seed, problem) for t, problem in failed]
-    slowest = max(seconds for _, _, seconds in found)
-    show(
-        f"{len(found)} trials, {len(failed)} failed, slowest {slowest:.0f} s",
-        ("ranks", "restarts", "seed", "problem"),
-        rows,
-    )
-    raise SystemExit(bool(failed))
+        list(track(pool.map(one, trials), "killing", total=len(trials)))
+    show("Kills", COLUMNS, list(summary(outcomes)))
+    for outcome in outcomes:
+        for problem in outcome.problems:
+            print(f"{outcome.trial}:\n    {problem}")
+    raise SystemExit(any(outcome.problems for outcome in outcomes))
 
 
 if __name__ == "__main__":

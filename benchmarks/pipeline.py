@@ -1,22 +1,28 @@
 """Two ranks over gloo, one thread each: how busy does each method keep them?
 
-    python -m benchmarks.pipeline --model resnet18 --size 64 --batch 16
-    python -m benchmarks.pipeline --model vit_tiny_patch16_224 --size 224 --batch 8
+    python -m benchmarks.pipeline resnet18:64:16                    model:pixels:batch
+    taskset -c 0,2 python -m benchmarks.pipeline --short vit_tiny_patch16_224:96:12 resnet18:64:16
 
 Every variant trains the same two stages with the same micro-batches; they take turns, round by
 round, and a figure is the median of the rounds. "ideal" is `1 / max stage time`: each rank runs its
 own stage's programs on made-up messages, both at once, nothing sent. torch's own pipelining runs
 `net.to_pipeline_stages()`, with and without activation checkpointing. Peak memory of each rank is
 counted in a run of its own (live tensors, less parameters and optimizer state).
+
+The last table sums up. Model parallel runs one rank at a time, and a lone rank may be faster than
+two at once, which share caches and memory (and, as hyper-threads, a core): stage times are measured
+both ways, and "at most" is what PETRA could gain if messages took no time at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,43 +36,97 @@ from torch.utils.checkpoint import checkpoint
 
 import revcompile
 from benchmarks.harness import LiveStorages, mib, save, show
+from revcompile.compiler.cost import piece_costs
+from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.staged import StagedModel
 
 RANKS = 2
+IDEAL = "ideal"
+ALONE = tuple(f"stage {rank} alone" for rank in range(RANKS))
+UNTRAINED = (IDEAL, *ALONE)
+"""Variants that only run stage programs: no messages, and nothing is learned."""
 Turn = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    model: str
+    size: int
+    batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Read `model:pixels:batch`."""
+        model, size, batch = text.split(":")
+        return cls(model, int(size), int(batch))
+
+    def create(self) -> nn.Module:
+        """The model, always with the same weights."""
+        torch.manual_seed(0)
+        extra: dict[str, Any] = {"img_size": self.size} if "vit" in self.model else {}
+        model: nn.Module = timm.create_model(self.model, num_classes=10, **extra)
+        return model
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """The same optimizer for all."""
-    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
+
+
+def measured(model: nn.Module, x: Tensor) -> dict[str, float]:
+    """Seconds of every piece of a model on this machine."""
+    rewired = revcompile.reversify(model, x, check="off").rewired
+    groups, new_types = torn_pieces(rewired, whole_pieces(rewired.body))
+    pieces = [piece for group in groups for piece in group]
+    types = {**rewired.body.types, **new_types}
+    found = piece_costs(rewired, pieces, types, "measured")
+    return {p.name: c.forward + c.backward for p, c in zip(pieces, found, strict=True)}
 
 
 class Bench:
     """One rank's side of every variant."""
 
-    def __init__(self, options: argparse.Namespace, rank: int) -> None:
-        self.options, self.rank = options, rank
+    def __init__(self, options: argparse.Namespace, case: Case, rank: int) -> None:
+        self.options, self.case, self.rank = options, case, rank
         generator = torch.Generator().manual_seed(0)
-        shape = (options.batch, 3, options.size, options.size)
+        shape = (case.batch, 3, case.size, case.size)
         self.x = torch.randn(shape, generator=generator)
-        self.y = torch.randint(0, 10, (options.batch,), generator=generator)
+        self.y = torch.randint(0, 10, (case.batch,), generator=generator)
         self.trainers: list[DistributedTrainer] = []
 
     def net(self) -> StagedModel:
         """The same two stages each time; every variant trains its own copy."""
-        torch.manual_seed(0)
-        extra = {"img_size": self.options.size} if "vit" in self.options.model else {}
-        model = timm.create_model(self.options.model, num_classes=10, **extra)
-        return revcompile.petrafy(model, RANKS, self.x[:2], check="off")
+        return revcompile.petrafy(
+            self.case.create(), RANKS, self.x[:2], check="off", cost=self.costs
+        )
+
+    @functools.cached_property
+    def costs(self) -> Any:
+        """What the stages are balanced by: the same for every copy, on every rank."""
+        if self.options.cost == "analytic":
+            return self.options.cost
+        found = [measured(self.case.create(), self.x) if self.rank == 0 else None]
+        distributed.broadcast_object_list(found)
+        return found[0]
 
     def variants(self) -> dict[str, Turn]:
         """Each a function that trains on `options.microbatches` micro-batches."""
         count = self.options.microbatches
         found = {
             "petra": self._ours("petra"),
-            f"petra, updates every {count}": self._ours("petra", count),
             "reversible model parallel": self._ours("reversible_backprop"),
+        }
+        alone = self._alone()
+        for rank, name in enumerate(ALONE):
+            found[name] = alone if rank == self.rank else _nothing
+        found[IDEAL] = alone
+        if self.options.short:
+            return found
+        found |= {
+            f"petra, updates every {count}": self._ours("petra", count),
             "gpipe": self._ours("gpipe", count),
             "1f1b": self._ours("1f1b", count),
         }
@@ -75,7 +135,6 @@ class Bench:
                 name = f"torch {kind.__name__.removeprefix('Schedule')}"
                 name += ", checkpointed" if saving else ""
                 found[name] = self._torch(kind, saving)
-        found["ideal"] = self._alone()
         return found
 
     def _ours(self, method: str, accumulate: int = 1) -> Turn:
@@ -97,7 +156,7 @@ class Bench:
         inputs: dict[str, Any] = {}
         for port in program.inputs:
             kind = port.type
-            inputs[port.name] = None if kind is None else torch.randn(kind.at(self.options.batch))
+            inputs[port.name] = None if kind is None else torch.randn(kind.at(self.case.batch))
         if self.rank == 0:
             inputs = {program.inputs[0].name: self.x}
 
@@ -122,7 +181,7 @@ class Bench:
         return turn
 
     def _torch(self, kind: Any, saving: bool) -> Turn:
-        module = self.net().to_pipeline_stages()[self.rank].train()
+        module: nn.Module = self.net().to_pipeline_stages()[self.rank].train()
         if saving:
             module = _Checkpointed(module)
         stage = PipelineStage(module, self.rank, RANKS, torch.device("cpu"))
@@ -154,23 +213,31 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.module, *tensors, use_reentrant=False)
 
 
-def work(rank: int, options: argparse.Namespace, store: str, results: Any) -> None:
+def _nothing() -> None:
+    """The other rank's turn."""
+
+
+def work(rank: int, options: argparse.Namespace, case: Case, store: str, results: Any) -> None:
     """One rank: time all variants in turn, then count memory."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
     distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
-    variants = Bench(options, rank).variants()
+    variants = Bench(options, case, rank).variants()
     times: dict[str, list[float]] = {name: [] for name in variants}
+    own: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(options.rounds + 1):
         for name, turn in variants.items():
             distributed.barrier()
             start = time.perf_counter()
             turn()
+            ended = time.perf_counter()
             distributed.barrier()
             if number:  # the first round fills pipelines and warms caches
+                own[name].append((ended - start) / options.microbatches)
                 times[name].append((time.perf_counter() - start) / options.microbatches)
-    memory = {name: _peak(turn) for name, turn in variants.items() if name != "ideal"}
-    results[rank] = {"times": times, "memory": memory}
+    trained = {} if options.short else {n: t for n, t in variants.items() if n not in UNTRAINED}
+    memory = {name: _peak(turn) for name, turn in trained.items()}
+    results[rank] = {"times": times, "own": own, "memory": memory}
     distributed.barrier()
     os._exit(0)
 
@@ -180,32 +247,43 @@ def _peak(turn: Turn) -> int:
     distributed.barrier()
     with LiveStorages() as live:
         turn()
-    return live.peak
+    return int(live.peak)
 
 
 def main() -> None:
-    """Start the ranks, print the table."""
+    """Start the ranks for one case after the other, print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="resnet18")
-    parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("cases", nargs="*", type=Case.parse, default=[Case("resnet18", 64, 16)])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cost", choices=("analytic", "measured"), default="measured")
+    parser.add_argument("--short", action="store_true", help="only what the last table needs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    found = [run(options, case) for case in options.cases]
+    summary = [one["summary"] for one in found]
+    columns = ("", "of ideal", "/ model parallel", "at most", "stages at once, ms", "alone, ms")
+    show("PETRA, two ranks", columns, [_line(**one) for one in summary])
+    save(options.json, "pipeline", torch.device("cpu"), found)
+
+
+def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """Measure a case in processes of its own."""
+    # Memory goes back to the allocator, not to the system: else page faults come and go by chance.
+    os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
         results = manager.dict()
-        arguments = (options, f"{folder}/store", results)
+        arguments = (options, case, f"{folder}/store", results)
         ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
-        report(options, dict(results))
+        return report(options, case, dict(results))
 
 
-def report(options: argparse.Namespace, results: dict[int, Any]) -> None:
+def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
     """Milliseconds a micro-batch, throughput against ideal and against PETRA, memory by rank."""
     times = {
         name: [
@@ -213,17 +291,46 @@ def report(options: argparse.Namespace, results: dict[int, Any]) -> None:
         ]
         for name in results[0]["times"]
     }
-    ideal, petra = times["ideal"], times["petra"]
     rows = []
     for name, found in times.items():
-        against = median(i / t for i, t in zip(ideal, found, strict=True))
-        slower = median(t / p for t, p in zip(found, petra, strict=True))
+        if name in ALONE:
+            continue
         peaks = [mib(r["memory"][name]) if name in r["memory"] else "" for r in results.values()]
-        rows.append((name, f"{1e3 * median(found):.1f}", f"{against:.2f}", f"{slower:.2f}", *peaks))
-    title = f"{options.model}, {options.size} px, {options.microbatches} x batch {options.batch}"
+        against = f"{_ratio(times[IDEAL], found):.2f}"
+        slower = f"{_ratio(found, times['petra']):.2f}"
+        rows.append((name, f"{1e3 * median(found):.1f}", against, slower, *peaks))
+    title = f"{case.model}, {case.size} px, {options.microbatches} x batch {case.batch}"
     columns = ("variant", "ms a micro-batch", "of ideal", "time / petra's", "rank 0", "rank 1")
     show(title, columns, rows)
-    save(options.json, "pipeline", torch.device("cpu"), {"times": times, "rows": rows})
+    together = [results[rank]["own"][IDEAL] for rank in range(RANKS)]
+    alone = [results[rank]["own"][name] for rank, name in enumerate(ALONE)]
+    both, one_by_one = zip(*together, strict=True), zip(*alone, strict=True)
+    summary = {
+        "title": title,
+        "of_ideal": _ratio(times[IDEAL], times["petra"]),
+        "gain": _ratio(times["reversible model parallel"], times["petra"]),
+        "limit": _ratio([sum(pair) for pair in one_by_one], [max(pair) for pair in both]),
+        "together": [1e3 * median(stage) for stage in together],
+        "alone": [1e3 * median(stage) for stage in alone],
+    }
+    return {**asdict(case), "summary": summary, "times": times, "rows": rows}
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def _line(
+    title: str,
+    of_ideal: float,
+    gain: float,
+    limit: float,
+    together: Sequence[float],
+    alone: Sequence[float],
+) -> tuple[str, ...]:
+    figures = (f"{one:.2f}" for one in (of_ideal, gain, limit))
+    stages = (" + ".join(f"{one:.1f}" for one in each) for each in (together, alone))
+    return title, *figures, *stages
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ __all__ = [
     "InversionError",
     "NonFiniteError",
     "PolicyError",
+    "RankError",
     "RevcompileError",
     "VerificationError",
 ]
@@ -48,6 +49,10 @@ class NonFiniteError(RevcompileError, ArithmeticError):
         super().__init__(message)
         self.stage = stage
         self.microbatch = microbatch
+
+
+class RankError(RevcompileError, RuntimeError):
+    """Another rank is gone, does not answer, or stopped with an error; this one cannot go on."""
 
 
 class VerificationError(RevcompileError):

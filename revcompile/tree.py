@@ -43,6 +43,10 @@ def convolves(graph: fx.Graph, root: nn.Module) -> bool:
 
 
 def device_of_model(root: nn.Module) -> torch.device:
-    """Where a model's tensors are; one without any is on the CPU."""
-    tensors = (*root.parameters(), *root.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    """Where a model's tensors are; one without any is on the CPU.
+
+    Of a model on several ranks only this one's share is anywhere; the rest is on the meta device.
+    """
+    devices = {tensor.device: None for tensor in (*root.parameters(), *root.buffers())}
+    found = [device for device in devices if device.type != "meta"] or [*devices]
+    return found[0] if found else torch.device("cpu")

@@ -15,96 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from distributed_models import MODELS
+from distributed_models import ResNet as ResNet
+from torch import Tensor
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.distributed.alarm import RankError
+from revcompile.errors import InputError, NonFiniteError, RankError
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.trainer import Trainer
 
 STEPS: Final = 20
-
-
-# -- models ---------------------------------------------------------------------------------------
-
-
-class BasicBlock(nn.Module):
-    def __init__(self, before: int, width: int) -> None:
-        super().__init__()
-        stride = width // before
-        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
-        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.short: nn.Module = nn.Identity()
-        if stride > 1:
-            self.short = nn.Conv2d(before, width, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(self.short(x) + y)
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        sizes = ((4, 4), (4, 4), (4, 8), (8, 8))
-        self.blocks = nn.Sequential(*(BasicBlock(*size) for size in sizes))
-        self.fc = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.fc(self.blocks(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.drop = nn.Dropout(0.2)
-
-    def attention(self, x: Tensor) -> Any:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        weights = (q @ k.transpose(1, 2)).softmax(-1)
-        return self.drop(self.out(weights @ v))
-
-    def forward(self, x: Tensor) -> Any:
-        x = x + self.attention(self.norm1(x))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
-
-
-class ViT(nn.Module):
-    """Dropout everywhere; the class token is a parameter of the first stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch, self.token = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 1, 8))
-        self.position, self.drop = nn.Parameter(torch.randn(1, 5, 8)), nn.Dropout(0.1)
-        self.blocks = nn.Sequential(*(Block(8) for _ in range(3)))
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), 1)
-        return self.head(self.norm(self.blocks(self.drop(x + self.position)))[:, 0])
-
-
-class Words(nn.Module):
-    """The embedding is the head: the first and the last stage share it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.Sequential(*(Block(8) for _ in range(3)))
-
-    def forward(self, words: Tensor) -> Tensor:
-        return F.linear(self.blocks(self.embed(words)), self.embed.weight).mean(1)
-
-
-MODELS: Final[dict[str, Callable[[], nn.Module]]] = {"resnet": ResNet, "vit": ViT, "words": Words}
 
 
 # -- a run ----------------------------------------------------------------------------------------
@@ -215,7 +136,7 @@ def looked_at(run: Run) -> dict[str, Any]:
 
 
 def train_all(rank: int, options: dict[str, Any]) -> Any:
-    return [trained(Run(**one)) for one in options["runs"]]
+    return [trained(Run(**one), **options.get("trainer", {})) for one in options["runs"]]
 
 
 def copies(rank: int, options: dict[str, Any]) -> Any:
@@ -324,7 +245,7 @@ def end(rank: int, options: dict[str, Any]) -> Any:
     """One rank ends in the middle of a step; returns what another is told."""
     doomed = rank == options["doomed"]
     Fatal.end = staticmethod({"stopped": stopped, "failed": failed}.get(options["how"], killed))
-    run = Run(steps=12, method=options["method"])
+    run = Run(steps=12, method=options["method"], device=options.get("device", "cpu"))
     net, _ = compiled(run.model, run.stages, run.device)
     made = net.trainer(
         lambda p: (Fatal if doomed else torch.optim.SGD)(p, lr=0.01),
@@ -347,23 +268,44 @@ def end(rank: int, options: dict[str, Any]) -> Any:
     return "nothing happened"
 
 
+def trace(rank: int, options: dict[str, Any]) -> Any:
+    """A traced training; returns which share of the time each rank computed."""
+    run = Run(**options["run"])
+    _, trainer = trainer_of(run)
+    with trainer.trace(options["file"]) as found:
+        for batch in batches(run):
+            fed(trainer, batch)
+        trainer.flush()
+    trainer.close()
+    return found.busy
+
+
 SCENARIOS: Final[dict[str, Callable[[int, dict[str, Any]], Any]]] = {
     function.__name__: function
-    for function in (train_all, copies, evaluate, report, differ, lose, end)
+    for function in (
+        train_all,
+        copies,
+        evaluate,
+        report,
+        differ,
+        lose,
+        end,
+        trace,
+    )
 }
 
 
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, world: int, port: int, scenario: str, folder: str, options: Any) -> None:
+def rank_main(rank: int, world: int, port: int, scenario: Any, folder: str, options: Any) -> None:
     """One rank's life; its result is a file."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {key: value.format(rank=rank) for key, value in options.get("env", {}).items()}
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(options.get("device", "cpu") == "cpu")
-    found = SCENARIOS[scenario](rank, options)
+    found = (SCENARIOS[scenario] if isinstance(scenario, str) else scenario)(rank, options)
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
 
@@ -376,7 +318,7 @@ def free_port() -> int:
 def launch(
     folder: Path,
     world: int,
-    scenario: str,
+    scenario: str | Callable[[int, dict[str, Any]], Any],
     *,
     start: str = "forkserver",
     limit: float = 120,

@@ -475,6 +475,10 @@ def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
     with pytest.raises(SystemExit) as left:
         seen.extend(batches)
     assert (saved, left.value.code) == ([["a", "b", "c"]], 143)
+    batches = until_signal("abc", saved.clear, agree=lambda _: False, settle=lambda: True)
+    with pytest.raises(SystemExit):  # at the third, and there is no fourth
+        list(batches)
+    assert not saved
     (error,) = together(1, lambda rank, barrier: list(until_signal("ab", list)))
     assert "Python delivers signals to the main thread" in str(error)
 
@@ -602,13 +606,28 @@ def test_when_one_rank_fails_all_do_and_nothing_changes(
     assert sorted(checkpoint.tensors("model.")) == names
 
 
+def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: Path) -> None:
+    trainer = started("petra")
+    places = [(0, 1), (2, 3)]
+    shares = [share(trainer, stages) for stages in places]
+
+    def save(rank: int, barrier: Callable[[], Any]) -> Path:
+        options: dict[str, Any] = {"rank": rank, "world": 2, "barrier": barrier}
+        return save_training(tmp_path, shares[rank], trainer.model, places[rank], **options)
+
+    assert together(2, save) == [tmp_path / "step_00000000"] * 2
+    shares[1]["groups"] = [{"callback": print}]
+    errors = together(2, save)
+    assert "rank_00001.safetensors is missing" in str(errors[0])
+    assert "rank.1.groups.0.callback: a builtin_function" in str(errors[1])
+    assert Checkpoint(find_checkpoint(tmp_path)).step == 0
+
+
 # -- what is in the files -------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_names_are_the_models_and_torch_reads_the_files(tmp_path: Path) -> None:
-    net = fresh()
-    trainer = trainer_of(net, adam)
+def test_names_are_the_models(tmp_path: Path) -> None:
+    trainer = trainer_of(fresh(), adam)
     feed(trainer, batches(4))
     saved = trainer.save(tmp_path)
     names = Checkpoint(saved).tensors().keys()
@@ -616,10 +635,32 @@ def test_names_are_the_models_and_torch_reads_the_files(tmp_path: Path) -> None:
     assert {"optimizer.head.bias.exp_avg", "optimizer.head.bias.step"} <= names
     assert "model.blocks.0.up.weight" in names
     assert "model.blocks.3.up.weight" not in names  # the same tensor
-    read = {f"model.{n}": torch.zeros_like(t) for n, t in weights(net).items()}
-    read = {name: tensor for name, tensor in read.items() if name in names}
-    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(saved)), no_dist=True)
-    assert same(read, {f"model.{n}": t for n, t in weights(net).items() if f"model.{n}" in names})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("places", [[(0, 1, 2, 3)], [(0, 3), (1, 2)]], ids=["one rank", "two"])
+def test_torch_distributed_checkpoint_reads_all_of_it(
+    tmp_path: Path, places: Sequence[tuple[int, ...]]
+) -> None:
+    trainer = trainer_of(fresh(), adam)
+    feed(trainer, batches(4))
+    shares = [share(trainer, stages) for stages in places]
+    for one in shares:  # further names of a tensor are in the JSON alone
+        one["model"] = {n: t for n, t in one["model"].items() if not n.startswith("blocks.3.up.")}
+
+    def save(rank: int, barrier: Callable[[], Any]) -> Path:
+        world = {"rank": rank, "world": len(places), "barrier": barrier}
+        return save_training(tmp_path, shares[rank], trainer.model, places[rank], **world)
+
+    saved = together(len(places), save)[0]
+    expected = {
+        key: {name: value for one in shares for name, value in one[key].items()}
+        for key in ("model", "optimizer")
+    }
+    assert expected["optimizer"]["head.bias"]["step"] == 4
+    found = pytree.tree_map(torch.zeros_like, expected)
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(saved)), no_dist=True)
+    assert same(found, expected)
 
 
 def test_an_export_holds_tied_tensors_once_and_loads_anywhere(tmp_path: Path) -> None:

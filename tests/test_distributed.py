@@ -16,19 +16,14 @@ from typing import Any, Final
 
 import pytest
 import torch
+from distributed_memory import absent, holdings, resume, steady
 from distributed_worker import Run, batches, fed, free_port, launch, looked_at, trained, trainer_of
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.distributed.collect import compare
-from revcompile.runtime.distributed.data import SameOrder, same_order
 from revcompile.runtime.distributed.layout import Layout, pipeline_ranks, plan
-from revcompile.runtime.distributed.wire import Description, Form, Header, described
-from revcompile.runtime.transport import Channel, Message
 from revcompile.schedule import METHODS
-
-CPU: Final = torch.device("cpu")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -123,6 +118,66 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
     for found in results:
         assert not differences(results[0], found)
         assert not [n for n in differences(expected, found) if n in trainable]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [Run(steps=5), Run(model="words", places=(1, 1, 0, 0), steps=5)],
+    ids=["stages in a row", "tied weights"],
+)
+def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -> None:
+    """And all of them find each other again: for the whole model, and for another trainer."""
+    one = dataclasses.asdict(run)
+    results, codes = launch(tmp_path, 2, holdings, run=one, other=(0, 1, 0, 1))
+    assert codes == [0, 0]
+    net, _ = trainer_of(run)
+    programs, tensors = net._programs(net.method), dict(net.model.named_parameters())
+    places = run.places or net._places(2)
+    for rank, found in enumerate(results):
+        used = {n for p in programs if places[p.index] == rank for n in p.parameters}
+        assert found["names"] == sorted(used)
+        assert found["bytes"] == sum(4 * tensors[name].numel() for name in used)
+        assert not differences(alone(run)["state"], found["state"])
+    assert used != tensors.keys()
+
+
+def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
+    run = Run(model="vit", steps=4)
+    results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
+    assert codes == [0, 0]
+    for state, told in results:
+        assert not differences(alone(run)["state"], state)
+        assert "no rank has the values of token" in told and "load weights" in told
+
+
+def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
+    """Of a stage that keeps its inputs, and of one that sends back what it was sent."""
+    runs = [Run(steps=24), Run(model="vit", method="ddg", steps=24)]
+    results, codes = launch(tmp_path, 2, steady, runs=plain(runs))
+    assert codes == [0, 0]
+    for found in results:
+        for made in found:  # as many as are in flight, however many steps there are
+            rooms, _ = made[-1]
+            assert 0 < rooms <= 8
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """Each rank loads the stages it has now, whoever saved them."""
+    run = dataclasses.asdict(Run(model="words", steps=9, places=(0, 0, 1, 1)))
+    others, saved = [(1, 0, 1, 0), (0, 1, 1, 1)], str(tmp_path / "saved")
+    results, codes = launch(tmp_path, 2, resume, run=run, others=others, saved=saved)
+    assert codes == [0, 0]
+    for first, *resumed in results:
+        assert not [odd for found in resumed for odd in differences(first, found)]
+
+
+def test_ranks_train_in_low_precision_as_one_process(tmp_path: Path) -> None:
+    run, how = Run(model="vit", steps=6), {"autocast": torch.bfloat16}
+    results, codes = launch(tmp_path, 2, "train_all", runs=plain([run]), trainer=how)
+    assert codes == [0, 0]
+    expected = trained(run, **how)
+    for (found,) in results:
+        assert not differences(expected["state"], found["state"])
 
 
 SCRIPT: Final = """
@@ -285,6 +340,9 @@ def test_the_difference_names_the_ranks() -> None:
     with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:
         compare(facts)
     assert "more: nothing on ranks 0, 1; a on rank 2" in str(error.value)
+    assert "cost=" not in str(error.value)
+    with pytest.raises(InputError, match="measure on one, and give its numbers as cost= to all"):
+        compare([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
 
 
 @pytest.mark.parametrize(
@@ -309,78 +367,3 @@ def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
     assert layout == Layout((0, 1), replicas=3)
     assert [layout.rank(1, replica) for replica in range(3)] == [1, 3, 5]
     assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3
-
-
-# -- data -----------------------------------------------------------------------------------------
-
-
-def test_every_rank_reads_the_same_order_from_one_seed() -> None:
-    rows = TensorDataset(torch.arange(10.0))
-    first, again = (torch.cat([x for (x,) in same_order(rows, 4, seed=3)]) for _ in range(2))
-    torch.manual_seed(99)
-    assert torch.equal(first, again) and not torch.equal(first, torch.arange(10.0))
-    other = torch.cat([x for (x,) in same_order(rows, 4, seed=3, epoch=1)])
-    assert not torch.equal(first, other) and torch.equal(first.sort()[0], other.sort()[0])
-
-
-def test_copies_of_the_pipeline_share_the_data() -> None:
-    shares = [list(SameOrder(range(7), seed=0, replica=r, replicas=3)) for r in range(3)]
-    assert [len(share) for share in shares] == [2, 2, 2]
-    assert len({sample for share in shares for sample in share}) == 6
-
-
-# -- the wire -------------------------------------------------------------------------------------
-
-
-def through_the_wire(message: Message) -> Message:
-    text, tensors = described(message, CPU)
-    rooms = []
-    for form, tensor in tensors:
-        room = form.room(CPU)
-        room.copy_(form.flat(tensor))
-        rooms.append(room)
-    return Description(text).message(Header(Channel.X, message.index), rooms, CPU)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(2, 3, 4),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(4, 6).t(),
-        torch.randn(2, 8, 3).chunk(2, 1)[1],
-        torch.randn(3, 1).expand(3, 5),
-        torch.randn(6)[::2],
-        torch.arange(7),
-        torch.tensor(3.5, dtype=torch.float64),
-        torch.randn(3).bfloat16(),
-        torch.tensor([True, False]),
-        torch.empty(0, 3),
-    ],
-    ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}",
-)
-def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
-    found = through_the_wire(Message(3, {"x": tensor})).values["x"]
-    assert torch.equal(found, tensor)
-    assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
-
-
-def test_repeated_elements_are_sent_once() -> None:
-    form = Form.of(torch.zeros(4, 1).expand(4, 1000), CPU)
-    assert form.numel == 4
-
-
-def test_plain_values_arrive_as_they_were() -> None:
-    values = {"n": 3, "size": torch.Size((2, 3)), "kind": torch.float16, "nothing": None}
-    values |= {"pair": (1.5, [True, "a"]), "both": (torch.ones(2), 1)}
-    found = through_the_wire(Message(1, values, {"x": None, "y": torch.zeros(2)}))
-    both = found.values.pop("both")  # type: ignore[attr-defined]
-    assert torch.equal(both[0], torch.ones(2)) and both[1] == 1
-    values.pop("both")
-    assert found.values == values
-    assert found.gradients["x"] is None and torch.equal(found.gradients["y"], torch.zeros(2))
-
-
-def test_what_cannot_travel_says_what_to_do() -> None:
-    with pytest.raises(InputError, match=r"Generator crosses from one rank to another.*places="):
-        described(Message(0, {"g": torch.Generator()}), CPU)

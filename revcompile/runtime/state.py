@@ -76,11 +76,8 @@ def share(trainer: Trainer, model: Mapping[str, Any], queues: Queues, copy: Copy
     }
 
 
-def load_trainer(trainer: Trainer, state: Mapping[str, Any], seed: int | None = None) -> None:
-    """Take a state over. Checked first: a state that does not fit changes nothing.
-
-    `seed` replaces the one saved.
-    """
+def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Take a state over. Checked first: a state that does not fit changes nothing."""
     problems = list(_misfits(trainer, state))
     if problems:
         raise InputError(
@@ -95,9 +92,12 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any], seed: int | None = 
             "otherwise; call flush() before state_dict(), or trainer.save(folder, drain=True), to "
             "move between them"
         )
-    trainer.model.load_state_dict(state["model"])
+    with torch.no_grad():
+        for name, tensor in trainer.model.state_dict().items():
+            if not tensor.is_meta:  # those are other ranks'
+                tensor.copy_(state["model"][name])
     _load_updaters(trainer, state, same)
-    _clear(trainer, state["seed"] if seed is None else seed)
+    _clear(trainer, state["seed"])
     if same:
         trainer.schedule = schedule
         for actor in trainer.actors:
@@ -183,7 +183,7 @@ def _clear(trainer: Trainer, seed: int) -> None:
     for actor in trainer.actors:
         stage = actor.stage
         actor.transport = trainer.transport
-        stage.seed = mix(seed, actor.index)
+        stage.seed = mix(trainer.stage_seed, actor.index)
         stage.in_flight.clear()
         stage.gradients = {}
         stage.reconstruction.clear()

@@ -8,10 +8,11 @@
       saving.tmp/                a save at work, or one that died
       latest                     the newest one's name
 
-One file of safetensors a rank and an index, rather than `torch.distributed.checkpoint.save`: that
-pickles its plans from rank to rank, keeps no index where every rank writes its own, and does not
-replace a folder in one step. `torch.distributed.checkpoint.load` reads these folders with its
-`HuggingFaceStorageReader`.
+`torch.distributed.checkpoint.load` reads these folders with its `HuggingFaceStorageReader`: all
+tensors, under the names `model.<name>` and `optimizer.<name>.<entry>`. Its writers do not write
+them: the default one pickles its metadata; the one for safetensors writes no index where every
+rank saves its own, drops what is not a tensor without a word, takes one of two tensors of the same
+name, puts the file together in memory first, and neither puts a folder in place in one step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.shipping.values import written
 
-__all__ = ["Barrier", "Checkpoint", "find_checkpoint", "save_checkpoint", "write_tensors"]
+__all__ = [
+    "Barrier",
+    "Checkpoint",
+    "attend_save",
+    "find_checkpoint",
+    "save_checkpoint",
+    "write_tensors",
+]
 
 Barrier = Callable[[], None]
 """Returns when every rank has called it."""
@@ -97,6 +105,11 @@ def save_checkpoint(
     if is_first:
         _prune(folder, keep)
     return saved
+
+
+def attend_save(barrier: Barrier) -> None:
+    """Stay in step with ranks that save, with nothing to write."""
+    _in_step(barrier, None, None, None)
 
 
 def _in_step(barrier: Barrier, *works: Callable[[], None] | None) -> Exception | None:

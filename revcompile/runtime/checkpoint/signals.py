@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from revcompile.errors import InputError
 
@@ -20,11 +20,13 @@ def until_signal(
     save: Callable[[], Any],
     signals: Sequence[int] = (signal.SIGTERM,),
     agree: Callable[[bool], bool] = lambda asked: asked,
+    settle: Callable[[], bool] = lambda: False,
 ) -> Iterator[T]:
     """The loader's batches; after a signal, when the next one is asked for, save and exit.
 
     The exit status is a shell's for the signal: 143 for SIGTERM. Where several ranks train,
-    `agree` is asked at every step and says whether any of them got a signal.
+    `agree` is told at every step whether this one got a signal and says whether any did, then or
+    some steps ago; `settle` says at the end what `agree` has not said yet.
     """
     if threading.current_thread() is not threading.main_thread():
         raise InputError(
@@ -36,13 +38,18 @@ def until_signal(
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
+    def leave() -> NoReturn:
+        save()
+        raise SystemExit(128 + (received[0] if received else signal.SIGTERM))
+
     before = {number: signal.signal(number, note) for number in signals}
     try:
         for batch in loader:
             yield batch
             if agree(bool(received)):
-                save()
-                raise SystemExit(128 + (received[0] if received else signal.SIGTERM))
+                leave()
+        if settle():
+            leave()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

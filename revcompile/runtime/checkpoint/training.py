@@ -14,6 +14,7 @@ from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.files import (
     Barrier,
     Checkpoint,
+    attend_save,
     find_checkpoint,
     save_checkpoint,
 )
@@ -63,8 +64,12 @@ def save_training(
         "message": messages,
         "rank": {rank: {"groups": state["groups"], "rng": _generators()}},
     }
-    with located("trainer.save"):
-        plain, tensors = take_apart(tree)
+    try:
+        with located("trainer.save"):
+            plain, tensors = take_apart(tree)
+    except InputError:
+        attend_save(barrier)  # the others do not wait for this rank
+        raise
     return save_checkpoint(
         folder,
         tensors,

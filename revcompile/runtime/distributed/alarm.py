@@ -10,13 +10,7 @@ import time
 
 from torch.distributed import distributed_c10d
 
-from revcompile.errors import RevcompileError
-
-__all__ = ["Alarm", "RankError", "RollCall", "told"]
-
-
-class RankError(RevcompileError, RuntimeError):
-    """Another rank is gone, does not answer, or stopped with an error; this one cannot go on."""
+__all__ = ["Alarm", "RollCall", "told"]
 
 
 class Alarm:

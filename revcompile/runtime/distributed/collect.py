@@ -1,17 +1,17 @@
-"""What all ranks do together: compare plain values, hand tensors out, add numbers up."""
+"""What all ranks do together: compare and gather plain values."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from revcompile.errors import InputError
 
-__all__ = ["broadcast_tensors", "compare", "gather_plain"]
+__all__ = ["compare", "gather_plain"]
 
 
 def gather_plain(value: Any, group: Any) -> list[Any]:
@@ -27,21 +27,10 @@ def gather_plain(value: Any, group: Any) -> list[Any]:
     return [json.loads(bytes(one.tolist())) for one in found]
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: Any) -> None:
-    """One rank's values for all, in place and as quietly as an optimizer writes them."""
-    for tensor in tensors:
-        if not tensor.numel():
-            continue
-        with torch.no_grad():
-            sent = tensor.detach().contiguous().reshape(-1).clone().view(torch.uint8)
-            distributed.broadcast(sent, source, group=group)
-            tensor.detach().copy_(sent.view(tensor.dtype).view(tensor.shape))
-
-
 def compare(facts: Sequence[Mapping[str, Any]], limit: int = 5) -> None:
     """Refuse to start when ranks differ in a fact; the difference is printed, with the ranks."""
     names = list(dict.fromkeys(name for found in facts for name in found))
-    lines = []
+    lines, advice = [], ""
     for name in names:
         ranks: dict[str, list[int]] = {}
         for rank, found in enumerate(facts):
@@ -49,12 +38,17 @@ def compare(facts: Sequence[Mapping[str, Any]], limit: int = 5) -> None:
         if len(ranks) > 1:
             shown = "; ".join(f"{what} on {_listed(who)}" for what, who in ranks.items())
             lines.append(f"  {name}: {shown}")
+            if name.startswith("stage "):
+                advice = (
+                    ' Costs measured on each rank (cost="measured") cut differently: measure on '
+                    "one, and give its numbers as cost= to all."
+                )
     if lines:
         more = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
         text = "\n".join([*lines[:limit], *more])
         raise InputError(
             f"trainer: the ranks do not agree, so nothing was started:\n{text}\n"
-            "Run the same script with the same versions and settings on every rank."
+            f"Run the same script with the same versions and settings on every rank.{advice}"
         )
 
 

@@ -1,7 +1,9 @@
 """Copies of the pipeline: a stage's gradients are averaged over its copies at every update.
 
 Each stage has a communicator and a thread of its own: stages of one rank update in an order that
-depends on who answers first, and must not wait for each other's copies.
+depends on who answers first, and must not wait for each other's copies. A stage's all-reduce runs
+beside the work of the rank's other stages and of its neighbours, who have their messages already.
+Its own next micro-batch waits: it is to be computed with the updated weights, as in one process.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -20,8 +22,6 @@ from revcompile.runtime.distributed.start import Ranks, new_group
 from revcompile.tree import LOW_PRECISION
 
 __all__ = ["Copies", "open_copies"]
-
-_CONTIGUOUS: Final = torch.contiguous_format
 
 
 def open_copies(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:
@@ -36,7 +36,10 @@ def open_copies(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any
 
 
 class Copies:
-    """One stage's part in the averaging over its copies."""
+    """One stage's part in the averaging over its copies.
+
+    Everything is added up in buffers that are made once, one for each type of number.
+    """
 
     def __init__(
         self,
@@ -49,22 +52,33 @@ class Copies:
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._statistics = [s for s in statistics if s.is_floating_point()]
         self._group, self._done, self._failed = group, done, failed
-        self._jobs: queue.SimpleQueue[tuple[list[Tensor], Any] | None] = queue.SimpleQueue()
+        summed = [*self._parameters.values(), *self._statistics]
+        device = summed[0].device if summed else torch.device("cpu")
+        there = torch.zeros(1 + len(self._parameters), dtype=torch.float64, device=device)
+        self._buffers, (self._there, *views) = _buffers([there, *summed])
+        self._sums = dict(zip(self._parameters, views, strict=False))
+        self._statistic_sums = views[len(self._sums) :]
+        self._jobs: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self._asked = False
-        self._answer: list[Tensor] | None = None
+        self._answered = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def mean(self, gradients: Mapping[str, Tensor], count: int) -> dict[str, Tensor] | None:
-        """The mean over the micro-batches of all copies, once all of them have asked."""
+    def mean(self, gradients: dict[str, Tensor], count: int) -> dict[str, Tensor] | None:
+        """The mean over the micro-batches of all copies, once all of them have asked.
+
+        It is written over the sums that were given.
+        """
         if not self._asked:
-            self._asked, sums = True, self._sums(gradients, count)
-            event = torch.cuda.current_stream().record_event() if sums[0].is_cuda else None
-            self._jobs.put((sums, event))
-        if self._answer is None:
+            self._asked = True
+            self._fill(gradients, count)
+            on_gpu = self._there.is_cuda
+            self._jobs.put((torch.cuda.current_stream().record_event() if on_gpu else None,))
+        if not self._answered.is_set():
             return None
-        answer, self._answer, self._asked = self._answer, None, False
-        return self._read(answer)
+        self._answered.clear()
+        self._asked = False
+        return self._read(gradients)
 
     def close(self, timeout: float) -> bool:
         """No more; False if the thread does not come back."""
@@ -72,45 +86,63 @@ class Copies:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _sums(self, gradients: Mapping[str, Tensor], count: int) -> list[Tensor]:
-        """What is added up: who is there and how many, gradients, statistics."""
-        there = [count, *(name in gradients for name in self._parameters)]
-        device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        counts = torch.tensor(there, dtype=torch.float64, device=device)
-        found = []
-        for name, parameter in self._parameters.items():
-            gradient = gradients.get(name, torch.zeros_like(parameter))
-            low = gradient.dtype in LOW_PRECISION
-            found.append(gradient.float() if low else gradient.clone(memory_format=_CONTIGUOUS))
-        return [counts, *found, *(s.detach().clone() for s in self._statistics)]
+    def _fill(self, gradients: Mapping[str, Tensor], count: int) -> None:
+        """What is added up: how many and who is there, gradients, statistics."""
+        there = [float(count), *(float(name in gradients) for name in self._sums)]
+        self._there.copy_(torch.tensor(there, dtype=torch.float64))
+        for name, total in self._sums.items():
+            if name in gradients:
+                total.copy_(gradients[name])
+            else:
+                total.zero_()
+        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
+            total.copy_(statistic.detach())
 
-    def _read(self, sums: list[Tensor]) -> dict[str, Tensor]:
-        counts = sums[0].tolist()
-        end = 1 + len(self._parameters)
+    def _read(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        count, *there = self._there.tolist()
         copies = distributed.get_world_size(self._group)
-        for statistic, total in zip(self._statistics, sums[end:], strict=True):
-            statistic.data.copy_(total / copies)
-        return {
-            name: (total / counts[0]).to(parameter.dtype)
-            for (name, parameter), total, there in zip(
-                self._parameters.items(), sums[1:end], counts[1:], strict=True
-            )
-            if there
-        }
+        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
+            statistic.data.copy_(total.div_(copies))
+        for (name, total), is_there in zip(self._sums.items(), there, strict=True):
+            if is_there and name not in gradients:
+                gradients[name] = torch.empty_like(self._parameters[name].detach())
+            if is_there:
+                gradients[name].copy_(total.div_(count))
+        return gradients
 
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                sums, event = job
+                (event,) = job
                 if event is not None:
                     event.synchronize()
-                for work in [
-                    distributed.all_reduce(t, group=self._group, async_op=True) for t in sums
-                ]:
-                    work.wait()
+                for buffer in self._buffers:
+                    distributed.all_reduce(buffer, group=self._group)
                 if event is not None:
-                    torch.cuda.current_stream(sums[0].device).synchronize()
-                self._answer = sums
+                    torch.cuda.current_stream(self._there.device).synchronize()
+                self._answered.set()
                 self._done()
         except Exception as error:
             self._failed(told(error))
+
+
+def _buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """A buffer for each type of number, and in them a place for each tensor.
+
+    Numbers of low precision are added up as float32.
+    """
+    wide = [torch.float32 if t.dtype in LOW_PRECISION else t.dtype for t in tensors]
+    sizes = dict.fromkeys(wide, 0)
+    starts = []
+    for tensor, kind in zip(tensors, wide, strict=True):
+        starts.append(sizes[kind])
+        sizes[kind] += tensor.numel()
+    buffers = {
+        kind: torch.zeros(size, dtype=kind, device=tensors[0].device)
+        for kind, size in sizes.items()
+    }
+    views = [
+        buffers[kind][start : start + tensor.numel()].view(tensor.shape)
+        for tensor, kind, start in zip(tensors, wide, starts, strict=True)
+    ]
+    return list(buffers.values()), views

@@ -7,10 +7,12 @@ after saving and one that is resumed from it are equal to the bit.
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed
 
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint import load_training, save_training, set_generators
@@ -18,46 +20,54 @@ from revcompile.runtime.distributed.collect import gather_plain
 from revcompile.runtime.distributed.weights import homes
 from revcompile.runtime.shipping.names import located
 from revcompile.runtime.state import load_trainer, referenced, share
-from revcompile.steps import mix
+from revcompile.schedule import window
 
 if TYPE_CHECKING:
     from revcompile.runtime.distributed.trainer import DistributedTrainer
 
-__all__ = ["load_together", "save_together"]
+__all__ = ["Votes", "load_together", "save_together"]
 
 
 def save_together(trainer: DistributedTrainer, folder: str | Path, keep: int) -> Path:
-    """Write a checkpoint: the first copy of the pipeline does, the others wait.
+    """Write a checkpoint: every rank its part, all at once.
 
     Every rank calls it. If one cannot write its part, no checkpoint comes about, and all raise.
     """
     ranks, problem, place = trainer.ranks, None, ""
 
     def barrier() -> None:
-        distributed.barrier(group=ranks.pipeline)
+        # Over gloo, with the trainer's timeout: who waits for a rank that is gone says its name.
+        with trainer.transport.together():
+            distributed.barrier(group=ranks.control)
 
-    if ranks.replica == 0:
-        try:
-            place = str(
-                save_training(
-                    folder,
-                    share(trainer, _own(trainer), {}, referenced),
-                    trainer.model,
-                    ranks.stages,
-                    keep=keep,
-                    rank=ranks.rank,
-                    world=ranks.layout.width,
-                    barrier=barrier,
-                )
-            )
-        except (InputError, OSError) as error:
-            problem = f"{ranks.named(ranks.rank)}: {error}"
+    try:
+        saved = save_training(
+            folder,
+            _share(trainer),
+            trainer.model,
+            () if ranks.replica else ranks.stages,
+            keep=keep,
+            rank=ranks.rank,
+            world=ranks.layout.world,
+            barrier=barrier,
+        )
+        place = str(saved)
+    except (InputError, OSError) as error:
+        problem = f"{ranks.named(ranks.rank)}: {error}"
     with trainer.transport.together():
         found = gather_plain([problem, place], ranks.control)
     problems = [text for text, _ in found if text is not None]
     if problems:
         raise InputError(f"trainer.save: {problems[0]}")
     return Path(found[0][1])
+
+
+def _share(trainer: DistributedTrainer) -> dict[str, Any]:
+    """What this rank alone has to save: a further copy of the pipeline, its generators."""
+    found = share(trainer, _own(trainer), {}, referenced)
+    if trainer.ranks.replica:
+        found |= {"model": {}, "optimizer": {}, "groups": [], "lr_schedules": [], "stages": []}
+    return found
 
 
 def _own(trainer: DistributedTrainer) -> dict[str, object]:
@@ -78,13 +88,47 @@ def load_together(trainer: DistributedTrainer, place: str | Path) -> None:
     try:
         checkpoint, state = load_training(place, trainer.device, ranks.stages)
         with located(f"trainer.load: {checkpoint.path}"):
-            seed = state["seed"]
-            load_trainer(trainer, state, mix(seed, ranks.replica) if ranks.replica else seed)
-        if ranks.replica == 0:
-            set_generators(state["rng"], ranks.rank, ranks.layout.width)
+            load_trainer(trainer, state)
+        set_generators(state["rng"], ranks.rank, ranks.layout.world)
+        trainer.transport.completed = trainer.schedule.injected - 1
     except (InputError, OSError) as error:
         problem = str(error)
     with trainer.transport.together():
         problems = [text for text in gather_plain(problem, ranks.control) if text is not None]
     if problems:
         raise InputError(problems[0])
+
+
+class Votes:
+    """Has any rank got a signal? Asked at every step, answered some steps later.
+
+    An answer at once would hold every rank until the last one has finished the step, and nothing
+    would be in the pipeline but one micro-batch. All ranks hear of a signal after the same step.
+    """
+
+    def __init__(self, trainer: DistributedTrainer) -> None:
+        method, stages = trainer.schedule.method, trainer.schedule.stages
+        # By then the last stage has been through the step anyway.
+        self._lag = max(stages, window(method, stages, 0, trainer.schedule.accumulate))
+        self._trainer = trainer
+        self._open: deque[tuple[Tensor, Any]] = deque()
+
+    def ask(self, wanted: bool) -> bool:
+        """This rank's vote on this step; returns what all said some steps ago."""
+        vote = torch.tensor([int(wanted)])
+        with self._trainer.transport.together():
+            work = distributed.all_reduce(
+                vote, distributed.ReduceOp.MAX, group=self._trainer.ranks.control, async_op=True
+            )
+        self._open.append((vote, work))
+        return len(self._open) > self._lag and self._heard()
+
+    def settle(self) -> bool:
+        """What all said since."""
+        return any(self._heard() for _ in range(len(self._open)))
+
+    def _heard(self) -> bool:
+        vote, work = self._open.popleft()
+        with self._trainer.transport.together():
+            work.wait()
+        return bool(vote)

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from revcompile.errors import InputError
 from revcompile.runtime.distributed.layout import Layout
-from revcompile.runtime.distributed.links import Link
+from revcompile.runtime.distributed.link import Link
 from revcompile.schedule import Tie
 
 __all__ = ["Ranks", "join", "many_ranks", "new_group", "open_links"]
@@ -28,22 +28,21 @@ def many_ranks() -> bool:
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def join(model: nn.Module, timeout: timedelta) -> torch.device:
-    """Join the process group if nobody has; the model moves to this rank's device."""
-    kinds = {p.device.type for p in (*model.parameters(), *model.buffers())} or {"cpu"}
-    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        raise InputError(
-            f"trainer: the model's parameters are on {', '.join(sorted(kinds))}; move them to the "
-            "CPU or to CUDA before petrafy"
-        )
-    device = torch.device("cpu")
-    if kinds == {"cuda"}:
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-        device = torch.device("cuda", local % torch.cuda.device_count())
+def join(model: nn.Module, wanted: torch.device | str | None, timeout: timedelta) -> torch.device:
+    """Join the process group if nobody has; returns this rank's device."""
+    device = torch.device(wanted or _kind(model))
+    if device.type == "cuda":
+        if device.index is None:
+            local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+            device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        model.to(device)
     if not distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # When a peer is gone NCCL is to stop waiting, not to take this process down with it: its
+        # trainer says who is gone.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        # As many queues as a GPU has: no communicator is to wait behind another's.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         store, rank, world = _meeting_place(timeout)
         distributed.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=world
@@ -52,12 +51,25 @@ def join(model: nn.Module, timeout: timedelta) -> torch.device:
     return device
 
 
+def _kind(model: nn.Module) -> str:
+    """The kind of device a model is on; of one on several ranks, that of what is here."""
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise InputError(
+            f"trainer: the model's parameters are on {', '.join(sorted(kinds))}; move them to the "
+            "CPU or to CUDA before petrafy, or say device="
+        )
+    return kinds.pop() if kinds else "cpu"
+
+
 def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
     """Where the ranks find each other, with names of its own for each attempt.
 
     After a restart torchrun's store still has the addresses of the ranks that are gone.
     """
-    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    # A rank that waits for rank 0's store tries twice.
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout / 2)))
+    store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = distributed.PrefixStore(  # type: ignore[attr-defined]
         f"revcompile/attempt_{attempt}", store

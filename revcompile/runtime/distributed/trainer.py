@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import InputError, RevcompileError
+from revcompile.errors import InputError, RankError, RevcompileError
 from revcompile.ir import Live
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.diagnostics import Probe
-from revcompile.runtime.distributed.alarm import RankError
-from revcompile.runtime.distributed.collect import broadcast_tensors, compare, gather_plain
+from revcompile.runtime.distributed.collect import compare, gather_plain
 from revcompile.runtime.distributed.evaluation import Passing
 from revcompile.runtime.distributed.handshake import facts
 from revcompile.runtime.distributed.layout import pipeline_ranks, plan
 from revcompile.runtime.distributed.replicas import open_copies
-from revcompile.runtime.distributed.saving import load_together, save_together
+from revcompile.runtime.distributed.saving import Votes, load_together, save_together
+from revcompile.runtime.distributed.share import deal, last_device
 from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
-from revcompile.runtime.distributed.weights import check_buffers, homes
+from revcompile.runtime.distributed.weights import check_buffers
 from revcompile.runtime.objective import Loss
 from revcompile.runtime.reversible import Reversible
 from revcompile.runtime.trainer import (
@@ -42,7 +42,6 @@ from revcompile.runtime.trainer import (
     batch_pair,
 )
 from revcompile.runtime.update import OptimizerFactory
-from revcompile.steps import mix
 
 __all__ = ["DistributedTrainer"]
 
@@ -59,6 +58,7 @@ class DistributedTrainer(Trainer):
     ranks may pass nothing. The loss is known where the last stage lives (`mean_loss` tells all,
     `report_loss` every step). A micro-batch that fails on one rank is left out by all: the rank
     where it failed raises after the round, the others go on, and so may the one that raised.
+    Of the weights a rank holds those its stages use; `net.module()` brings all of them together.
     """
 
     guarded = True
@@ -74,12 +74,13 @@ class DistributedTrainer(Trainer):
         *,
         default_places: Callable[[int], Sequence[int]],
         places: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
         average_statistics: bool = False,
     ) -> None:
         limit = timedelta(seconds=timeout)
-        self.device = join(model, limit)
+        self.device = join(model, device or last_device(model), limit)
         self.timeout, self.report_loss = timeout, report_loss
         control = distributed.new_group(backend="gloo", timeout=limit)
         options = {
@@ -94,21 +95,22 @@ class DistributedTrainer(Trainer):
         layout = plan(stages, world, places, default)
         check_buffers(model, programs, layout)
         self.ranks = Ranks.arrange(layout, self.device, control)
-        self._start_alike(model)
+        self._share = deal(model, programs, self.ranks, self.device)
         self._links = open_links(self.ranks, list(partition.ties), self.device, limit)
-        if self.ranks.replica:  # copies see other data, and drop other elements
-            settings = replace(settings, seed=mix(settings.seed, self.ranks.replica))
         super().__init__(model, partition, programs, optimizer, loss, settings)
+        self._settle_in()
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
         self._losses: list[Tensor] = []
         _open.add(self.transport)
 
-    def _start_alike(self, model: Reversible) -> None:
-        """Everybody starts with rank 0's weights."""
-        group = distributed.group.WORLD
-        tensors = [*model.parameters(), *model.buffers()]
-        broadcast_tensors(tensors, 0, group)
+    def _settle_in(self) -> None:
+        """The stages know their device, and the model has no copies besides theirs."""
+        self._share.guard = self.transport.together
+        for actor in self.actors:
+            actor.stage.device = self.device
+            copies = (name for names in actor.held.values() for name in names)
+            self._share.adopt(self.model, {name: actor.stage.parameters[name] for name in copies})
 
     def _replicate(self, timeout: timedelta, average_statistics: bool) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -143,6 +145,7 @@ class DistributedTrainer(Trainer):
         samples = self._size(values) if values is not None else self._output_size(microbatch)
         self._samples += samples
         self.metrics = self._reported(self._metrics(microbatch, samples))
+        self._traced()
         self._raise_failures()
         return self.metrics
 
@@ -193,14 +196,14 @@ class DistributedTrainer(Trainer):
     # -- where things are ---------------------------------------------------------------------
 
     @property
-    def is_first(self) -> bool:
-        """Does this rank need inputs?"""
-        return self._is_here(0)
+    def rank(self) -> int:
+        """Which of the processes this is."""
+        return self.ranks.rank
 
-    @property
-    def is_last(self) -> bool:
-        """Does this rank need targets, and know the loss?"""
-        return self._is_here(len(self.programs) - 1)
+    def everyone(self, value: Any) -> Sequence[Any]:
+        """The plain values of all ranks. Every rank calls it."""
+        with self.transport.together():
+            return gather_plain(value, self.ranks.control)
 
     @property
     def replica(self) -> int:
@@ -212,16 +215,12 @@ class DistributedTrainer(Trainer):
         """How many copies of the pipeline there are."""
         return self.ranks.layout.replicas
 
-    def gather(self) -> None:
-        """Bring all current parameters and buffers to every rank's model. Every rank calls it."""
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        owned: dict[int, list[Tensor]] = {}
-        for name, stage in homes(self.model, self.programs).items():
-            if name in tensors:
-                owned.setdefault(self.ranks.owner(stage), []).append(tensors[name])
-        for rank in sorted(owned):
-            with self.transport.together():
-                broadcast_tensors(owned[rank], rank, self.ranks.pipeline)
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's current parameters under their original names."""
+        return {name: p for name, p in super().parameters().items() if not p.is_meta}
+
+    def _moved(self, tree: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), tree)
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -336,12 +335,13 @@ class DistributedTrainer(Trainer):
         self, folder: str | Path, loader: Iterable[Batch], *, keep: int = 2, drain: bool = True
     ) -> Iterator[Batch]:
         """The loader's batches; once any rank has had a SIGTERM, all save and exit with 143."""
-
-        def any_rank(asked: bool) -> bool:
-            with self.transport.together():
-                return any(gather_plain(asked, self.ranks.control))
-
-        return until_signal(loader, lambda: self.save(folder, keep=keep), agree=any_rank)
+        votes = Votes(self)
+        return until_signal(
+            loader,
+            lambda: self.save(folder, keep=keep),
+            agree=votes.ask,
+            settle=votes.settle,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Of one process only."""

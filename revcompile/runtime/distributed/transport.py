@@ -10,8 +10,11 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from revcompile.runtime.distributed.alarm import Alarm, RankError, RollCall, told
-from revcompile.runtime.distributed.links import Arrival, Incoming, Link, Outgoing
+from revcompile.errors import RankError
+from revcompile.runtime.distributed.alarm import Alarm, RollCall, told
+from revcompile.runtime.distributed.link import Arrival, Link
+from revcompile.runtime.distributed.links import Incoming, Outgoing
+from revcompile.runtime.distributed.packets import PacketReceiver
 from revcompile.runtime.distributed.replicas import Copies
 from revcompile.runtime.distributed.start import Ranks
 from revcompile.runtime.transport import Channel, Message, mean_of
@@ -102,7 +105,10 @@ class Distributed:
     ) -> dict[str, Tensor] | None:
         """A stage's gradient, over all its copies."""
         copies = self._copies.get(stage)
-        return mean_of(gradients, count) if copies is None else copies.mean(gradients, count)
+        if copies is None:
+            return mean_of(gradients, count)
+        self._settle()
+        return copies.mean(gradients, count)
 
     def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """The sum over all stages, once this rank's have all come and the others agree."""
@@ -136,6 +142,7 @@ class Distributed:
     def together(self) -> Iterator[None]:
         """Around what all ranks do at once: a failure there names the rank that is gone."""
         self._check()
+        self._settle()
         try:
             yield
         except RankError:
@@ -146,6 +153,22 @@ class Distributed:
                 who = " and ".join(map(self.ranks.named, gone)) or "another rank"
                 self._alarm.sound(f"{who} is gone: {told(error)}")
             self._check()
+
+    def _settle(self) -> None:
+        """Let what was sent be enqueued first: a GPU may hold it back behind a collective.
+
+        A collective ends when all ranks have joined it, and some of them may wait for a message
+        before they do.
+        """
+        for link in self._out.values():
+            if link.link.uses_cuda:
+                link.settle(self.timeout)
+
+    @property
+    def rooms_made(self) -> int:
+        """How often memory for messages had to be allocated; it stays the same in steady state."""
+        ends = (link.end for link in self._in)
+        return sum(end.rooms.made for end in ends if isinstance(end, PacketReceiver))
 
     # -- what threads report ------------------------------------------------------------------
 

@@ -1,26 +1,39 @@
-"""Which rank has the current value of a parameter or buffer, and how all get it."""
+"""Which stage uses a parameter or buffer, and which one has its current value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from revcompile.errors import InputError
 from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.runtime.distributed.layout import Layout
 
-__all__ = ["check_buffers", "homes"]
+__all__ = ["check_buffers", "homes", "named_tensors", "used"]
+
+
+def named_tensors(model: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers, under their first names or under all they have."""
+    parameters = model.named_parameters(remove_duplicate=not every_name)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=not every_name))}
+
+
+def used(model: nn.Module, program: StageProgram) -> tuple[str, ...]:
+    """The parameters and buffers a stage uses, by their first names."""
+    return (*program.parameters, *_buffers(model, program))
 
 
 def homes(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, int]:
-    """From every parameter and buffer a stage uses to the stage that has its current value."""
-    found: dict[str, int] = {}
+    """From every name of a parameter or buffer in use to the stage that has its current value."""
+    first: dict[str, int] = {}
     for program in programs:
-        for name in (*program.parameters, *_buffers(model, program)):
-            found.setdefault(name, program.index)  # tied parameters: the first stage owns them
-    return found
+        for name in used(model, program):
+            first.setdefault(name, program.index)  # tied parameters: the first stage owns them
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    every = ((name, names[id(tensor)]) for name, tensor in named_tensors(model, True).items())
+    return {name: first[one] for name, one in every if one in first}
 
 
 def check_buffers(model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
@@ -40,22 +53,13 @@ def check_buffers(model: nn.Module, programs: Sequence[StageProgram], layout: La
 
 def _buffers(model: nn.Module, program: StageProgram) -> Iterator[str]:
     """Buffers of the layers a stage calls, and those its code reads itself."""
-    prefixes: set[str] = set()
-    names: set[str] = set()
+    read: set[int] = set()
     for node in program.forward.nodes:
-        if node.op == "call_module":
-            prefixes.add(f"{node.target}.")
-        elif node.op == "get_attr":
-            _note(model, node, prefixes, names)
-    for name, _ in model.named_buffers():
-        if name in names or any(name.startswith(prefix) for prefix in prefixes):
+        if node.op in ("call_module", "get_attr"):
+            found = attribute(model, str(node.target))
+            read |= (
+                {id(b) for b in found.buffers()} if isinstance(found, nn.Module) else {id(found)}
+            )
+    for name, buffer in model.named_buffers():
+        if id(buffer) in read:
             yield name
-
-
-def _note(model: nn.Module, node: fx.Node, prefixes: set[str], names: set[str]) -> None:
-    target = str(node.target)
-    found = attribute(model, target)
-    if isinstance(found, nn.Module):
-        prefixes.add(f"{target}.")
-    elif isinstance(found, Tensor):
-        names.add(target)

@@ -20,7 +20,7 @@ from revcompile.runtime.shipping.names import Names
 from revcompile.runtime.shipping.values import decode, encode
 from revcompile.runtime.transport import Channel, Message
 
-__all__ = ["HEADER", "Description", "Flag", "Form", "Header", "described"]
+__all__ = ["HEADER", "Describer", "Description", "Flag", "Form", "Header", "described"]
 
 HEADER: Final = 5
 """How many int64 a header has."""
@@ -39,6 +39,8 @@ class Flag(enum.IntFlag):
     """Nothing comes any more."""
     ABORT = 8
     """The sender stops; the description says why."""
+    APART = 16
+    """The tensors do not come with the header but after it."""
 
 
 _NONE: Final = Flag(0)
@@ -185,6 +187,45 @@ def described(message: Message, device: torch.device) -> tuple[bytes, list[tuple
     return json.dumps(found).encode(), tensors
 
 
+class Describer:
+    """Descriptions of one channel's messages, each written once and told when it changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = b""
+        self._outline: tuple[Any, ...] | None = None
+        self._forms: list[Form] = []
+
+    def describe(self, message: Message) -> tuple[bytes, list[tuple[Form, Tensor]]]:
+        """A description if it is another than the last one, and the message's tensors."""
+        outline = _outline(message)
+        if outline is not None and outline == self._outline:
+            parts = (message.values, message.gradients)
+            found = [v for part in parts for v in part.values() if isinstance(v, Tensor)]
+            return b"", list(zip(self._forms, found, strict=True))
+        text, tensors = described(message, self._device)
+        self._outline, self._forms = outline, [form for form, _ in tensors]
+        if text == self._last:
+            return b"", tensors
+        self._last = text
+        return text, tensors
+
+
+def _outline(message: Message) -> tuple[Any, ...] | None:
+    """What a message's description depends on, as far as this can be told without writing it."""
+    found: list[Any] = []
+    for part in (message.values, message.gradients):
+        for name, value in part.items():
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                found += (name, value.dtype, value.shape, value.stride(), value.device)
+            elif value is None or type(value) in (bool, int):
+                found += (name, type(value), value)
+            else:
+                return None
+        found.append(None)
+    return tuple(found)
+
+
 class Description:
     """What a message will hold: parsed once, used for every message of the same form."""
 
@@ -198,7 +239,7 @@ class Description:
 
         def tensor(_: Any) -> Tensor:
             form, room = next(left)
-            return form.filled(room)
+            return form.filled(room).data  # a version of its own: tensors may share a packet
 
         def here(name: str) -> torch.device:
             return torch.device("cpu") if torch.device(name).type == "cpu" else device

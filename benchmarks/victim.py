@@ -1,0 +1,286 @@
+"""The ranks of `benchmarks.kills`: they train, save, and write down every step.
+
+After each step a rank adds a line to a file of its own: the loss, and for each of its stages a
+digest of all that training has come to. Two runs that went the same way have the same lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.runtime.checkpoint.trees import take_apart
+from revcompile.runtime.distributed.trainer import DistributedTrainer
+from revcompile.runtime.distributed.weights import homes
+from revcompile.runtime.state import referenced
+from revcompile.runtime.trainer import Trainer
+
+__all__ = [
+    "EVERY",
+    "STEPS",
+    "TIMEOUT",
+    "Life",
+    "Plain",
+    "Run",
+    "Torchrun",
+    "at_every_touch",
+    "checkpoints",
+    "digests",
+    "train",
+]
+
+STAGES: Final = 4
+STEPS: Final = 40
+EVERY: Final = 7
+"""Steps between two checkpoints."""
+TIMEOUT: Final = 30.0
+"""The trainer's, in seconds."""
+SLOW: Final = "KILLS_SLOW_FILES"
+"""An environment variable: seconds that everything done to a checkpoint's files takes longer."""
+
+Note = Callable[[dict[str, Any]], None]
+
+
+class Net(nn.Module):
+    """A few blocks with batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout(0.1))
+            for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        """Logits."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x.mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: the same on any number of ranks."""
+
+    method: str = "petra"
+    accumulate: int = 1
+
+
+def checkpoints(folder: Path) -> Path:
+    """Where the ranks save."""
+    return folder / "checkpoints"
+
+
+def train(run: Run, folder: Path, note: Note) -> None:
+    """Go on from the last checkpoint, if there is one, to the last step.
+
+    Batches come from the generators of the process: they too must go on where they were.
+    """
+    torch.manual_seed(0)
+    net = revcompile.petrafy(Net(), STAGES, torch.randn(2, 3, 8, 8), check="off")
+    trainer = net.trainer(
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        nn.functional.cross_entropy,
+        method=run.method,
+        accumulate=run.accumulate,
+        lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=STEPS + 1),
+        timeout=TIMEOUT,
+    )
+    torch.manual_seed(1)
+    random.seed(1)
+    saved = checkpoints(folder)
+    if saved.exists() and any(path.name[-1].isdigit() for path in saved.glob("step_*")):
+        trainer.load(saved)
+    note({"from": trainer.schedule.injected})
+    for step in range(trainer.schedule.injected, STEPS):
+        size = random.choice((6, 8))
+        x, y = torch.randn(size, 3, 8, 8), torch.randint(0, 5, (size,))
+        loss = trainer.step(x, y).loss
+        known = None if math.isnan(loss) else loss
+        note({"step": step, "loss": known, "digests": digests(trainer)})
+        if (step + 1) % EVERY == 0 or step + 1 == STEPS:
+            trainer.save(saved, drain=True)
+            note({"saved": step + 1})
+    note({"step": STEPS, "loss": None, "digests": digests(trainer)})
+    if isinstance(trainer, DistributedTrainer):
+        trainer.close()
+    note({"done": True})
+
+
+def digests(trainer: Trainer) -> dict[str, str]:
+    """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
+    state, found = trainer.model.state_dict(), {}
+    home = homes(trainer.model, trainer.programs)
+    for actor in trainer.actors:
+        own = {name: state[name] for name in home if home[name] == actor.index and name in state}
+        updater = actor.updater.state(referenced)
+        settings = [updater["groups"], updater["lr_schedule"], trainer.schedule.injected]
+        tree = {"model": own, "optimizer": updater["state"], "gradients": actor.stage.gradients}
+        tensors = take_apart(tree)[1]
+        total = hashlib.sha256(json.dumps(settings).encode())
+        for name in sorted(tensors):
+            total.update(name.encode() + tensors[name].detach().cpu().numpy().tobytes())
+        found[str(actor.index)] = total.hexdigest()[:16]
+    return found
+
+
+# -- one rank ------------------------------------------------------------------------------------
+
+
+def live(run: Run, folder: Path) -> None:
+    """One rank's life: its steps and its last words go to files named after rank and process."""
+    torch.set_num_threads(1)
+    place = folder / "ranks"
+    place.mkdir(parents=True, exist_ok=True)
+    name = f"{os.environ['RANK']}_{os.getpid()}"
+    words = os.open(place / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(words, stream.fileno())
+    steps = os.open(place / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    delay = float(os.environ.get(SLOW, "0"))
+    at_every_touch(checkpoints(folder), lambda name: time.sleep(delay))
+
+    def note(line: dict[str, Any]) -> None:
+        os.write(steps, json.dumps(line).encode() + b"\n")  # one call: never half a line
+
+    train(run, folder, note)
+
+
+def at_every_touch(folder: Path, act: Callable[[str], None]) -> None:
+    """From now on, before this process does anything to a file there, with the file's name."""
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        touches = event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+        if touches and str(arguments[0]).startswith(str(folder)):
+            act(Path(arguments[0]).name)
+
+    sys.addaudithook(watch)
+
+
+# -- several ranks -------------------------------------------------------------------------------
+
+
+class Plain:
+    """Ranks as processes of their own, forked from a server that has imported everything."""
+
+    def __init__(self, run: Run, ranks: int, folder: Path) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.victim"])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = (ranks, port, run, folder)
+        self.processes = [context.Process(target=_rank, args=(r, *shared)) for r in range(ranks)]
+        for process in self.processes:
+            process.start()
+
+    def wait(self, seconds: float) -> int | None:
+        """The first exit status that is not 0; None if a rank is still there."""
+        end = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+
+def _rank(rank: int, world: int, port: int, run: Run, folder: Path) -> None:
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{world}", "LOCAL_RANK": f"{rank}"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **_environment()}
+    live(run, folder)
+
+
+class Torchrun:
+    """Ranks that torchrun starts, and starts again."""
+
+    def __init__(self, run: Run, ranks: int, folder: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", "--max-restarts=3", "--monitor-interval=0.2"]
+        command += [__file__, str(folder), run.method, f"{run.accumulate}"]
+        environment = os.environ | _environment() | {"PYTHONPATH": f"{Path(__file__).parents[1]}"}
+        with (folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status; None if it had to be ended."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # else it starts them again
+            return None
+
+
+def _environment() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", SLOW: "0.01"}
+
+
+@dataclass(frozen=True)
+class Life:
+    """A rank's process, by the files it has written."""
+
+    rank: int
+    pid: int
+    file: Path
+
+    @classmethod
+    def all(cls, folder: Path) -> list[Life]:
+        """Every process there has been."""
+        files = [(file, file.stem.split("_")) for file in (folder / "ranks").glob("*.jsonl")]
+        return [cls(int(rank), int(pid), file) for file, (rank, pid) in files]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What it noted."""
+        return [json.loads(line) for line in self.file.read_text().splitlines()]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Of these, the steps."""
+        return [line for line in self.lines if "step" in line]
+
+    @property
+    def began(self) -> int | None:
+        """At which step; None if it did not come so far."""
+        return next((line["from"] for line in self.lines), None)
+
+    @property
+    def words(self) -> str:
+        """What it printed."""
+        return self.file.with_suffix(".log").read_text()
+
+    @property
+    def is_running(self) -> bool:
+        """Is it there, and not only waiting to be buried?"""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return False
+        return state != "Z"
+
+
+def main() -> None:
+    """As a script: what torchrun starts."""
+    folder, method, accumulate = sys.argv[1:]
+    live(Run(method, int(accumulate)), Path(folder))
+
+
+if __name__ == "__main__":
+    main()
