@@ -1,0 +1,97 @@
+"""Drawings of what the compiler did: the model as stages, and the pipeline in time.
+
+facts.py     what there is to show, from a partition and its programs
+tiles.py     one stage (glyphs.py: its blocks; lanes.py: what travels past it)
+network.py   all stages as one SVG
+page.py      the same as one HTML file (contents.py: what opens behind a stage)
+timeline.py  schedules side by side, from dry runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from revcompile.errors import InputError
+from revcompile.inspect.drawing.facts import Memory, Picture, picture
+from revcompile.inspect.drawing.network import network_svg
+from revcompile.inspect.drawing.page import page
+from revcompile.inspect.drawing.timeline import timeline_svg
+from revcompile.program import Partition, StageProgram
+from revcompile.schedule import Costs, Method
+
+__all__ = ["Memory", "Picture", "costs_of", "draw", "draw_schedule", "fragment", "picture"]
+
+
+def draw(
+    partition: Partition,
+    programs: Sequence[StageProgram],
+    path: str | Path,
+    *,
+    name: str | None = None,
+    batch: int | None = None,
+    memory: Sequence[Memory] | None = None,
+) -> Path:
+    """Draw a model's stages: an `.svg` to look at, an `.html` to open stage by stage.
+
+    `name` is the title (default: the model's class), `batch` the size of a micro-batch (default:
+    the example's), `memory` what each stage holds at its peak.
+    """
+    writers = {".svg": network_svg, ".html": page}
+    target = _target("draw", path, writers)
+    facts = picture(partition, programs, name=name, batch=batch, memory=memory)
+    target.write_text(writers[target.suffix](facts), encoding="utf-8")
+    return target
+
+
+def fragment(partition: Partition, programs: Sequence[StageProgram]) -> str:
+    """The drawing for a notebook: an SVG that scrolls where the cell is narrow."""
+    drawn = network_svg(picture(partition, programs))
+    return f'<div style="max-width:1000px;overflow-x:auto">{drawn}</div>'
+
+
+def draw_schedule(
+    costs: Costs,
+    path: str | Path,
+    methods: Mapping[str, Method] | None = None,
+    *,
+    accumulate: int | None = None,
+    title: str | None = None,
+) -> Path:
+    """Draw the pipelines of several methods on one time axis, as an `.svg`.
+
+    By default PETRA in both orders, 1F1B, GPipe and backprop. `costs.backward` is a pass that
+    computes forward again; methods that keep their graph are drawn without that. `title` names
+    the model.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(draw_schedule(Costs.uniform(4), f"{folder}/timeline.svg").name)
+    timeline.svg
+    """
+    target = _target("draw_schedule", path, (".svg",))
+    drawn = timeline_svg(costs, methods, accumulate=accumulate, title=title)
+    target.write_text(drawn, encoding="utf-8")
+    return target
+
+
+def costs_of(partition: Partition) -> Costs:
+    """What each stage's passes cost, in the unit of the partition's costs; links cost nothing."""
+    none = (0.0,) * len(partition.parts)
+    return Costs(
+        tuple(sum(cost.forward for cost in part.costs) for part in partition.parts),
+        tuple(sum(cost.backward for cost in part.costs) for part in partition.parts),
+        none,
+        none[1:],
+        none[1:],
+    )
+
+
+def _target(who: str, path: str | Path, known: Collection[str]) -> Path:
+    target = Path(path)
+    if target.suffix in known:
+        return target
+    ending, wanted = target.suffix or "nothing", " or ".join(known)
+    raise InputError(
+        f"{who}: {str(path)!r} ends in {ending}; give the file a name that ends in {wanted}"
+    )

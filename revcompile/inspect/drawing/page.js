@@ -1,0 +1,282 @@
+"use strict";
+// The drawing is in the page; what a stage holds is made when it is opened, from the data below it.
+const data = JSON.parse(document.getElementById("data").textContent);
+const strip = document.getElementById("stages");
+const tiles = [...strip.querySelectorAll(".tile")];
+const details = document.getElementById("details");
+const field = document.getElementById("search");
+const list = document.getElementById("found");
+const count = document.getElementById("count");
+const TABS = ["Segments", "Graph", "Code", "Actions"];
+let open = -1, tab = 0, word = "";
+
+function make(name, attributes, ...children) {
+  const one = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes || {})) one.setAttribute(key, value);
+  one.append(...children.filter((child) => child !== null && child !== ""));
+  return one;
+}
+
+function vector(name, attributes, ...children) {
+  const one = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes || {})) one.setAttribute(key, value);
+  one.append(...children);
+  return one;
+}
+
+// -- what a stage's panels show -----------------------------------------------------------------
+
+function table(columns, rows, extra) {
+  const cell = (tag, column, value) =>
+    value instanceof Node ? make(tag, { class: column[1] }, value)
+      : make(tag, { class: column[1] }, String(value));
+  const head = make("tr", {}, ...columns.map((c) => cell("th", c, c[0])));
+  head.querySelectorAll("th").forEach((th) => th.setAttribute("scope", "col"));
+  const body = rows.map((row) => make("tr", {}, ...row.map((v, i) => cell("td", columns[i], v))));
+  return make("table", { class: extra || "" }, make("thead", {}, head), make("tbody", {}, ...body));
+}
+
+function segments(stage) {
+  const facts = stage.facts.map(([name, value]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+  const columns = [["segment", "path"], ["kind", ""], ["how or why", ""],
+    ["parameters", "number"], ["FLOPs", "number"], ["work", "number"]];
+  const rows = stage.blocks.map(([name, reversible, why, ...figures]) => [name,
+    make("span", { class: reversible ? "kind reversible" : "kind" },
+      reversible ? "reversible" : "opaque"), why, ...figures]);
+  return [make("dl", {}, ...facts), table(columns, rows)];
+}
+
+function graph(stage) {
+  const [width, height, boxes, arrows] = stage.graph;
+  const drawn = vector("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
+    "aria-label": "the forward program's graph" });
+  for (const points of arrows) {
+    let d = `M${points[0]} ${points[1] + 12}`;
+    for (let i = 2; i < points.length; i += 2) {
+      const last = i + 2 === points.length;
+      const [x, y, fromX] = [points[i], points[i + 1] - (last ? 12 : 0), points[i - 2]];
+      const fromY = points[i - 1] + (i === 2 ? 12 : 0), middle = (y + fromY) / 2;
+      d += `C${fromX} ${middle} ${x} ${middle} ${x} ${y}`;
+    }
+    drawn.append(vector("path", { d }));
+  }
+  for (const [x, y, wide, label, kind, about] of boxes) {
+    const hit = word && (label + "\n" + about).toLowerCase().includes(word.toLowerCase());
+    drawn.append(vector("g", { class: hit ? kind + " hit" : kind },
+      vector("title", {}, about),
+      vector("rect", { x: x - wide / 2, y: y - 12, width: wide, height: 24, rx: kind === "function" ? 11 : 4 }),
+      vector("text", { x, y: y + 4 }, label)));
+  }
+  return [make("p", { class: "note" }, stage.hidden), make("div", { class: "graph", tabindex: 0 }, drawn)];
+}
+
+const TOKEN = new RegExp([
+  "(#[^\\n]*)", "(\"(?:[^\"\\\\\\n]|\\\\.)*\"|'(?:[^'\\\\\\n]|\\\\.)*')", "(;  [^\\n]* = None)",
+  "\\b(def|return|None|True|False|for|in|if|else|with|not|and|or|lambda)\\b",
+  "\\b(\\d+(?:\\.\\d+)?(?:e[+-]?\\d+)?)\\b", "\\b([A-Za-z_]\\w*)(?=\\()"].join("|"), "g");
+const CLASSES = ["c", "s", "x", "k", "n", "f"];
+
+function escaped(text) {
+  return text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
+}
+
+function coloured(text) {
+  let html = "", at = 0;
+  for (const match of text.matchAll(TOKEN)) {
+    const kind = CLASSES[match.slice(1).findIndex((group) => group !== undefined)];
+    html += escaped(text.slice(at, match.index)) + `<span class="${kind}">${escaped(match[0])}</span>`;
+    at = match.index + match[0].length;
+  }
+  return html + escaped(text.slice(at));
+}
+
+function mentions(line) {
+  // Code names a module's value after its path, with underscores.
+  return word && (line.includes(word) || line.includes(word.replace(/\W/g, "_")));
+}
+
+function code(stage) {
+  return stage.code.flatMap(([name, text]) => {
+    const lines = text.split("\n").map((line) =>
+      mentions(line) ? `<mark>${coloured(line)}</mark>` : coloured(line));
+    const pre = make("pre", { tabindex: 0, "data-program": name });
+    pre.innerHTML = lines.join("\n");
+    return [make("h3", {}, name), pre];
+  });
+}
+
+function actions(stage) {
+  const rows = stage.actions.map(([n, first, last]) =>
+    [n === 1 ? "1 round" : `${n} rounds`, n > 1 ? `${first}   …   ${last}` : first]);
+  const said = "F forward, B backward, U update, RX/SY receive/send activations, RDY/SDX gradients, " +
+    "STG/RTG and STW/RTW tied gradients and weights; the number is the micro-batch.";
+  return [make("p", { class: "note" }, said), table([["how often", ""], ["actions", ""]], rows, "actions")];
+}
+
+const PANELS = [segments, graph, code, actions];
+
+// -- opening and closing ------------------------------------------------------------------------
+
+function place() {
+  if (open < 0) return;
+  const row = tiles[open].offsetTop;
+  const last = tiles.filter((tile) => tile.offsetTop === row).pop();
+  if (last.nextElementSibling !== details) last.after(details);
+}
+
+function show(stage, { focus = false, scroll = true } = {}) {
+  details.hidden = true;
+  tiles.forEach((tile, i) => {
+    tile.setAttribute("aria-expanded", i === stage);
+    tile.tabIndex = i === (stage < 0 ? Math.max(open, 0) : stage) ? 0 : -1;
+  });
+  const before = open;
+  open = stage;
+  if (stage < 0) {
+    remember(location.pathname + location.search);
+    if (before >= 0 && focus) tiles[before].focus();
+    return;
+  }
+  place();
+  fill();
+  details.hidden = false;
+  remember("#stage-" + stage);
+  if (scroll) tiles[stage].scrollIntoView({ block: "nearest" });
+  if (focus) details.querySelector("[aria-selected=true]").focus();
+}
+
+function remember(address) {
+  // A page inside a page may have no address of its own.
+  try { history.replaceState(null, "", address); } catch { }
+}
+
+function fill() {
+  const stage = data.stages[open];
+  const close = make("button", { type: "button", id: "close" }, "Close");
+  close.onclick = () => show(-1, { focus: true });
+  const tabs = TABS.map((name, i) => {
+    const one = make("button", { type: "button", role: "tab", id: "tab-" + i,
+      "aria-controls": "panel-" + i, "aria-selected": i === tab, tabindex: i === tab ? 0 : -1 }, name);
+    one.onclick = () => choose(i);
+    return one;
+  });
+  const panels = TABS.map((name, i) => make("div", { class: "panel", role: "tabpanel", id: "panel-" + i,
+    "aria-labelledby": "tab-" + i }));
+  const title = make("h2", {}, `Stage ${open}: ${stage.name}`);
+  details.replaceChildren(make("div", { class: "bar" }, title, close),
+    make("div", { class: "tabs", role: "tablist", "aria-label": "about the stage" }, ...tabs), ...panels);
+  choose(tab);
+}
+
+function choose(which) {
+  tab = which;
+  TABS.forEach((_, i) => {
+    const [head, panel] = [document.getElementById("tab-" + i), document.getElementById("panel-" + i)];
+    head.setAttribute("aria-selected", i === which);
+    head.tabIndex = i === which ? 0 : -1;
+    panel.hidden = i !== which;
+    if (i === which && !panel.firstChild) panel.append(...PANELS[i](data.stages[open]));
+  });
+  const mark = document.querySelector(`#panel-${which} mark, #panel-${which} .hit`);
+  if (mark && !details.hidden) mark.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
+strip.addEventListener("click", (event) => {
+  const tile = event.target.closest(".tile");
+  if (!tile || String(getSelection())) return;  // somebody is copying a name
+  const stage = tiles.indexOf(tile);
+  word = "";
+  show(stage === open ? -1 : stage);
+});
+
+strip.addEventListener("keydown", (event) => {
+  const tile = event.target.closest(".tile"), here = tiles.indexOf(tile);
+  const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+  if (tile && step && tiles[here + step]) {
+    event.preventDefault();
+    tile.tabIndex = -1;
+    tiles[here + step].tabIndex = 0;
+    tiles[here + step].focus();
+  } else if (tile && (event.key === "Enter" || event.key === " ")) {
+    event.preventDefault();
+    word = "";
+    show(here === open ? -1 : here, { focus: here !== open });
+  } else if (!tile && step && event.target.role === "tab") {
+    event.preventDefault();
+    choose((tab + step + TABS.length) % TABS.length);
+    document.getElementById("tab-" + tab).focus();
+  }
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && event.target === field) { field.value = ""; look(); }
+  else if (event.key === "Escape" && open >= 0) show(-1, { focus: true });
+  else if (event.key === "/" && event.target !== field) { event.preventDefault(); field.focus(); }
+});
+
+addEventListener("resize", place);
+addEventListener("beforeprint", () => {
+  if (open >= 0) TABS.forEach((_, i) => {
+    const panel = document.getElementById("panel-" + i);
+    if (!panel.firstChild) panel.append(...PANELS[i](data.stages[open]));
+  });
+});
+addEventListener("hashchange", arrive);
+
+function arrive() {
+  const wanted = /^#stage-(\d+)$/.exec(location.hash);
+  if (wanted && tiles[+wanted[1]] && +wanted[1] !== open) show(+wanted[1]);
+}
+
+// -- search -------------------------------------------------------------------------------------
+
+function look() {
+  const asked = field.value.trim().toLowerCase();
+  const found = [];
+  if (asked) data.stages.forEach((stage, i) => {
+    for (const one of stage.words) if (one.toLowerCase().includes(asked)) found.push([one, i]);
+  });
+  // What begins or ends with the words asked for comes first.
+  const rank = ([one]) => (one.toLowerCase() === asked ? 0 : one.toLowerCase().startsWith(asked) ? 1 : 2);
+  found.sort((a, b) => rank(a) - rank(b) || a[1] - b[1]);
+  const stages = new Set(found.map((pair) => pair[1]));
+  tiles.forEach((tile, i) => tile.classList.toggle("hit", stages.has(i)));
+  count.value = !asked ? "" : found.length === 0 ? "nothing found"
+    : `${found.length} found in ${stages.size} stage${stages.size > 1 ? "s" : ""}`;
+  list.replaceChildren(...found.slice(0, 40).map(([one, i]) => {
+    const button = make("button", { type: "button" }, one, make("span", {}, "stage " + i));
+    button.onclick = () => jump(one, i);
+    return make("li", {}, button);
+  }));
+  return found;
+}
+
+function jump(one, stage) {
+  list.replaceChildren();
+  word = one;
+  tiles.forEach((tile, i) => tile.classList.toggle("hit", i === stage));
+  tab = TABS.indexOf("Code");
+  show(stage, { scroll: false });
+  tiles[stage].scrollIntoView({ block: "start" });
+  choose(tab);
+}
+
+field.addEventListener("input", look);
+field.addEventListener("keydown", (event) => {
+  const buttons = [...list.querySelectorAll("button")];
+  if (event.key === "Enter") { const found = look(); if (found.length) jump(...found[0]); }
+  else if (event.key === "ArrowDown" && buttons.length) { event.preventDefault(); buttons[0].focus(); }
+});
+list.addEventListener("keydown", (event) => {
+  const buttons = [...list.querySelectorAll("button")], here = buttons.indexOf(event.target);
+  if (event.key === "ArrowDown" && buttons[here + 1]) { event.preventDefault(); buttons[here + 1].focus(); }
+  if (event.key === "ArrowUp") { event.preventDefault(); (buttons[here - 1] || field).focus(); }
+  if (event.key === "Escape") { list.replaceChildren(); field.focus(); }
+});
+document.addEventListener("click", (event) => {
+  if (!event.target.closest(".search")) list.replaceChildren();
+});
+
+if (tiles.length) tiles[0].tabIndex = 0;
+arrive();

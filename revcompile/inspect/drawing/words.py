@@ -1,0 +1,83 @@
+"""Names and figures, short enough for a drawing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from revcompile.ir import TensorType
+
+__all__ = ["amount", "bytes_of", "dtype", "listed", "shape", "share", "size", "span"]
+
+
+def amount(count: float) -> str:
+    """A count with its thousands.
+
+    >>> amount(30_391_144), amount(640)
+    ('30.4 M', '640')
+    """
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= 0.9995 * scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def size(count: int) -> str:
+    """Bytes.
+
+    >>> size(6_422_528), size(200)
+    ('6.1 MiB', '200 B')
+    """
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"
+
+
+def share(part: float, whole: float) -> str:
+    """A part of a whole, in per cent."""
+    return f"{100 * part / whole:.1f} %" if whole else "0 %"
+
+
+def dtype(kind: TensorType) -> str:
+    """`torch.float32` as `f32`."""
+    name = str(kind.dtype).removeprefix("torch.")
+    return (
+        name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
+    )
+
+
+def shape(kind: TensorType) -> str:
+    """`[B,256,56,56]`."""
+    return str(kind)[str(kind).index("[") :].replace(", ", ",")
+
+
+def bytes_of(kind: TensorType | None, batch: int | None) -> int:
+    """Bytes of a value at a batch size, or at the example's; 0 for plain values."""
+    if kind is None:
+        return 0
+    elements = 1
+    for length in kind.at(batch) if batch is not None else kind.shape:
+        elements *= length
+    return elements * kind.dtype.itemsize
+
+
+def listed(kinds: Sequence[TensorType]) -> str:
+    """Several tensors in a line, equal ones counted."""
+    counted = Counter(f"{dtype(kind)}{shape(kind)}" for kind in kinds)
+    return ", ".join(f"{n}×{name}" if n > 1 else name for name, n in counted.items())
+
+
+def span(names: Sequence[str]) -> str:
+    """The first and the last of several paths, without saying twice what they share.
+
+    >>> span(["blocks.1.mlp", "blocks.2.attn", "blocks.2.mlp"])
+    'blocks.1.mlp – 2.mlp'
+    """
+    if len(names) == 1:
+        return names[0]
+    first, last = names[0].split("."), names[-1].split(".")
+    same = 0
+    while same < min(len(first), len(last)) - 1 and first[same] == last[same]:
+        same += 1
+    return f"{names[0]} – {'.'.join(last[same:])}"
