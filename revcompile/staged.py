@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +13,17 @@ import torch
 from torch import fx, nn
 
 from revcompile.compiler.balance import balance
+from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.compiler.lower import lower
 from revcompile.compiler.verify import verify_programs
-from revcompile.inspect.stages import code_text, stage_table
+from revcompile.inspect import drawing
+from revcompile.inspect.code import ActionList, action_list, code_text
+from revcompile.inspect.explain import Explanation, explain
+from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
 from revcompile.program import Part, Partition, StageProgram
+from revcompile.runtime.backend import Backend, backend_of
 from revcompile.runtime.checkpoint import export_weights, load_into
+from revcompile.runtime.distributed.share import whole
 from revcompile.runtime.distributed.start import many_ranks
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.objective import Loss
@@ -36,18 +41,23 @@ class CompiledStage:
     """One stage to look at."""
 
     part: Part
-    program: StageProgram
-    all_actions: tuple[Action, ...]
+    generated: StageProgram
+    actions: tuple[Action, ...]
 
     @property
     def code(self) -> str:
-        """The forward, inverse and backward programs as Python."""
-        return code_text(self.program)
+        """The forward, inverse and backward programs as Python, module paths as comments."""
+        return code_text(self.generated)
 
     @property
     def graph(self) -> fx.Graph:
         """The forward program as an FX graph."""
-        return self.program.forward
+        return self.generated.forward
+
+    @property
+    def program(self) -> ActionList:
+        """What the stage does, in order: an action list that prints as words."""
+        return action_list(self.generated, self.actions)
 
     @property
     def reversible(self) -> bool:
@@ -79,7 +89,6 @@ class StagedModel:
         self.partition = partition
         self.method = method
         self._lowered: dict[Method, tuple[StageProgram, ...]] = {}
-        self._trainer: weakref.ref[DistributedTrainer] | None = None
 
     def _programs(self, method: Method) -> tuple[StageProgram, ...]:
         """The programs for a method, made when first asked for."""
@@ -107,10 +116,7 @@ class StagedModel:
 
         While several ranks train, each of them calls this: the weights come from all of them.
         """
-        trainer = self._trainer() if self._trainer is not None else None
-        if trainer is not None:
-            trainer.gather()
-        twin = copy.deepcopy(self.model)
+        twin = whole(self.model)
         for parameter in twin.parameters():
             parameter.grad = None
         return twin
@@ -180,7 +186,10 @@ class StagedModel:
         seed: int = 0,
         check_finite: bool = True,
         measure_every: int | None = None,
+        backend: str | Backend = "auto",
+        buffers: torch.dtype | None = None,
         places: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
         average_statistics: bool = False,
@@ -194,14 +203,22 @@ class StagedModel:
         delay; `alpha` anything in between or beyond. `param_groups` turns a stage's named
         parameters into torch's parameter groups. `clip_grad_norm` clips the norm over the whole
         model where all stages update together, and each stage's own norm where they do not.
-        `measure_every` has every n-th micro-batch's reconstruction error measured.
+        `measure_every` has every n-th micro-batch's reconstruction error measured. `backend` is
+        how a full pipeline is run: "eager", action by action; "cudagraphs", a whole round as one
+        CUDA graph, which reports bad gradients some steps late (they are never applied);
+        "inductor", the same with what surrounds convolutions and products compiled; or "auto",
+        eager on the CPU and CUDA graphs on a GPU. `buffers` is the precision in which stages that
+        are not reversible keep their float32 inputs (torch.bfloat16 halves them; backward then
+        computes with rounded values).
 
         In a script started by torchrun (or with a process group of several ranks) this is the
         trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
-        (default: in a row, balanced by cost), `timeout` after how many seconds of silence a rank
-        gives up, and `report_loss` tells every rank the loss of each step. With more ranks than
-        stages whole pipelines are copied: each copy takes its own data, gradients are averaged at
-        every update, and so are batch norms' running statistics with `average_statistics`.
+        (default: in a row, balanced by cost), `device` where to train (default: where the model
+        is; of a model on the CPU only a rank's own stages ever go there), `timeout` after how many
+        seconds of silence a rank gives up, and `report_loss` tells every rank the loss of each
+        step. With more ranks than stages whole pipelines are copied: each copy takes its own data,
+        gradients are averaged at every update, and so are batch norms' running statistics with
+        `average_statistics`.
         """
         settings = Settings(
             accumulate=accumulate,
@@ -212,13 +229,17 @@ class StagedModel:
             seed=seed,
             check_finite=check_finite,
             measure_every=measure_every,
+            backend=backend_of(backend),
+            buffers=buffers,
         )
         chosen = choose(method, order=order, alpha=alpha)
         self._proved(chosen, accumulate)
         programs = self._programs(chosen)
         if not many_ranks():
+            if device is not None:
+                self.model.to(device)
             return Trainer(self.model, self.partition, programs, optimizer, loss, settings)
-        trainer = DistributedTrainer(
+        return DistributedTrainer(
             self.model,
             self.partition,
             programs,
@@ -227,12 +248,11 @@ class StagedModel:
             settings,
             default_places=self._places,
             places=places,
+            device=device,
             timeout=timeout,
             report_loss=report_loss,
             average_statistics=average_statistics,
         )
-        self._trainer = weakref.ref(trainer)
-        return trainer
 
     def _places(self, ranks: int) -> list[int]:
         """Stages in a row on so many ranks, balanced by cost."""
@@ -254,9 +274,76 @@ class StagedModel:
         count = self.num_stages
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
+    def memory(self, batch: int | None = None) -> tuple[StageMemory, ...]:
+        """What each stage holds at its peak, in bytes, at so many samples a micro-batch."""
+        model = self._memory_model(self.method, self.num_stages, batch)
+        counts = [len(part.pieces) for part in self.partition.parts]
+        ranges = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        return tuple(model.stage(j, *ends) for j, ends in enumerate(ranges))
+
+    def _memory_model(self, method: Method, stages: int, batch: int | None) -> MemoryModel:
+        parts = self.partition.parts
+        return MemoryModel(
+            [piece for part in parts for piece in part.pieces],
+            self.partition.types,
+            [cost for part in parts for cost in part.costs],
+            method,
+            stages,
+            batch=batch or self.batch,
+            first_input_free=False,  # the trainer keeps what it is fed
+        )
+
+    @property
+    def batch(self) -> int:
+        """The batch size of the example the model was captured with."""
+        return self.partition.parts[0].costs[0].batch
+
+    def facts(self, batch: int | None = None) -> tuple[StageFacts, ...]:
+        """What the summary tells, stage by stage, as numbers."""
+        size = batch or self.batch
+        return stage_facts(self.partition, self._programs(self.method), self.memory(size), size)
+
     def summary(self, batch: int | None = None) -> str:
-        """The stages as a table: blocks, parameters, work, boundary, window, delay, memory."""
-        return stage_table(self.partition, self._programs(self.method), batch)
+        """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
+
+        `batch` is the size of a micro-batch (the example's if not given).
+        """
+        facts = self.facts(batch)
+        model = self._memory_model(choose("backprop"), 1, batch)
+        plain = model.stage(0, 0, len(model.pieces))
+        return stage_table(self.partition, facts, self.method.name, plain)
+
+    def explain(self, path: str) -> Explanation:
+        """The story of a module: how it was found, by which rule rewired, and where it runs.
+
+        >>> import torch, revcompile
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
+        >>> print(net.explain("self_attn"))
+        self_attn
+          found    ...x + F(x)...
+          rewired  ...(a, b) -> (b, a + F(b))...
+          placed   stage ...
+        """
+        return explain(self.partition, self._programs(self.method), path)
+
+    def draw(self, path: str | Path, *, batch: int | None = None, name: str | None = None) -> Path:
+        """Draw the stages: `net.svg` to look at, `net.html` to open stage by stage.
+
+        `batch` is the size of a micro-batch (the example's if not given), `name` the title.
+        """
+        size = batch or self.batch
+        programs, memory = self._programs(self.method), self.memory(size)
+        return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
+
+    def draw_schedule(self, path: str | Path, *, accumulate: int | None = None) -> Path:
+        """Draw who computes when, for PETRA beside other methods: `timeline.svg`."""
+        costs = drawing.costs_of(self.partition)
+        name = self.partition.rewired.name
+        return drawing.draw_schedule(costs, path, accumulate=accumulate, title=name)
+
+    def _repr_html_(self) -> str:
+        return drawing.fragment(self.partition, self._programs(self.method))
 
     def __str__(self) -> str:
         return self.summary()

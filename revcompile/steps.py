@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,9 @@ from revcompile.tree import LOW_PRECISION
 __all__ = [
     "detached",
     "enter_chain",
+    "is_seeded_elsewhere",
+    "laid_out_like",
+    "largest",
     "leaf",
     "minus",
     "mix",
@@ -25,11 +29,14 @@ __all__ = [
     "pull_back",
     "recording",
     "reseed",
+    "seed_of",
+    "seeding",
     "total",
     "wide",
 ]
 
 _WORD: Final = (1 << 64) - 1
+_seeder: Callable[[int, int], None] | None = None
 
 
 def recording(on: bool) -> None:
@@ -94,9 +101,21 @@ def pull_back(
     if seeded and wanted:
         ends, seeds = zip(*seeded, strict=True)
         grads = torch.autograd.grad(ends, [t for _, t in wanted], seeds, allow_unused=True)
-        for (index, _), grad in zip(wanted, grads, strict=True):
-            found[index] = grad
+        for (index, value), grad in zip(wanted, grads, strict=True):
+            found[index] = laid_out_like(value, grad) if index < len(inputs) else grad
     return tuple(found)
+
+
+def laid_out_like(value: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient in the memory format of its value.
+
+    Pooling hands out others, which every layer before it would have to rearrange again.
+    """
+    if gradient is None or not gradient.is_cuda or gradient.stride() == value.stride():
+        return gradient
+    if gradient.is_sparse or value.shape != gradient.shape:
+        return gradient
+    return torch.empty_like(value, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 def total(*gradients: Tensor | None) -> Tensor | None:
@@ -125,8 +144,15 @@ def enter_chain(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The streams of a chain as it keeps them: wide, and on a grid where branches are imprecise."""
     a, b = wide(a), wide(b)
-    grid = make_grid(a, b) if is_imprecise(a, cast, convolves) else None
+    if not is_imprecise(a, cast, convolves):
+        return a, b, None
+    grid = make_grid(largest(a), largest(b))
     return rounded(a, grid), rounded(b, grid), grid
+
+
+def largest(x: Tensor) -> Tensor:
+    """All that a grid needs to know of a stream, in one pass over it."""
+    return torch.linalg.vector_norm(x.detach(), float("inf")).reshape(1) if x.is_cuda else x
 
 
 def plus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
@@ -151,6 +177,30 @@ def mix(key: int, number: int) -> int:
     return word ^ (word >> 31)
 
 
+def seed_of(key: int, place: int) -> int:
+    """What the random numbers of one piece start from."""
+    return mix(key, place) >> 1
+
+
 def reseed(key: int, place: int) -> None:
     """Start the random numbers of one piece, the same in forward and backward."""
-    torch.manual_seed(mix(key, place) >> 1)
+    if _seeder is None:
+        torch.manual_seed(seed_of(key, place))
+    else:
+        _seeder(key, place)
+
+
+def is_seeded_elsewhere() -> bool:
+    """Does somebody else start random numbers, and keep the generators' state, for now?"""
+    return _seeder is not None
+
+
+@contextmanager
+def seeding(seeder: Callable[[int, int], None]) -> Iterator[None]:
+    """Let `seeder(key, place)` start random numbers: a recorded graph has its own way."""
+    global _seeder
+    before, _seeder = _seeder, seeder
+    try:
+        yield
+    finally:
+        _seeder = before

@@ -472,7 +472,7 @@ def test_a_report_reads_as_a_table() -> None:
 
 def test_a_stage_without_trainable_parameters_has_no_numbers() -> None:
     net = fresh("plain")
-    frozen = net.stages[1].program.parameters
+    frozen = net.stages[1].generated.parameters
     for name in frozen:
         net.model.get_parameter(name).requires_grad_(False)
     try:

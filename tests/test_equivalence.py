@@ -327,7 +327,7 @@ def stage_of(name: str) -> Callable[[str], int]:
 
     def find(parameter: str) -> int:
         net = compiled(name)[0]
-        return next(s.part.index for s in net.stages if parameter in s.program.parameters)
+        return next(s.part.index for s in net.stages if parameter in s.generated.parameters)
 
     return find
 

@@ -95,3 +95,13 @@ def test_train_compiled_reaches_its_accuracy(tmp_path: Path) -> None:
 def test_train_compiled_with_a_transformer(tmp_path: Path) -> None:
     argv = ["--model", "vit_tiny_patch16_224", "--lr", "0.02", "--epochs", "3"]
     assert example("train_compiled").main([*argv, "--out", str(tmp_path)]) > 0.3
+
+
+def test_inspect_stages_shows_a_model_from_all_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "resnet18", "--stages", "4", "--stage", "1", "--block", "layer1.0"]
+    folder = example("inspect_stages").main([*options, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "4 stages" in printed and "def forward" in printed and "layer1.0" in printed
+    assert {file.name for file in folder.iterdir()} == {"net.svg", "net.html", "timeline.svg"}

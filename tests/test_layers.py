@@ -26,7 +26,7 @@ GROUND = {
     "tree",
 }
 WINGS = {"compiler", "runtime", "inspect"}
-FLOORS = (GROUND, WINGS, {"staged"}, {"api"}, {"__init__"}, {"cli"}, {"__main__"})
+FLOORS = (GROUND, WINGS, {"planning"}, {"staged"}, {"api"}, {"__init__"}, {"cli"}, {"__main__"})
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}
 OUTSIDE = {"models", "examples", "benchmarks", "tests"}
 

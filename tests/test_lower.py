@@ -254,12 +254,12 @@ def test_inverse_programs_undo_forward_programs(name: str) -> None:
     x = torch.randn(2, 3, 160, 160, dtype=torch.float64)
     model = timm.create_model(name, drop_path_rate=0.0).double()
     net = revcompile.petrafy(model, num_stages=4, example_inputs=x, check="off")
-    found = [stage.program for stage in net.stages if stage.program.inverse is not None]
+    found = [stage.generated for stage in net.stages if stage.generated.inverse is not None]
     assert [p.index for p in found] == [s.part.index for s in net.stages if s.reversible]
     root = net.model.train()
     values = {"x": x}
     for stage in net.stages:
-        program = stage.program
+        program = stage.generated
         inputs = [values[port.name] for port in program.inputs]
         with torch.no_grad():
             outputs, kept = compile_graph(program.forward, "forward")(root, 1, *inputs)

@@ -1,1 +1,1 @@
-"""What people see: tables (drawings and traces come with the stages)."""
+"""What people see: tables, code, the story of a block, drawings."""

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
 
-__all__ = ["invertibility_table", "summary_text"]
+__all__ = ["invertibility_table", "refusals", "render", "summary_text"]
 
 
 def render(*parts: object) -> str:
@@ -21,7 +21,8 @@ def render(*parts: object) -> str:
     console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
     for part in parts:
         console.print(part, highlight=False, markup=False)
-    return console.export_text().rstrip()
+    lines = console.export_text().rstrip().split("\n")
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
@@ -49,7 +50,7 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
         f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters and "
         f"{100 * inside.flops / flops:.1f} % of the forward FLOPs"
     )
-    return render(table, totals, *_refusals(rewired), *rewired.notes)
+    return render(table, totals, *refusals(rewired), *rewired.notes)
 
 
 _COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
@@ -67,7 +68,7 @@ def _shape(rewired: Rewired, segment: Segment) -> str:
     return str(kind) if isinstance(kind, TensorType) else ""
 
 
-def _refusals(rewired: Rewired) -> list[str]:
+def refusals(rewired: Rewired) -> list[str]:
     """Sums that were not rewired, those of one reason together."""
     places: dict[str, list[str]] = {}
     for refusal in rewired.refusals:

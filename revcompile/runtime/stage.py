@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,9 +20,14 @@ from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.stash import Slots, Stash
 from revcompile.schedule import Keep, Order, Weights
-from revcompile.steps import mix, recording
+from revcompile.steps import is_seeded_elsewhere, mix, recording
+from revcompile.tree import device_of_model
 
-__all__ = ["InFlight", "Observer", "Stage", "all_finite"]
+__all__ = ["InFlight", "Observer", "Programs", "Stage", "all_finite"]
+
+
+Programs = tuple[Callable[..., Any], Callable[..., Any]]
+"""A stage's forward and backward programs."""
 
 
 @dataclass
@@ -66,12 +71,15 @@ class Stage:
         autocast: torch.dtype | None = None,
         replicas: Sequence[str] = (),
         check_finite: bool = True,
+        buffers: torch.dtype | None = None,
     ) -> None:
         self.program = program
         self.root = root
         self.seed = mix(seed, program.index)
         self.autocast = autocast
         self.check_finite = check_finite
+        self._buffers = buffers
+        self._narrow = _inputs_kept(program) if buffers is not None else frozenset()
         self.parameters: dict[str, Tensor] = {
             name: attribute(root, name) for name in program.parameters
         }
@@ -79,18 +87,28 @@ class Stage:
         for name in replicas:
             original = self.parameters[name]
             self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
-        self._own = dict(self.parameters) if replicas else None
+        self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
+        """What its modules compute with, if not with the parameters they hold."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(_candidates(program, root))
         self._statistics = _statistics(program, root) if _moves_early(program) else []
-        self._forward = compile_graph(program.forward, f"stage {program.index} forward")
-        self._backward = compile_graph(program.backward, f"stage {program.index} backward")
+        self._plain = (
+            compile_graph(program.forward, f"stage {program.index} forward"),
+            compile_graph(program.backward, f"stage {program.index} backward"),
+        )
+        self._forward, self._backward = self._plain
+        self.device: torch.device | None = None
+        """Where it computes; None: where its parameters are."""
         self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, for the micro-batches that were to be measured."""
+
+    def run_with(self, programs: Programs | None) -> None:
+        """Run these programs, which compute the same, instead of the generated ones."""
+        self._forward, self._backward = programs or self._plain
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -104,6 +122,7 @@ class Stage:
         before = self._stateful.before()
         with self._running(weights, microbatch):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
+            kept = self._converted(kept, torch.float32, self._buffers)
         self.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=weights,
@@ -150,10 +169,30 @@ class Stage:
         The gradient of the parameters is added to what the stage has gathered. If it is not
         finite nothing is added, and `NonFiniteError` is raised.
         """
+        original = self.in_flight[microbatch].original
+        rebuilt, back, found = self.differentiate(microbatch, values, gradients)
+        if self.check_finite:
+            self._finite(microbatch, found, back)
+        for observer in self.observers:
+            observer.differentiated(self, microbatch, found)
+        self.gather(found, back)
+        if original:
+            errors = [
+                relative_error(original[name], rebuilt[name])
+                for name in original
+                if isinstance(rebuilt[name], Tensor) and rebuilt[name].is_floating_point()
+            ]
+            self.reconstruction[microbatch] = max(errors, default=0.0)
+        return rebuilt, back
+
+    def differentiate(
+        self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
+    ) -> tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Tensor | None]]:
+        """Values and gradients of the inputs, and gradients of the parameters, not gathered."""
         program, held = self.program, self.in_flight.pop(microbatch)
         self._unwritten(microbatch, held)
         arguments = (
-            *held.kept,
+            *self._converted(held.kept, self._buffers, torch.float32),
             *(values[name] for name in program.wanted),
             *(gradients.get(name) for name in program.graded_outputs),
         )
@@ -167,20 +206,20 @@ class Stage:
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
         found = dict(zip(program.parameters, dense, strict=True))
         back = dict(zip(program.graded_inputs, of_inputs, strict=True))
-        if self.check_finite:
-            self._finite(microbatch, found, back)
-        for observer in self.observers:
-            observer.differentiated(self, microbatch, found)
-        self._gather(found, [g for g in back.values() if g is not None])
-        rebuilt = dict(zip(program.returned, returned, strict=True))
-        if held.original:
-            errors = [
-                relative_error(held.original[name], rebuilt[name])
-                for name in held.original
-                if isinstance(rebuilt[name], Tensor) and rebuilt[name].is_floating_point()
-            ]
-            self.reconstruction[microbatch] = max(errors, default=0.0)
-        return rebuilt, back
+        return dict(zip(program.returned, returned, strict=True)), back, found
+
+    def _converted(
+        self, kept: tuple[Any, ...], source: torch.dtype | None, target: torch.dtype | None
+    ) -> tuple[Any, ...]:
+        """What is kept, with inputs in the precision in which they are kept or computed with."""
+        if not self._narrow:
+            return kept
+        return tuple(
+            value.to(target)
+            if name in self._narrow and isinstance(value, Tensor) and value.dtype == source
+            else value
+            for name, value in zip(self.program.kept, kept, strict=True)
+        )
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gathered gradient (a sum over micro-batches); gathering starts anew."""
@@ -197,13 +236,13 @@ class Stage:
         versions = {id(held.weights) for held in self.in_flight.values() if held.weights}
         return len(versions)
 
-    def _gather(self, found: Mapping[str, Tensor | None], sent: Iterable[Tensor]) -> None:
+    def gather(self, found: Mapping[str, Tensor | None], sent: Mapping[str, Tensor | None]) -> None:
         """Add gradients up, out of place: what was gathered before may be taken back.
 
         Autograd may hand out one tensor twice (`p + q`), also as the gradient of an input, or
         one whose elements share memory. What is gathered is the stage's own.
         """
-        taken = {gradient.untyped_storage()._cdata for gradient in sent}
+        taken = {g.untyped_storage()._cdata for g in sent.values() if g is not None}
         for name, gradient in found.items():
             if gradient is None:
                 continue
@@ -251,13 +290,13 @@ class Stage:
         frozen = ops.statistics_frozen
         with ExitStack() as stack:
             device = self._device()
-            if self._random:
+            if self._random and not is_seeded_elsewhere():
                 devices = [device] if device.type == "cuda" else []
                 stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.no_grad())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self.autocast))
-            chosen = weights if weights is not None else self._own
+            chosen = weights if weights is not None else self.reads
             if chosen is not None:
                 stack.enter_context(self._slots.filled(chosen))
             try:
@@ -268,9 +307,12 @@ class Stage:
 
     def _device(self) -> torch.device:
         first = next(iter(self.parameters.values()), None)
-        if first is None:
-            first = next(self.root.parameters(), None)
-        return first.device if first is not None else torch.device("cpu")
+        return self.device or (device_of_model(self.root) if first is None else first.device)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Do its layers change buffers in every call? Known once it has run."""
+        return bool(self._stateful.before())
 
     @property
     def keeps_graphs(self) -> bool:
@@ -283,6 +325,13 @@ def _moves_early(program: StageProgram) -> bool:
     is_last = program.index == program.stages - 1
     records = any(unit.keep is Keep.GRAPH for unit in program.units)
     return is_last or records or program.method.order is Order.LOCKED
+
+
+def _inputs_kept(program: StageProgram) -> frozenset[str]:
+    """Inputs that the stage keeps while other micro-batches pass."""
+    if program.index == program.stages - 1 or program.method.order is Order.LOCKED:
+        return frozenset()
+    return frozenset(port.name for port in program.inputs) & frozenset(program.kept)
 
 
 def _overlaps(tensor: Tensor) -> bool:

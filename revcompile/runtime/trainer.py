@@ -12,17 +12,20 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError, RevcompileError
 from revcompile.ir import TensorType
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.attempt import Attempt
+from revcompile.runtime.backend import Backend, Fast
 from revcompile.runtime.checkpoint import (
     load_training,
     save_training,
     set_generators,
     until_signal,
 )
+from revcompile.runtime.data import Unread, same_order
 from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible, bind
@@ -30,10 +33,12 @@ from revcompile.runtime.shipping.names import located
 from revcompile.runtime.stage import Stage
 from revcompile.runtime.state import load_trainer, referenced, save_trainer
 from revcompile.runtime.synthesis import Synthesiser
+from revcompile.runtime.trace import Trace
 from revcompile.runtime.transport import InProcess
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
 from revcompile.runtime.worker import Actor, Worker
 from revcompile.schedule import Order, Schedule, delay
+from revcompile.steps import mix
 from revcompile.tree import device_of_model
 
 Batch = TypeVar("Batch")
@@ -61,6 +66,8 @@ class Settings:
     seed: int = 0
     check_finite: bool = True
     measure_every: int | None = None
+    backend: Backend = Backend.AUTO
+    buffers: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -71,6 +78,10 @@ class Settings:
             raise InputError(
                 f"autocast={self.autocast}; use torch.bfloat16 or None (float16 needs loss "
                 "scaling, which delayed gradients do not survive)"
+            )
+        if self.buffers not in (None, torch.bfloat16, torch.float16):
+            raise InputError(
+                f"buffers={self.buffers}; use torch.bfloat16, torch.float16 or None (as they are)"
             )
 
 
@@ -113,7 +124,8 @@ class Trainer:
 
     `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
     moment. A step that fails leaves no trace. Only where a gradient turns out bad after later
-    stages have used it is the micro-batch left out of the updates still to come.
+    stages have used it is the micro-batch left out of the updates still to come. Recorded rounds
+    (see `Backend`) leave bad micro-batches out everywhere, and say so some steps later.
     """
 
     guarded: ClassVar[bool] = False
@@ -141,7 +153,9 @@ class Trainer:
         self.probes: list[Probe] = []
         for actor in self.actors:
             actor.stage.observers = self.probes
+        self._fast = self._recorder()
         self._broken: str | None = None
+        self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
         self.metrics: Metrics | None = None
         """What the last step returned."""
@@ -149,6 +163,13 @@ class Trainer:
     def _connect(self) -> Any:
         """What carries messages between the stages."""
         return InProcess(len(self.programs))
+
+    def _recorder(self) -> Fast | None:
+        """What runs the rounds of a full pipeline, if all its stages are here."""
+        if not isinstance(self.transport, InProcess):
+            return None
+        backend, check = self.settings.backend, self.settings.check_finite
+        return Fast(backend, self.actors, self.objective, self.schedule, check_finite=check)
 
     def _is_here(self, stage: int) -> bool:
         """Does a stage live in this process?"""
@@ -163,10 +184,11 @@ class Trainer:
         stage = Stage(
             program,
             self.model,
-            seed=settings.seed,
+            seed=self.stage_seed,
             autocast=settings.autocast,
             replicas=replicas,
             check_finite=settings.check_finite,
+            buffers=settings.buffers,
         )
         own = {n: p for n, p in stage.parameters.items() if n not in replicas}
         updater = Updater(
@@ -179,8 +201,7 @@ class Trainer:
         is_last = index == len(self.programs) - 1
         synthesiser = None
         if program.method.order is Order.SYNTHETIC and not is_last:
-            device = next(self.model.parameters()).device
-            synthesiser = Synthesiser(index, program.outputs, optimizer, device)
+            synthesiser = Synthesiser(index, program.outputs, optimizer, stage._device())
         return Actor(
             stage,
             updater,
@@ -202,6 +223,8 @@ class Trainer:
         keyword arguments.
         """
         self._usable()
+        if (metrics := self._recorded(inputs, target)) is not None:
+            return metrics
         values = self._bound(inputs)
         microbatch, samples = self.schedule.injected, self._size(values)
         attempt = Attempt(self.schedule, self.actors, self.transport, self.objective)
@@ -224,12 +247,48 @@ class Trainer:
         self._samples += samples
         self.metrics = self._metrics(microbatch, samples)
         self._probed()
+        if self._fast is not None:
+            self._fast.saw((values, target))
+        self._traced()
         self._raise_failures()
         return self.metrics
 
+    def _recorded(self, inputs: Any, target: Any) -> Metrics | None:
+        """The step as a recorded round; None if it has to be taken action by action."""
+        if self._fast is None or not self._fast.is_on:
+            return None
+        args, kwargs = _call(inputs)
+        rewired, microbatch = self.partition.rewired, self.schedule.injected
+        values = bind(rewired.signature, rewired.name, args, kwargs)
+        every = self.settings.measure_every
+        watched = bool(self.probes or self._trace)
+        watched |= every is not None and microbatch % every == 0
+        if not self.model.training:
+            self.model.train()
+        with self._stopping():
+            outcome = self._fast.step(
+                self.schedule, self.transport, (values, target), allowed=not watched
+            )
+        if outcome is None:
+            return None
+        self._fast.saw((values, target))
+        self.objective.losses[microbatch] = outcome.loss
+        self.objective.outputs[microbatch] = outcome.output
+        samples = self._size(values)
+        self._samples += samples
+        self.metrics = self._metrics(microbatch, samples)
+        self._raise_failures()
+        return self.metrics
+
+    def _settle(self) -> None:
+        """What is in flight is with the stages, for whoever wants to see it."""
+        self._usable()
+        if self._fast is not None:
+            self._fast.leave(self.schedule, self.transport)
+
     def flush(self) -> None:
         """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""
-        self._usable()
+        self._settle()
         if not self.model.training:
             self.model.train()
         self._finish(self.worker.own(self.schedule.drain()))
@@ -271,7 +330,8 @@ class Trainer:
         )
 
     def _raise_failures(self) -> None:
-        failures = [error for actor in self.actors for error in actor.failures]
+        failures = [] if self._fast is None else self._fast.failures()
+        failures += [error for actor in self.actors for error in actor.failures]
         for actor in self.actors:
             actor.failures = []
         if failures:
@@ -355,6 +415,55 @@ class Trainer:
             for module, mode in modes.items():
                 module.training = mode
 
+    # -- data ---------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Does this process need inputs?"""
+        return self._is_here(0)
+
+    @property
+    def is_last(self) -> bool:
+        """Does this process need targets, and know the loss?"""
+        return self._is_here(len(self.programs) - 1)
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the pipeline this is: its share of the data."""
+        return 0
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the pipeline there are."""
+        return 1
+
+    @property
+    def stage_seed(self) -> int:
+        """What the stages draw from: copies of the pipeline drop other elements."""
+        seed = self.settings.seed
+        return mix(seed, self.replica) if self.replica else seed
+
+    def loader(
+        self, dataset: Any, batch_size: int, *, epoch: int = 0, skip: int = 0, **options: Any
+    ) -> DataLoader[Any] | Unread:
+        """An epoch of a dataset of `(inputs, target)`, in an order that the seed and epoch fix.
+
+        Every rank gets the same batches of its copy's share; ranks that need no data read none.
+        `skip` passes over the batches that a run which goes on has had; `options` are those of
+        torch's DataLoader.
+        """
+        found = same_order(
+            dataset,
+            batch_size,
+            self.settings.seed,
+            epoch,
+            replica=self.replica,
+            replicas=self.replicas,
+            skip=skip,
+            **options,
+        )
+        return found if self.is_first or self.is_last else Unread(len(found))
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The current parameters under their original names."""
         return dict(self.model.named_parameters())
@@ -383,11 +492,43 @@ class Trainer:
         The probe fills in the steps (or the flush) that follow; `probe.report` is there once
         `probe.complete`. Training goes on as if nobody watched.
         """
+        self._settle()
         stages = [actor.stage for actor in self.actors]
         rewired, accumulate = self.partition.rewired, self.settings.accumulate
         probe = Probe(self.schedule.injected, stages, rewired, self.objective, accumulate)
         self.probes.append(probe)
         return probe
+
+    def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:
+        """Record what every stage does from now on, as a Chrome trace with a row for each.
+
+        Write `with trainer.trace("run.json"): ...`, or `trainer.trace("run.json", steps=20)` and
+        go on training. Open the file at ui.perfetto.dev. Recorded rounds are taken action by
+        action meanwhile. Every rank calls it; rank 0 writes the file.
+        """
+        if self._trace is not None:
+            raise InputError(f"trainer.trace: already at work on {self._trace.path}; stop() it")
+        self._settle()
+        name = f"{self.partition.rewired.name}, {self.programs[0].method.name}"
+        self._trace = Trace(self, path, steps, name)
+        return self._trace
+
+    def _traced(self) -> None:
+        if self._trace is not None:
+            self._trace.stepped()
+
+    def untraced(self) -> None:
+        """The trace at work has ended."""
+        self._trace = None
+
+    @property
+    def rank(self) -> int:
+        """Which of the processes this is."""
+        return 0
+
+    def everyone(self, value: Any) -> Sequence[Any]:
+        """The plain values of all processes, by rank."""
+        return [value]
 
     def _probed(self, drained: bool = False) -> None:
         for probe in tuple(self.probes):
@@ -400,12 +541,16 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly from here, micro-batches in flight included."""
-        self._usable()
+        self._settle()
         return save_trainer(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, also of another number of stages if nothing was in flight."""
+        if self._fast is not None:
+            self._fast.leave(self.schedule, self.transport)
         load_trainer(self, state)
+        if self._fast is not None:
+            self._fast.forget()
         self.probes.clear()
         self._broken = None
 
@@ -416,7 +561,7 @@ class Trainer:
         first, so that it loads into other stages and methods too. Whatever interrupts a save,
         the checkpoints before it stay whole. Returns the new one's place.
         """
-        self._usable()
+        self._settle()
         if drain:
             self.flush()
         stages = [actor.index for actor in self.actors]

@@ -30,13 +30,15 @@ class Channel(enum.Enum):
 class Message:
     """Values and gradients by name; `index` is the micro-batch or the update they belong to.
 
-    A `void` message says that its micro-batch was lost on the way.
+    A `void` message says that its micro-batch was lost on the way; `bad`, a flag on the device,
+    says it where nobody waits for the device to find out.
     """
 
     index: int
     values: Mapping[str, Any] = field(default_factory=dict)
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     void: bool = False
+    bad: Tensor | None = None
 
 
 class Transport(Protocol):

@@ -18,6 +18,7 @@ from revcompile.program import StageProgram
 from revcompile.replay import Snapshot
 from revcompile.runtime.stage import Stage, all_finite
 from revcompile.runtime.synthesis import Synthesiser
+from revcompile.runtime.trace import Recorder
 from revcompile.runtime.transport import Channel, Message, Transport
 from revcompile.runtime.update import Updater
 from revcompile.schedule import Action, Op, Order
@@ -81,6 +82,8 @@ class Actor:
         self.refused: list[Exception] = []
         """Why micro-batches were lost in forward passes here."""
         self.measured: set[int] = set()
+        self.observer: Recorder | None = None
+        """Who notes when actions begin and end, if anybody."""
         self._bookmark: tuple[int, Sequence[Snapshot]] = (-1, ())
 
     @property
@@ -95,7 +98,12 @@ class Actor:
 
     def perform(self, action: Action) -> bool:
         """Do it; False if it has to wait for somebody."""
+        observer = self.observer
+        if observer is not None:
+            observer.begins(self.index, action)
         done: bool = getattr(self, _DOES[action.op])(action)
+        if observer is not None:
+            observer.ends(self.index, action, done)
         return done
 
     def forget(self, microbatch: int) -> None:
@@ -357,12 +365,16 @@ class Worker:
                     actor.transport.wait(f"stage {actor.index} at {actions[0]}")
         return rest
 
-    def finish(self, rest: Sequence[deque[Action]]) -> None:
-        """Everything else, last stage to first, until all is done."""
+    def finish(self, rest: Sequence[deque[Action]], ahead: bool = False) -> None:
+        """Everything else, last stage to first, until all is done.
+
+        `ahead`: first stage to last. What a stage sends back then finds its reader done with
+        what was sent before.
+        """
         waiting = list(zip(self.actors, rest, strict=True))
         while waiting:
             moved = False
-            for actor, actions in reversed(waiting):
+            for actor, actions in waiting if ahead else reversed(waiting):
                 while actions and actor.perform(actions[0]):
                     actions.popleft()
                     moved = True

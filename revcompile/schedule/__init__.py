@@ -15,6 +15,14 @@ ever, and says how busy each one is.
 from revcompile.schedule.action import Action, Op, Tie
 from revcompile.schedule.dryrun import Costs, ScheduleError, Span, Timeline, dry_run, throughput
 from revcompile.schedule.methods import METHODS, Keep, Method, Order, Weights, choose, delay, window
+from revcompile.schedule.plan import (
+    Wire,
+    busy_share,
+    hiding_alpha,
+    in_one_process,
+    period,
+    zero_bubble_period,
+)
 from revcompile.schedule.rounds import Schedule, actions
 
 __all__ = [
@@ -31,10 +39,16 @@ __all__ = [
     "Tie",
     "Timeline",
     "Weights",
+    "Wire",
     "actions",
+    "busy_share",
     "choose",
     "delay",
     "dry_run",
+    "hiding_alpha",
+    "in_one_process",
+    "period",
     "throughput",
     "window",
+    "zero_bubble_period",
 ]

@@ -1,0 +1,91 @@
+"""The command line: look at a model, draw it, plan for a cluster, train, measure.
+
+One file a subcommand, each with `add` (its options) and `run`. Whatever needs torch is imported
+when a subcommand runs, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final
+
+from revcompile.cli import bench, coverage, draw, inspect, plan, train
+from revcompile.errors import InputError, RevcompileError
+
+__all__ = ["main"]
+
+_COMMANDS: Final[dict[str, ModuleType]] = {
+    "inspect": inspect,
+    "coverage": coverage,
+    "draw": draw,
+    "plan": plan,
+    "train": train,
+    "bench": bench,
+}
+_EPILOG: Final = """\
+exit codes: 0 done; 1 the answer is no, or a run failed; 2 the command or its input is not usable;
+130 interrupted. Errors go to stderr, results to stdout.
+
+examples:
+  revcompile inspect resnet50 --stages 18
+  revcompile inspect resnet50 --stages 18 --explain layer3.0
+  revcompile coverage swin_tiny_patch4_window7_224
+  revcompile draw vit_base_patch16_224 --stages 8 --out net.html
+  revcompile plan resnet50 --devices 64 --link 100Gbps --batch 32
+  revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "train":
+        args.options = rest  # the example's own
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        code: int = _COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return code
+    except RevcompileError as error:
+        sys.stderr.write(f"revcompile {args.command}: {error}\n")
+        return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `revcompile ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="revcompile",
+        description="Compile residual models into reversible, pipelined ones, and look at them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in _COMMANDS.items():
+        text = module.__doc__ or ""
+        one = commands.add_parser(
+            name,
+            help=text.partition("\n")[0].rstrip("."),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        one.add_argument("--json", action="store_true", help="print the result as JSON")
+        module.add(one)
+    return parser
+
+
+def _version() -> str:
+    from revcompile import __version__
+
+    return f"revcompile {__version__}"

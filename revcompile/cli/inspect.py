@@ -1,0 +1,70 @@
+"""Show a model's stages: what each holds, sends, keeps, and why it is reversible or not.
+
+The model is built without weights, so that even large ones take no memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from revcompile.cli.models import add_model, add_stages, load, staged
+from revcompile.cli.output import say, say_json
+from revcompile.errors import InputError
+
+if TYPE_CHECKING:
+    from revcompile.staged import CompiledStage, StagedModel
+
+__all__ = ["add", "run"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    add_model(parser)
+    add_stages(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--explain", metavar="PATH", help="the story of one module")
+    what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")
+    what.add_argument("--program", type=int, metavar="STAGE", help="a stage's list of actions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, or one thing of it."""
+    net = staged(load(args), args)
+    if args.explain is not None:
+        story = net.explain(args.explain)
+        say_json(dataclasses.asdict(story)) if args.json else say(story)
+    elif args.code is not None:
+        code = _stage(net, args.code).code
+        say_json({"stage": args.code, "code": code}) if args.json else say(code)
+    elif args.program is not None:
+        actions = _stage(net, args.program).program
+        listed = {"stage": args.program, "actions": [str(action) for action in actions]}
+        say_json(listed) if args.json else say(actions)
+    elif args.json:
+        say_json(_facts(net, args.batch))
+    else:
+        say(net.summary(args.batch))
+    return 0
+
+
+def _stage(net: StagedModel, index: int) -> CompiledStage:
+    if not 0 <= index < net.num_stages:
+        raise InputError(f"stage {index}: there are stages 0 to {net.num_stages - 1}")
+    return net.stages[index]
+
+
+def _facts(net: StagedModel, batch: int | None) -> dict[str, object]:
+    rewired = net.partition.rewired
+    return {
+        "model": rewired.name,
+        "method": net.method.name,
+        "stages": [dataclasses.asdict(stage) for stage in net.facts(batch)],
+        "ties": [
+            {"owner": tie.owner, "holder": tie.holder, "parameters": list(names)}
+            for tie, names in net.partition.ties.items()
+        ],
+        "refusals": [dataclasses.asdict(refusal) for refusal in rewired.refusals],
+        "notes": list(rewired.notes),
+    }

@@ -1,0 +1,177 @@
+"""Models by name: timm's, torchvision's, or what a function of the user's own returns."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from revcompile.cli.units import count, shape
+from revcompile.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from revcompile.api import ReversibleModule
+    from revcompile.staged import StagedModel
+
+__all__ = ["Loaded", "add_model", "load", "rewired", "staged"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model and what to call it with; None where the model knows that itself."""
+
+    name: str
+    model: nn.Module
+    example: Any
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a timm or torchvision name (timm:NAME, torchvision:NAME to insist), or "
+        "package.module:factory, a function that returns a model or (model, example inputs)",
+    )
+    parser.add_argument(
+        "--input",
+        type=shape,
+        metavar="C,H,W",
+        help="shape of one sample (default: the model's own, 3,224,224 for torchvision)",
+    )
+    parser.add_argument(
+        "--policy", default="paper", help='how to rewire: "paper" (default) or "pretrained"'
+    )
+
+
+def add_stages(parser: argparse.ArgumentParser) -> None:
+    """The options that say how to cut it and how to train."""
+    parser.add_argument(
+        "--stages", type=count, required=True, metavar="N", help="how many stages to cut it into"
+    )
+    parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
+    parser.add_argument("--order", help='"half" the delay (the default) or "paper"')
+    parser.add_argument(
+        "--batch", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
+    )
+
+
+def load(args: argparse.Namespace, *, batch: int | None = None, device: str = "meta") -> Loaded:
+    """Build the model; to look at it the meta device will do, where it takes no memory."""
+    import torch
+
+    with torch.device(device):
+        model, example = _found(args.model)
+    name = args.model.rpartition(":")[2]
+    dims = args.input or _sample(model, args.model)
+    if example is None and dims is not None and (args.input or batch or not _is_timm(model)):
+        here = next((p.device for p in model.parameters()), torch.device(device))
+        example = torch.randn(batch or 2, *dims, device=here)
+    return Loaded(name, model, example)
+
+
+def rewired(loaded: Loaded, args: argparse.Namespace) -> ReversibleModule:
+    """The model as a reversible one, not cut."""
+    from revcompile.api import reversify
+
+    return reversify(loaded.model, loaded.example, policy=args.policy, check="off")
+
+
+def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
+    """The model cut into stages, with the method asked for as its own."""
+    from revcompile.api import petrafy
+    from revcompile.schedule import choose
+
+    net = petrafy(loaded.model, args.stages, loaded.example, policy=args.policy, check="off")
+    net.method = choose(args.method, order=args.order)
+    return net
+
+
+def _found(name: str) -> tuple[nn.Module, Any]:
+    source, colon, rest = name.partition(":")
+    if colon and source not in ("timm", "torchvision"):
+        return _made(source, rest)
+    wanted = rest if colon else name
+    for library, find in (("timm", _from_timm), ("torchvision", _from_torchvision)):
+        if not colon or source == library:
+            model = find(wanted)
+            if model is not None:
+                return model, None
+    raise InputError(_unknown(wanted))
+
+
+def _from_timm(name: str) -> nn.Module | None:
+    timm = _library("timm")
+    if timm is None or not timm.is_model(name):
+        return None
+    model: nn.Module = timm.create_model(name)
+    return model
+
+
+def _from_torchvision(name: str) -> nn.Module | None:
+    vision = _library("torchvision")
+    if vision is None or name not in vision.models.list_models():
+        return None
+    model: nn.Module = vision.models.get_model(name, weights=None)
+    return model
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _unknown(name: str) -> str:
+    timm, vision = _library("timm"), _library("torchvision")
+    if timm is None and vision is None:
+        return f"no model {name!r}: install timm or torchvision, or give package.module:factory"
+    known = [
+        *(timm.list_models() if timm else ()),
+        *(vision.models.list_models() if vision else ()),
+    ]
+    near = difflib.get_close_matches(name, known, 3)
+    hint = f"did you mean {', '.join(near)}?" if near else "give a timm or torchvision name"
+    return f"no model {name!r}; {hint} (your own: package.module:factory)"
+
+
+def _made(module: str, function: str) -> tuple[nn.Module, Any]:
+    from torch import nn
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{module}:{function} cannot be imported ({error}); expected package.module:factory, "
+            "seen from the folder the command is run in"
+        ) from error
+    made = found()
+    model, example = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{module}:{function}() returned {type(model).__name__}; expected a torch.nn.Module "
+            "or (module, example inputs)"
+        )
+    return model, example
+
+
+def _is_timm(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "default_cfg", None), dict)
+
+
+def _sample(model: nn.Module, name: str) -> tuple[int, ...] | None:
+    """The shape of a sample if the model or its library says so."""
+    if _is_timm(model):
+        return tuple(model.default_cfg["input_size"])  # type: ignore[index]
+    vision = type(model).__module__.startswith("torchvision.")
+    return (3, 224, 224) if vision else None

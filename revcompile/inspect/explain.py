@@ -1,0 +1,241 @@
+"""The story of a block: how it was found, by which rule it was rewired, and where it runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from torch import fx
+
+from revcompile.errors import InputError
+from revcompile.inspect.drawing.words import bytes_of, size
+from revcompile.inspect.stages import modules_of, short_range, work_of
+from revcompile.ir import (
+    PATH,
+    SOURCE,
+    Coupling,
+    Growth,
+    Opaque,
+    Residual,
+    ResidualKind,
+    Rewired,
+    TensorType,
+)
+from revcompile.program import Part, Partition, Piece, StageProgram
+from revcompile.schedule import Keep, delay, window
+
+__all__ = ["Explanation", "Story", "explain"]
+
+_OWN: Final = str(Path(__file__).parent.parent)
+_SHAPES: Final = {
+    ResidualKind.IDENTITY: "x + F(x), the shortcut being the block's input itself",
+    ResidualKind.POST_ACTIVATION: "act(x + F(x)), an identity shortcut with an activation behind",
+    ResidualKind.PROJECTED: "P(x) + F(x), a shortcut projected to another shape",
+    ResidualKind.PARALLEL: "x + F(x) + G(x), branches side by side on one input",
+}
+_GROWTHS: Final = {
+    Growth.TILE: "twice as wide, starting as [W, W]",
+    Growth.HALVE: "reads both streams, starting as [W/2, W/2]",
+    Growth.COPY: "a copy of its own",
+}
+
+
+@dataclass(frozen=True)
+class Story:
+    """What became of one piece of the model, told in lines."""
+
+    piece: str
+    stage: int
+    found: tuple[str, ...]
+    rewired: tuple[str, ...]
+    placed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [self.piece]
+        for title in ("found", "rewired", "placed"):
+            head, *more = getattr(self, title)
+            lines += [f"  {title:8} {head}", *(" " * 11 + line for line in more)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The stories of all pieces that a module has a part in; prints as text."""
+
+    path: str
+    stories: tuple[Story, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.stories))
+
+    __repr__ = __str__
+
+
+def explain(partition: Partition, programs: Sequence[StageProgram], path: str) -> Explanation:
+    """Tell what became of the module at a path, or of the piece of that name."""
+    stories = tuple(
+        _Teller(partition, program, part, place).story()
+        for part, program in zip(partition.parts, programs, strict=True)
+        for place, piece in enumerate(part.pieces)
+        if _concerns(piece, path)
+    )
+    if not stories:
+        raise InputError(_unknown(partition, path))
+    return Explanation(path, stories)
+
+
+def _concerns(piece: Piece, path: str) -> bool:
+    """Does the piece run code of the module, or is it named so?"""
+    return piece.name == path or any(_within(module, path) for module in modules_of(piece))
+
+
+def _within(path: str, outer: str) -> bool:
+    return f"{path}.".startswith(f"{outer}.")
+
+
+def _unknown(partition: Partition, path: str) -> str:
+    pieces = [piece for part in partition.parts for piece in part.pieces]
+    known = dict.fromkeys(piece.name for piece in pieces)
+    known |= dict.fromkeys(module for piece in pieces for module in modules_of(piece))
+    near = difflib.get_close_matches(path, list(known), 3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see print(net)"
+    return f"explain: no part of {partition.rewired.name} is called {path!r}; {hint}"
+
+
+class _Teller:
+    """One piece, and all there is to know about it."""
+
+    def __init__(self, partition: Partition, program: StageProgram, part: Part, place: int) -> None:
+        self.partition, self.program = partition, program
+        self.part, self.place = part, place
+        self.piece = part.pieces[place]
+        self.rewired: Rewired = partition.rewired
+        self.graph = _graph(self.piece)
+        self.block = self._block()
+
+    def story(self) -> Story:
+        return Story(
+            piece=self.piece.name,
+            stage=self.part.index,
+            found=tuple(self._found()),
+            rewired=tuple(self._rewired()),
+            placed=tuple(self._placed()),
+        )
+
+    def _block(self) -> Residual | None:
+        """The shortcut that the piece was made of; copies of nodes keep their names."""
+        names = {node.name for node in self.graph.nodes if node.op.startswith("call")}
+        for block in self.rewired.residuals:
+            if names & block.branch:
+                return block
+        return None
+
+    # -- found --------------------------------------------------------------------------------
+
+    def _found(self) -> Iterator[str]:
+        block = self.block
+        if block is None:
+            yield f"no shortcut that could be used: {self._reason()}"
+        else:
+            yield f"in {block.path or 'the top level'}: {_SHAPES[block.kind]}"
+            yield f"F = {self._layers(block.branch)}"
+            if block.shortcut:
+                yield f"P = {self._layers(block.shortcut)}"
+            if block.sides:
+                yield f"F also reads {', '.join(block.sides)}"
+        called = (node for node in self.graph.nodes if node.op.startswith("call"))
+        sources = (str(node.meta.get(SOURCE) or _OWN) for node in called)
+        source = next((source for source in sources if not source.startswith(_OWN)), None)
+        if source is not None:
+            yield f"written at {source}"
+        for refusal in self.rewired.refusals:
+            if self._holds(refusal.node):
+                yield f"a sum at {refusal.path or 'the top level'} was refused: {refusal.reason}"
+
+    def _reason(self) -> str:
+        segment = self.piece.segment
+        return segment.reason if isinstance(segment, Opaque) else ""
+
+    def _holds(self, name: str) -> bool:
+        return any(node.name == name for node in self.graph.nodes)
+
+    def _layers(self, names: frozenset[str]) -> str:
+        """Module paths of nodes in the order they run, without what they have in common."""
+        nodes = [node for node in self.graph.nodes if node.name in names]
+        paths = dict.fromkeys(str(n.meta.get(PATH, "")) or n.name for n in nodes)
+        prefix = f"{self.block.path}." if self.block and self.block.path else ""
+        return " > ".join(path.removeprefix(prefix) for path in paths) or "(one operation)"
+
+    # -- rewired ------------------------------------------------------------------------------
+
+    def _rewired(self) -> Iterator[str]:
+        segment, block = self.piece.segment, self.block
+        if isinstance(segment, Coupling):
+            yield "reversible coupling: (a, b) -> (b, a + F(b)), back by (b, y) -> (y - F(b), b)"
+            if segment.kind is ResidualKind.POST_ACTIVATION:
+                yield "the activation behind the sum moved into F"
+            if segment.link is not None:
+                yield "both streams are rearranged first, and back in the inverse"
+        elif block is not None and block.kind is ResidualKind.PROJECTED:
+            yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
+            yield f"not reversible: {segment.reason}"
+        else:
+            yield f"left as it is, not reversible: {segment.reason}"
+        modules = modules_of(self.piece)
+        for name, (original, growth) in self.rewired.growths.items():
+            owner = name.rpartition(".")[0]
+            if any(_within(owner, module) for module in modules):
+                yield f"{name}: {_GROWTHS[growth]}" + (
+                    f", from {original}" if original != name else ""
+                )
+        for note in self.rewired.notes:
+            if any(note.startswith(f"{module}: ") for module in modules):
+                yield note
+
+    # -- placed -------------------------------------------------------------------------------
+
+    def _placed(self) -> Iterator[str]:
+        part, program = self.part, self.program
+        stages, method = program.stages, program.method
+        names = [piece.name for piece in part.pieces]
+        yield (
+            f"stage {part.index} of {stages} ({short_range(names)}), piece {self.place + 1} of "
+            f"{len(names)}"
+        )
+        if part.costs:
+            cost = part.costs[self.place]
+            all_work = sum(map(work_of, self.partition.parts)) or 1.0
+            share = (cost.forward + cost.backward) / all_work
+            yield f"{cost.parameters:,} parameters, {100 * share:.1f} % of the model's work"
+        yield f"reads {self._values(self.piece.inputs)}"
+        yield f"gives {self._values(self.piece.outputs)}"
+        late = delay(method, stages, part.index)
+        yield f"{self._keeps()}; its gradients are {late} update{'s' * (late != 1)} late"
+
+    def _values(self, names: Sequence[str]) -> str:
+        kinds = ((name, self.partition.types.get(name)) for name in names)
+        shown = [f"{name} {kind}" for name, kind in kinds if isinstance(kind, TensorType)]
+        return ", ".join(shown) or "sizes only"
+
+    def _keeps(self) -> str:
+        """What is kept between forward and backward for the unit the piece belongs to."""
+        program, name = self.program, self.piece.name
+        unit = next(unit for unit in program.units if name in unit.pieces)
+        flying = window(program.method, program.stages, self.part.index)
+        many = f"{flying} micro-batch{'es' * (flying != 1)} in flight"
+        if unit.keep is Keep.NOTHING:
+            return f"with {many} it keeps nothing: backward inverts it"
+        if unit.keep is Keep.GRAPH:
+            return f"with {many} its graph is kept"
+        kinds = (self.partition.types.get(name) for name in self.part.inputs)
+        read = sum(bytes_of(kind, None) for kind in kinds if isinstance(kind, TensorType))
+        whole = f" ({size(read)} each)" if len(program.units) == 1 else ""
+        return f"with {many} the input of {unit.name} is kept{whole}, and computed from again"
+
+
+def _graph(piece: Piece) -> fx.Graph:
+    segment = piece.segment
+    return segment.branch if isinstance(segment, Coupling) else segment.graph

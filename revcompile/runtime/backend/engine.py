@@ -1,0 +1,375 @@
+"""Rounds of a full pipeline at fixed places: entered from, and left to, the ordinary way.
+
+Once the pipeline is full every round has the same actions, so a round can be recorded once and
+repeated. Everything that outlives a round then lies in boxes: the micro-batch that enters, what
+stages keep, messages that wait, gathered gradients. `enter` moves what is in flight into the boxes,
+`leave` hands it back; all else (filling, draining, odd batches, checkpoints) knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import NonFiniteError
+from revcompile.runtime.backend.actors import RecordedActor
+from revcompile.runtime.backend.boxes import Box, Leaving, Post, Recycled, Ring, contents, fill_all
+from revcompile.runtime.backend.flags import Alarms
+from revcompile.runtime.backend.fuse import Fused
+from revcompile.runtime.backend.held import Held, held_by, in_flight, on_device
+from revcompile.runtime.backend.lanes import Lanes
+from revcompile.runtime.backend.recorders import CannotRecord, Keys, Recorder
+from revcompile.runtime.objective import Objective
+from revcompile.runtime.transport import Channel, InProcess, Message
+from revcompile.runtime.worker import Actor, Worker
+from revcompile.schedule import Action, Order, Schedule, window
+from revcompile.steps import mix
+
+__all__ = ["Engine", "Outcome"]
+
+Lists = Sequence[Sequence[Action]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round gives: safe from the rounds after it."""
+
+    loss: Tensor
+    output: Any
+
+
+class Engine:
+    """The rounds of one trainer, all stages in one process."""
+
+    def __init__(
+        self,
+        actors: Sequence[Actor],
+        objective: Objective,
+        schedule: Schedule,
+        recorder: Recorder,
+        *,
+        check_finite: bool = True,
+        fused: Fused | None = None,
+        alternate: bool = True,
+        overlap: bool = True,
+    ) -> None:
+        self._ordinary = list(actors)
+        self._recorder = recorder
+        self._check_finite, self._is_fused = check_finite, fused is not None
+        method, count = schedule.method, schedule.stages
+        self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
+        self._post = Post(count)
+        self._ahead = method.order is Order.CONTINUOUS
+        device = actors[0].stage._device()
+        beside = overlap and self._ahead and device.type == "cuda"
+        self._lanes = Lanes(device, count - 1) if beside else None
+        self._objective = copy.copy(objective)
+        self._objective.targets, self._objective.losses = {}, {}
+        self._objective.outputs, self._objective.check_finite = {}, False
+        self.actors = [
+            RecordedActor(
+                actor,
+                self._post,
+                self._objective if actor.objective is not None else None,
+                accumulate=schedule.accumulate,
+                check_finite=check_finite,
+                fused=fused,
+                lanes=self._lanes,
+            )
+            for actor in actors
+        ]
+        self._worker = Worker(self.actors)
+        waiting = [a - b for a, b in zip(self._windows, self._windows[1:], strict=False)]
+        self._waiting = waiting
+        """How many messages wait for each stage between rounds."""
+        self._alternates = alternate and self._ahead and set(waiting) <= {1}
+        self._period = math.lcm(1, *(n for n in waiting if n))
+        self._alarms = Alarms()
+        self._losses, self._outputs = Recycled(), Recycled()
+        self.active = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._inputs: Box | None = None
+        self._rings: dict[int, Ring] = {}
+        self._fresh: dict[Hashable, dict[int, Any]] = {}
+        """For every kind of round: where it leaves what stages keep of the newest micro-batch."""
+        self._leavings: dict[Hashable, Leaving] = {}
+        """For every kind of round that does so: where it leaves messages."""
+        self._left: Leaving | None = None
+        self._turn = 1
+        self._sums: dict[int, Box] = {}
+        self._result: Box | None = None
+        self._flags = torch.cat([actor.flag for actor in self.actors])
+        self._counts = torch.stack([actor.count for actor in self.actors])
+        self._settings: list[tuple[Any, ...]] = []
+        self._post.boxes.clear()
+
+    # -- coming and going ---------------------------------------------------------------------
+
+    def enter(self, schedule: Schedule, transport: InProcess, batch: Any, alike: int) -> bool:
+        """Move what is in flight into the boxes; False if the pipeline is not full of its like.
+
+        `alike`: how many micro-batches of this shape have entered last.
+        """
+        if not self._steady(schedule, alike) or not all(a.updater.started for a in self.actors):
+            return False
+        held = held_by(self._ordinary, transport, self._flags[:1] if self._check_finite else None)
+        if held is None:
+            return False
+        if not self._fits(held, batch) or self.is_outdated:
+            self.forget()
+            self._make_room(held, batch)
+        self._take(schedule, held)
+        transport.queues.clear()
+        return True
+
+    def _steady(self, schedule: Schedule, alike: int) -> bool:
+        lengths = [len(found) + 1 for found in schedule.outstanding]
+        return lengths == self._windows and alike >= max(lengths) - 1
+
+    def _fits(self, held: Held, batch: Any) -> bool:
+        if self._inputs is None or not self._inputs.fits(batch):
+            return False
+        return all(
+            self._rings[stage].due.fits(kept)
+            for stage, found in held.kept.items()
+            for kept in found.values()
+        ) and all(
+            self._post.box(key, message.index).fits(contents(message))
+            for key, messages in held.mail.items()
+            for message in messages
+        )
+
+    def _make_room(self, held: Held, batch: Any) -> None:
+        self._inputs = Box(on_device(self._flags.device, batch))
+        for stage, found in held.kept.items():
+            self._rings[stage] = Ring(next(iter(found.values())), self._windows[stage] - 1)
+        for key, messages in held.mail.items():
+            like = contents(messages[0])
+            self._post.boxes[key] = [Box(like) for _ in range(self._waiting[key[1]])]
+
+    def _take(self, schedule: Schedule, held: Held) -> None:
+        filled = [
+            (self._rings[stage].slot(microbatch), kept)
+            for stage, found in held.kept.items()
+            for microbatch, kept in found.items()
+        ]
+        for key, messages in held.mail.items():
+            filled += [(self._post.box(key, m.index), contents(m)) for m in messages]
+        for actor in self._ordinary:
+            if actor.stage.gradients:
+                self._sum_of(actor.index, actor.stage.gradients)
+                filled.append((self._sums[actor.index], actor.stage.gradients))
+        fill_all(filled)
+        self._counts.copy_(torch.tensor([float(actor.contributed) for actor in self._ordinary]))
+        for actor, mine in zip(self._ordinary, self.actors, strict=True):
+            actor.stage.in_flight.clear()
+            actor.stage.gradients, actor.contributed = {}, 0
+            mine.updater.enter()
+        self._settings = self._current()
+        self._left, self._turn = None, 0 if self._alternates else 1
+        self.active = True
+
+    def _sum_of(self, stage: int, gradients: Mapping[str, Tensor]) -> Box:
+        if stage not in self._sums or not self._sums[stage].fits(dict(gradients)):
+            self._sums[stage] = Box(dict(gradients))
+        return self._sums[stage]
+
+    def leave(self, schedule: Schedule, transport: InProcess) -> None:
+        """What is in flight goes back to the ordinary way; waits for the device."""
+        if not self.active:
+            return
+        counts = self._counts.tolist()
+        for actor, mine in zip(self._ordinary, self.actors, strict=True):
+            mine.updater.leave()
+            stage, index = actor.stage, actor.index
+            for microbatch in schedule.outstanding[index]:
+                kept = self._rings[index].slot(microbatch).value
+                stage.in_flight[microbatch] = in_flight(kept)
+            if schedule.accumulated[index]:
+                contributed = schedule.accumulated[index]
+                actor.contributed = int(counts[index]) if self._check_finite else contributed
+                stage.gradients = dict(self._sums[index].value) if actor.contributed else {}
+        for key in self._post.boxes:
+            indices = self._pending(schedule.outstanding, key)
+            for found in self._post.pending(key, indices, self._left):
+                void = found.bad is not None and bool(found.bad)
+                kept = Message(found.index, void=True) if void else replace(found, bad=None)
+                transport.send(*key, kept)
+        self.active = False
+
+    def _pending(
+        self, outstanding: Sequence[Sequence[int]], key: tuple[int, int, Channel]
+    ) -> Sequence[int]:
+        """The micro-batches whose gradients wait for a stage."""
+        return outstanding[key[1]][: self._waiting[key[1]]]
+
+    def forget(self) -> None:
+        """Nothing here is of use any more: shapes or tensors are others now."""
+        self.active = False
+        for actor in self.actors:
+            actor.updater.leave()
+        self._recorder.forget()
+        self._reset()
+
+    # -- rounds -------------------------------------------------------------------------------
+
+    def takes(self, schedule: Schedule, batch: Any) -> bool:
+        """Can the next round be run here, as things are?"""
+        fits = self._inputs is not None and self._inputs.fits(batch)
+        return self.active and fits and not self.is_outdated
+
+    @property
+    def is_outdated(self) -> bool:
+        """Has somebody changed optimizers' settings (but learning rates) since the last entry?"""
+        return bool(self._settings) and self._settings != self._current()
+
+    def _current(self) -> list[tuple[Any, ...]]:
+        return [actor.updater.settings() for actor in self.actors]
+
+    def step(self, schedule: Schedule, batch: Any) -> Outcome:
+        """The round in which this micro-batch enters. `CannotRecord`: nothing has happened."""
+        assert self._inputs is not None
+        entering, accumulated = schedule.injected, schedule.accumulated
+        due = {j: entering - w + 1 for j, w in enumerate(self._windows)}
+        outstanding = schedule.outstanding
+        kind = (accumulated, entering % self._period, self._turn)
+        trial = schedule if self._recorder.is_known(kind) else schedule.copy()
+        lists = trial.inject()
+        self._inputs.fill(batch)
+        for stage, ring in self._rings.items():
+            ring.lend(due[stage])
+        for actor in self.actors:
+            actor.casts.check()
+            actor.updater.prepare()
+
+        def body() -> None:
+            with self._tuned():
+                run()
+
+        def run() -> None:
+            self._install(entering, due, outstanding, accumulated)
+            self._worker.finish(self._worker.forward(lists), ahead=self._ahead)
+            if self._lanes is not None:
+                self._lanes.join()
+            self._collect(entering, kind)
+
+        try:
+            self._recorder.run(kind, body, self._keys(entering, due))
+        except CannotRecord:
+            self._clear()
+            raise
+        if trial is not schedule:
+            schedule.inject()
+            for actor in self.actors:
+                actor.casts.note()
+        for stage, kept in self._fresh[kind].items():
+            self._rings[stage].slot(entering).fill(kept)
+        if self._alternates:
+            self._left, self._turn = self._leavings.get(kind), 1 - self._turn
+        return self._finished(due, accumulated, schedule)
+
+    @contextmanager
+    def _tuned(self) -> Iterator[None]:
+        """Where rounds are compiled, convolutions are tried out too: shapes stay as they are."""
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = before or self._is_fused
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    def _finished(
+        self, due: Mapping[int, int], accumulated: Sequence[int], schedule: Schedule
+    ) -> Outcome:
+        for actor, gathered in zip(self.actors, accumulated, strict=True):
+            if gathered + 1 == schedule.accumulate:
+                actor.updater.advance()
+        if self._check_finite:
+            self._alarms.note(self._flags, due)
+        assert self._result is not None
+        loss, output = self._result.value
+        return Outcome(self._losses.copy(loss), self._outputs.copy(output))
+
+    def failures(self, everything: bool = False) -> list[NonFiniteError]:
+        """Bad micro-batches that have become known."""
+        return self._alarms.arrived(everything)
+
+    def _keys(self, entering: int, due: Mapping[int, int]) -> Keys:
+        return {
+            (actor.index, microbatch - entering): mix(actor.stage.seed, microbatch)
+            for actor in self.actors
+            for microbatch in (entering, due[actor.index])
+        }
+
+    def _install(
+        self,
+        entering: int,
+        due: Mapping[int, int],
+        outstanding: Sequence[Sequence[int]],
+        accumulated: Sequence[int],
+    ) -> None:
+        """Everything as an actor expects to find it."""
+        assert self._inputs is not None
+        values, target = self._inputs.value
+        self.actors[0].inputs[entering] = values
+        self._objective.targets[entering] = target
+        for index, actor in enumerate(self.actors):
+            stage = actor.stage
+            if index in self._rings:
+                stage.in_flight[due[index]] = in_flight(self._rings[index].due.value)
+            if accumulated[index]:
+                stage.gradients = dict(self._sums[index].value)
+            actor.count = self._counts[index]
+            actor.use(True)
+        for key in self._post.boxes:
+            waiting = self._post.pending(key, self._pending(outstanding, key), self._left)
+            self._post.queues[key] = deque(waiting)
+        self._post.leaving = self._leaving() if self._turn == 0 else None
+
+    def _leaving(self) -> Leaving:
+        assert self._inputs is not None
+        due = [tensor for ring in self._rings.values() for tensor in ring.due.tensors]
+        return Leaving([*due, *self._inputs.tensors])
+
+    def _collect(self, entering: int, kind: Hashable) -> None:
+        """What outlives the round goes where it is kept; nothing else is left behind."""
+        self._fresh[kind] = {}
+        if self._post.leaving is not None:
+            self._leavings[kind] = self._post.leaving
+        for index in self._rings:
+            self._fresh[kind][index] = self.actors[index].stage.in_flight[entering].kept
+        for index, actor in enumerate(self.actors):
+            if actor.stage.gradients:
+                self._sum_of(index, actor.stage.gradients).fill(actor.stage.gradients)
+        found = self._objective.losses[entering], self._objective.outputs[entering]
+        if self._result is None:
+            self._result = Box(found)
+        self._result.fill(found)
+        self._flags.copy_(torch.cat([actor.flag for actor in self.actors]))
+        self._counts.copy_(torch.stack([actor.count for actor in self.actors]))
+        self._clear()
+
+    def _clear(self) -> None:
+        objective = self._objective
+        for found in (objective.targets, objective.losses, objective.outputs, self._post.queues):
+            found.clear()
+        for actor in self.actors:
+            stage = actor.stage
+            stage.in_flight.clear()
+            stage.gradients = {}
+            actor.use(False)
+            actor.gradients, actor.contributed, actor.updater.bad = None, 0, None
+            actor.flag = self._flags[actor.index : actor.index + 1]
+            actor.count = self._counts[actor.index]
+            for mail in (actor.inputs, actor.outputs, actor.incoming, actor.outgoing):
+                mail.clear()

@@ -1,0 +1,390 @@
+"""Recorded rounds: the same training as action by action, whoever comes in between."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+from revcompile.errors import InputError, NonFiniteError, VerificationError
+from revcompile.runtime.backend import Backend, backend_of, fast
+from revcompile.runtime.backend.boxes import Box, Post, Recycled, fill_all
+from revcompile.runtime.backend.engine import Engine
+from revcompile.runtime.backend.flags import Statistics, judge
+from revcompile.runtime.backend.fuse import Fused
+from revcompile.runtime.backend.stretches import stretches
+from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.transport import Channel, Message
+from revcompile.staged import StagedModel
+from tests.training import (
+    SCHEDULES,
+    Batch,
+    Net,
+    adam,
+    batches,
+    fresh,
+    momentum,
+    same,
+    through_a_file,
+    weights,
+)
+
+FULL: Final = 8
+"""Steps after which rounds are recorded, with three stages in any order tested here."""
+
+
+class Loose(Net):
+    """Dropout, batch norms, couplings, opaque ends; nothing shared between stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].up = nn.Linear(6, 12)
+
+
+def even(count: int) -> list[Batch]:
+    """Micro-batches of one size."""
+    return [batch for batch in batches(2 * count) if len(batch[0]) == 4][:count]
+
+
+def odd() -> Batch:
+    """One with fewer samples."""
+    return next(batch for batch in batches(5) if len(batch[0]) == 3)
+
+
+def made(
+    backend: str, dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[StagedModel, Trainer]:
+    net = fresh(Loose, 3, dtype)
+    optimizer = settings.pop("optimizer", momentum)
+    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
+
+
+def is_active(trainer: Trainer) -> bool:
+    return trainer._fast is not None and trainer._fast.is_active
+
+
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "sgd": {},
+    "adam": {"optimizer": adam},
+    "accumulate": {"accumulate": 3},
+    "paper order": {"order": "paper"},
+    "in between": {"alpha": 1.5, "accumulate": 2},
+    "schedule": {"lr_schedule": SCHEDULES["cosine"]},
+    "clipped": {"clip_grad_norm": 0.1},
+    "unchecked": {"check_finite": False, "accumulate": 2},
+    "inputs kept": {"method": "dsp"},
+    "backprop": {"method": "backprop"},
+    "reversible": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_training_to_the_bit(name: str) -> None:
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend, **SETTINGS[name])
+        losses = [trainer.step(*batch).loss for batch in even(FULL + 6)]
+        assert is_active(trainer) == (backend == "recorded")
+        trainer.flush()
+        found.append((losses, weights(net)))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_odd_batch_goes_the_ordinary_way(accumulate: int) -> None:
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend, accumulate=accumulate)
+        data = even(3 * FULL)
+        active = []
+        for batch in [*data[:FULL], odd(), *data[FULL : FULL + 3], odd(), *data[FULL + 3 :]]:
+            trainer.step(*batch)
+            active.append(is_active(trainer))
+        if backend == "recorded":
+            assert [active[i] for i in (FULL - 1, FULL, FULL + 4, -1)] == [True, False, False, True]
+        found.append(weights(net))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("steps", [FULL, FULL + 1], ids=["in boxes", "left where computed"])
+def test_flush_in_the_middle(steps: int) -> None:
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend, accumulate=2)
+        for batch in even(steps):
+            trainer.step(*batch)
+        trainer.flush()
+        found.append(weights(net))
+        for batch in even(FULL):
+            trainer.step(*batch)
+        trainer.flush()
+        found.append(weights(net))
+    assert same(found[:2], found[2:])
+
+
+@pytest.mark.parametrize("source", ["eager", "recorded"])
+@pytest.mark.parametrize("target", ["eager", "recorded"])
+def test_checkpoints_do_not_know_the_backend(source: str, target: str) -> None:
+    data = even(3 * FULL)
+    straight, trainer = made("eager", optimizer=adam)
+    for batch in data:
+        trainer.step(*batch)
+    _, first = made(source, optimizer=adam)
+    for batch in data[: FULL + 1]:
+        first.step(*batch)
+    net, second = made(target, optimizer=adam)
+    for batch in even(FULL):  # full of something else before
+        second.step(*batch)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for batch in data[FULL + 1 :]:
+        first.step(*batch)
+        second.step(*batch)
+    assert is_active(second) == (target == "recorded")
+    trainer.flush(), first.flush(), second.flush()
+    assert same(weights(straight), weights(net))
+    assert same(weights(straight), {n: t.clone() for n, t in first.model.state_dict().items()})
+
+
+def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend)
+        for batch in even(FULL + 4):
+            trainer.step(*batch)
+        seen = trainer.evaluate(even(3)).loss
+        assert is_active(trainer) == (backend == "recorded")
+        for batch in even(5):
+            trainer.step(*batch)
+        found.append((seen, weights(net)))
+    assert same(*found)
+
+
+def test_somebody_who_watches_sees_every_action() -> None:
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend)
+        data = even(2 * FULL)
+        for batch in data[:FULL]:
+            trainer.step(*batch)
+        probe = trainer.watch()
+        for batch in data[FULL:]:
+            trainer.step(*batch)
+        assert probe.complete
+        found.append((str(probe.report), weights(net)))
+    assert same(*found)
+
+
+def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16)
+        data = [(x.float(), y) for x, y in even(2 * FULL)]
+        losses = [trainer.step(*batch).loss for batch in data[:FULL]]
+        with torch.no_grad():  # as whoever loads or averages weights does
+            net.model.head.weight.mul_(0.5)
+        losses += [trainer.step(*batch).loss for batch in data[FULL:]]
+        found.append((losses, weights(net)))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_bad_batch_is_left_out_everywhere(accumulate: int) -> None:
+    net, trainer = made("recorded", accumulate=accumulate)
+    reported = []
+    for index, (x, y) in enumerate(even(2 * FULL)):
+        try:
+            trainer.step(x * torch.inf if index == FULL + 2 else x, y)
+        except NonFiniteError as error:
+            reported.append((error.microbatch, error.stage))
+    trainer.flush()
+    assert reported == [(FULL + 2, 2)]
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
+
+
+def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
+    net, trainer = made("recorded")
+    for x, y in even(FULL):
+        trainer.step(x, y)
+    x, y = odd()
+    with pytest.raises(NonFiniteError, match=f"micro-batch {FULL}"):
+        trainer.step(torch.full_like(even(1)[0][0], torch.nan), even(1)[0][1])
+    before = weights(net)
+    trainer.step(x, y)
+    trainer.flush()
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
+    assert not same(before, weights(net))
+
+
+def test_settings_that_change_are_noticed() -> None:
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend)
+        for index, batch in enumerate(even(2 * FULL)):
+            if index == FULL + 3:
+                for actor in trainer.actors:
+                    actor.updater.optimizer.param_groups[0]["momentum"] = 0.5
+            trainer.step(*batch)
+        assert is_active(trainer) == (backend == "recorded")
+        found.append(weights(net))
+    assert same(*found)
+
+
+def test_settings_that_change_all_the_time_are_not_recorded() -> None:
+    cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100)
+    _, trainer = made("recorded", lr_schedule=cycle)
+    with pytest.warns(UserWarning, match="cycle_momentum=False"):
+        for batch in even(2 * FULL):
+            trainer.step(*batch)
+    assert not is_active(trainer)
+
+
+def test_what_a_step_returned_stays_as_it_was() -> None:
+    _, trainer = made("recorded")
+    held, read = [], []
+    for batch in even(2 * FULL):
+        metrics = trainer.step(*batch)
+        held.append((metrics.loss_tensor, metrics.output))
+        read.append((float(metrics.loss_tensor), metrics.output.clone()))
+    assert same([float(loss) for loss, _ in held], [loss for loss, _ in read])
+    assert same([output for _, output in held], [output for _, output in read])
+
+
+# -- which backend --------------------------------------------------------------------------------
+
+
+def test_backends_have_names() -> None:
+    assert backend_of("recorded") is Backend.RECORDED
+    with pytest.raises(InputError, match="did you mean 'cudagraphs'"):
+        backend_of("cudagraph")
+
+
+def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, trainer = made("auto")
+        for batch in even(FULL + 1):
+            trainer.step(*batch)
+    assert not is_active(trainer)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "why"),
+    [
+        ("cudagraphs", {}, "not on a CUDA device"),
+        ("recorded", {"optimizer": lambda p: torch.optim.RMSprop(p, lr=0.01)}, "RMSprop"),
+        ("recorded", {"method": "pipedream"}, "copies of its weights"),
+        ("recorded", {"method": "gpipe"}, "differ from each other"),
+        ("recorded", {"method": "ddg"}, "copies of its weights"),
+        ("recorded", {"accumulate": 17}, "at most 16"),
+    ],
+)
+def test_what_cannot_be_recorded_says_why(backend: str, settings: Any, why: str) -> None:
+    with pytest.warns(UserWarning, match=why):
+        _, trainer = made(backend, **settings)
+    trainer.step(*even(1)[0])
+
+
+def test_shared_parameters_are_not_recorded() -> None:
+    with pytest.warns(UserWarning, match="share parameters"):
+        fresh(Net).trainer(momentum, F.cross_entropy, backend="recorded")
+
+
+# -- compiled stretches ---------------------------------------------------------------------------
+
+
+def test_stretches_compute_what_programs_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = functools.partial(Engine, fused=Fused(lambda function: function))
+    found = []
+    for backend in ("eager", "recorded"):
+        if backend == "recorded":
+            monkeypatch.setattr(fast, "Engine", plain)
+        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16)
+        data = [(x.float(), y) for x, y in even(2 * FULL)]
+        found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
+    assert is_active(trainer)
+    assert same(*found)
+
+
+def test_blocks_of_one_shape_share_a_function() -> None:
+    net = fresh(Loose, 3)
+    found = [s for p in net._programs(net.method) for s in stretches(p.backward, net.model)]
+    ups = [s for s in found if any(path.endswith("up.weight") for path in s.reads)]
+    assert len(ups) == 4
+    assert len({stretch.shape for stretch in ups}) == 1
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_boxes_filled_from_each_other_swap() -> None:
+    a, b = Box(torch.zeros(2)), Box(torch.zeros(2))
+    a.fill(torch.ones(2)), b.fill(torch.full((2,), 2.0))
+    fill_all([(a, b.value), (b, a.value)])
+    assert same([a.value, b.value], [torch.full((2,), 2.0), torch.ones(2)])
+
+
+def test_a_message_never_overwrites_one_that_is_not_read() -> None:
+    post = Post(2)
+    post.boxes[1, 0, Channel.DY] = [Box(({}, {"g": torch.zeros(2)}, None))]
+    post.send(1, 0, Channel.DY, Message(0, {}, {"g": torch.ones(2)}))
+    with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
+        post.send(1, 0, Channel.DY, Message(1, {}, {"g": torch.ones(2)}))
+
+
+def test_copies_are_recycled_only_when_nobody_holds_them() -> None:
+    recycled = Recycled()
+    first = recycled.copy(torch.ones(3))
+    part = first[:1]
+    second = recycled.copy(torch.zeros(3))
+    assert first.data_ptr() != second.data_ptr()
+    place = first.data_ptr()
+    del first
+    assert recycled.copy(torch.zeros(3)).data_ptr() != place
+    del part
+    assert recycled.copy(torch.zeros(3)).data_ptr() == place
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_flags_see_what_is_not_finite(bad: float) -> None:
+    fine, broken = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.tensor([1.0, bad])]
+    assert [float(judge(g, torch.zeros(1))) for g in (fine, broken)] == [0.0, 1.0]
+    assert float(judge(fine, torch.ones(1))) == 1.0
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_statistics_go_back_if_the_flag_says_so(bad: float) -> None:
+    buffers: list[Tensor] = [torch.zeros(2), torch.zeros(3), torch.tensor(5)]
+    statistics = Statistics(buffers)
+    before = statistics.noted()
+    buffers[0].fill_(torch.nan), buffers[2].add_(1)
+    statistics.settle(before, torch.tensor([bad]))
+    assert bool(buffers[0].isnan().all()) == (not bad)
+    assert int(buffers[2]) == (5 if bad else 6)
+
+
+# -- buffers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "recorded"])
+def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
+    net, trainer = made(backend, dtype=torch.float32, buffers=torch.bfloat16)
+    plain, reference = made("eager", dtype=torch.float32)
+    for x, y in even(2 * FULL):
+        trainer.step(x.float(), y), reference.step(x.float(), y)
+    trainer.state_dict()  # nobody else has what is in flight
+    kept = [held.kept[0].dtype for held in trainer.actors[0].stage.in_flight.values()]
+    assert kept == 2 * [torch.bfloat16]
+    assert same(weights(net), weights(plain)) is False
+    for name, tensor in weights(plain).items():
+        assert torch.allclose(weights(net)[name].double(), tensor.double(), atol=0.02), name
+
+
+def test_buffers_have_a_precision_that_exists() -> None:
+    with pytest.raises(InputError, match=r"buffers=torch\.int8"):
+        made("eager", buffers=torch.int8)
