@@ -1,7 +1,8 @@
 """All stages on one device: milliseconds a micro-batch and memory, backends and orders in turn.
 
     python -m benchmarks.engine --model revnet18 --backends eager cudagraphs
-    python -m benchmarks.engine --model revnet50 --orders half paper --dtype bf16
+    python -m benchmarks.engine --model revnet50 --backends eager cudagraphs inductor
+    python -m benchmarks.engine --model revnet50 --orders half paper --buffers bf16
     python -m benchmarks.engine --device cpu --batch 4 --backends eager recorded
 
 Every variant trains the same weights on the same micro-batches with a full pipeline. Times are of
@@ -125,6 +126,7 @@ class Bench:
             order=row.order,
             autocast=torch.bfloat16 if self.options.dtype == "bf16" else None,
             backend=row.backend,
+            buffers=torch.bfloat16 if self.options.buffers == "bf16" else None,
         )
 
     def run(self) -> list[Row]:
@@ -213,6 +215,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--buffers", choices=("as they are", "bf16"), default="as they are")
     parser.add_argument("--backends", nargs="+", default=["eager", "cudagraphs"])
     parser.add_argument("--orders", nargs="+", default=["half"])
     parser.add_argument("--lr", type=float, default=1e-3)

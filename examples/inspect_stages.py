@@ -1,7 +1,7 @@
 """Look at what the compiler did: the table, one stage's code, the story of a block, drawings.
 
-    python examples/inspect_stages.py
-    python examples/inspect_stages.py --model vit_base_patch16_224 --stages 8 --block blocks.3
+python examples/inspect_stages.py
+python examples/inspect_stages.py --model vit_base_patch16_224 --stages 8 --block blocks.3
 """
 
 import argparse

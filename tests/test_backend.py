@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from revcompile.errors import InputError, NonFiniteError, VerificationError
-from revcompile.runtime.backend import Backend, backend_of, fast
+from revcompile.runtime.backend import Backend, backend_of, engine, fast
 from revcompile.runtime.backend.boxes import Box, Post, Recycled, fill_all
 from revcompile.runtime.backend.engine import Engine
 from revcompile.runtime.backend.flags import Statistics, judge
 from revcompile.runtime.backend.fuse import Fused
+from revcompile.runtime.backend.recorders import CannotRecord, Direct
 from revcompile.runtime.backend.stretches import stretches
 from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.transport import Channel, Message
@@ -288,6 +289,46 @@ def test_what_cannot_be_recorded_says_why(backend: str, settings: Any, why: str)
     with pytest.warns(UserWarning, match=why):
         _, trainer = made(backend, **settings)
     trainer.step(*even(1)[0])
+
+
+class Refusing(Direct):
+    """Records four rounds, and no more."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def run(self, kind: Any, body: Any, keys: Any) -> None:
+        self.rounds += 1
+        if self.rounds > 4:
+            raise CannotRecord("it waits for the device")
+        super().run(kind, body, keys)
+
+
+def test_what_turns_out_not_to_be_recordable_goes_on_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fast, "Direct", Refusing)
+    found = []
+    for backend in ("eager", "recorded"):
+        net, trainer = made(backend, accumulate=2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
+        assert [str(w.message).count("waits for the device") for w in told] == (
+            [1] if backend == "recorded" else []
+        )
+        found.append((losses, weights(net)))
+    assert same(*found)
+
+
+def test_without_room_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "missing_room", lambda held, device: f"{held.size} bytes missing")
+    _, trainer = made("recorded")
+    with pytest.warns(UserWarning, match=r"because \d+ bytes missing"):
+        losses = [trainer.step(*batch).loss for batch in even(FULL + 2)]
+    _, reference = made("eager")
+    assert losses == [reference.step(*batch).loss for batch in even(FULL + 2)]
+    assert not is_active(trainer)
 
 
 def test_shared_parameters_are_not_recorded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,9 +167,15 @@ class Trainer:
 
     def _recorder(self) -> Fast | None:
         """What runs the rounds of a full pipeline, if all its stages are here."""
-        if not isinstance(self.transport, InProcess):
-            return None
         backend, check = self.settings.backend, self.settings.check_finite
+        if not isinstance(self.transport, InProcess):
+            if backend not in (Backend.AUTO, Backend.EAGER):
+                warnings.warn(
+                    f"backend={backend.value!r}: stages on several ranks are run one action at a "
+                    "time; backend='eager' says that this is meant",
+                    stacklevel=4,
+                )
+            return None
         return Fast(backend, self.actors, self.objective, self.schedule, check_finite=check)
 
     def _is_here(self, stage: int) -> bool:

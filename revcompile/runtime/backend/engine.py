@@ -24,7 +24,7 @@ from revcompile.runtime.backend.actors import RecordedActor
 from revcompile.runtime.backend.boxes import Box, Leaving, Post, Recycled, Ring, contents, fill_all
 from revcompile.runtime.backend.flags import Alarms
 from revcompile.runtime.backend.fuse import Fused
-from revcompile.runtime.backend.held import Held, held_by, in_flight, on_device
+from revcompile.runtime.backend.held import Held, held_by, in_flight, missing_room, on_device
 from revcompile.runtime.backend.lanes import Lanes
 from revcompile.runtime.backend.recorders import CannotRecord, Keys, Recorder
 from revcompile.runtime.objective import Objective
@@ -118,7 +118,8 @@ class Engine:
     def enter(self, schedule: Schedule, transport: InProcess, batch: Any, alike: int) -> bool:
         """Move what is in flight into the boxes; False if the pipeline is not full of its like.
 
-        `alike`: how many micro-batches of this shape have entered last.
+        `alike`: how many micro-batches of this shape have entered last. `CannotRecord`: nothing
+        has happened.
         """
         if not self._steady(schedule, alike) or not all(a.updater.started for a in self.actors):
             return False
@@ -127,6 +128,8 @@ class Engine:
             return False
         if not self._fits(held, batch) or self.is_outdated:
             self.forget()
+            if why := missing_room(held, self._flags.device):
+                raise CannotRecord(why)
             self._make_room(held, batch)
         self._take(schedule, held)
         transport.queues.clear()

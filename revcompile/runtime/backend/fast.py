@@ -66,7 +66,7 @@ class Fast:
         warnings.warn(
             f"backend={self._backend.value!r}: rounds are run one action at a time, because {why}. "
             "backend='eager' says that this is meant",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def step(
@@ -92,11 +92,11 @@ class Fast:
                 "rates may; OneCycleLR takes cycle_momentum=False)"
             )
             return None
-        if not engine.active:
-            alike = self._alike if self._like is not None and self._like.fits(batch) else 0
-            if not allowed or not engine.enter(schedule, transport, batch, alike):
-                return None
         try:
+            if not engine.active:
+                alike = self._alike if self._like is not None and self._like.fits(batch) else 0
+                if not allowed or not engine.enter(schedule, transport, batch, alike):
+                    return None
             return engine.step(schedule, batch)
         except CannotRecord as error:
             engine.leave(schedule, transport)

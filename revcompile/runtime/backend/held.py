@@ -14,7 +14,7 @@ from revcompile.runtime.stage import InFlight
 from revcompile.runtime.transport import Channel, InProcess, Message
 from revcompile.runtime.worker import Actor
 
-__all__ = ["Held", "held_by", "in_flight", "on_device"]
+__all__ = ["Held", "held_by", "in_flight", "missing_room", "on_device"]
 
 
 @dataclass
@@ -23,6 +23,13 @@ class Held:
 
     kept: dict[int, dict[int, Any]]
     mail: dict[tuple[int, int, Channel], list[Message]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        messages = [(m.values, m.gradients) for found in self.mail.values() for m in found]
+        leaves = pytree.tree_leaves((self.kept, messages))
+        return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
 
 def held_by(actors: Sequence[Actor], transport: InProcess, flag: Tensor | None) -> Held | None:
@@ -44,6 +51,23 @@ def held_by(actors: Sequence[Actor], transport: InProcess, flag: Tensor | None) 
             marked = Message(message.index, message.values, message.gradients, bad=bad)
             found.mail.setdefault((source, target, channel), []).append(marked)
     return found
+
+
+def missing_room(held: Held, device: torch.device) -> str | None:
+    """Why recorded rounds would not fit into the device's memory; None if they do.
+
+    They hold copies of what is in flight, and what one round takes twice: while it is called, and
+    in the memory of its graph.
+    """
+    if device.type != "cuda":
+        return None
+    now = torch.cuda.memory_allocated(device)
+    transient = torch.cuda.max_memory_allocated(device) - now
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - now
+    need = held.size + 2 * transient
+    if need <= free:
+        return None
+    return f"they need about {need / 2**30:.1f} GiB more, but {free / 2**30:.1f} GiB are free"
 
 
 def on_device(device: torch.device, tree: Any) -> Any:
