@@ -29,7 +29,8 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.objective import Loss
 from revcompile.runtime.pipelining import StageModule, pipeline_stages
 from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.trainer import Settings, Trainer
+from revcompile.runtime.settings import Settings
+from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory
 from revcompile.schedule import Action, Costs, Method, actions, choose, delay, dry_run, window
 

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from revcompile.errors import InputError, NonFiniteError, VerificationError
 from revcompile.runtime.backend import Backend, backend_of, engine, fast
-from revcompile.runtime.backend.boxes import Box, Post, Recycled, fill_all
+from revcompile.runtime.backend.boxes import Box, Leaving, Post, Recycled, fill_all
 from revcompile.runtime.backend.engine import Engine
 from revcompile.runtime.backend.flags import Statistics, judge
 from revcompile.runtime.backend.fuse import Fused
@@ -129,8 +129,10 @@ def test_flush_in_the_middle(steps: int) -> None:
     assert same(found[:2], found[2:])
 
 
-@pytest.mark.parametrize("source", ["eager", "recorded"])
-@pytest.mark.parametrize("target", ["eager", "recorded"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("eager", "recorded"), ("recorded", "eager"), ("recorded", "recorded")],
+)
 def test_checkpoints_do_not_know_the_backend(source: str, target: str) -> None:
     data = even(3 * FULL)
     straight, trainer = made("eager", optimizer=adam)
@@ -234,6 +236,29 @@ def test_settings_that_change_are_noticed() -> None:
         assert is_active(trainer) == (backend == "recorded")
         found.append(weights(net))
     assert same(*found)
+
+
+class Forgetful(Direct):
+    """Counts how often everything recorded is void."""
+
+    forgotten = 0
+
+    def forget(self) -> None:
+        Forgetful.forgotten += 1
+
+
+def test_settings_that_change_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "Direct", Forgetful)
+    _, trainer = made("recorded")
+    for batch in even(FULL):
+        trainer.step(*batch)
+    before = Forgetful.forgotten
+    trainer.step(*even(1)[0])
+    assert Forgetful.forgotten == before
+    for actor in trainer.actors:
+        actor.updater.optimizer.param_groups[0]["momentum"] = 0.5
+    trainer.step(*even(1)[0])
+    assert Forgetful.forgotten == before + 1
 
 
 def test_settings_that_change_all_the_time_are_not_recorded() -> None:
@@ -340,7 +365,9 @@ def test_shared_parameters_are_not_recorded() -> None:
 
 
 def test_stretches_compute_what_programs_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = functools.partial(Engine, fused=Fused(lambda function: function))
+    def plain(*args: Any, **options: Any) -> Engine:
+        return Engine(*args, **{**options, "fused": Fused(lambda function: function)})
+
     found = []
     for backend in ("eager", "recorded"):
         if backend == "recorded":
@@ -376,6 +403,17 @@ def test_a_message_never_overwrites_one_that_is_not_read() -> None:
     post.send(1, 0, Channel.DY, Message(0, {}, {"g": torch.ones(2)}))
     with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
         post.send(1, 0, Channel.DY, Message(1, {}, {"g": torch.ones(2)}))
+
+
+def test_messages_that_stay_hold_nothing_borrowed() -> None:
+    key, borrowed, own = (1, 0, Channel.DY), torch.zeros(2), torch.zeros(2)
+    message = Message(0, {"a": borrowed[:1], "b": own}, {"g": own.bfloat16()})
+    like = Box(({"a": torch.zeros(1), "b": own}, {"g": own}, None))
+    left = Leaving([borrowed]).note(key, message, like)
+    borrowed.fill_(7)
+    assert same(left.values, {"a": torch.zeros(1), "b": own})
+    assert left.values["b"] is own
+    assert left.gradients["g"].dtype == torch.float32
 
 
 def test_copies_are_recycled_only_when_nobody_holds_them() -> None:

@@ -13,7 +13,8 @@ import revcompile
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.trainer import Trainer
 from revcompile.staged import StagedModel
-from tests.training import SCHEDULES, Net, adam, batches, fresh, momentum, weights
+from tests.test_backend import Loose, even
+from tests.training import SCHEDULES, adam, fresh, momentum, weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,23 +24,11 @@ pytestmark = [
 ]
 
 
-class Loose(Net):
-    """Dropout, batch norms, couplings, opaque ends; nothing shared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[3].up = nn.Linear(6, 12)
-
-
 def net_and_trainer(backend: str, **settings: Any) -> tuple[StagedModel, Trainer]:
     net = fresh(Loose)
     net.model.cuda()
     optimizer = settings.pop("optimizer", momentum)
     return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
-
-
-def even(count: int) -> list[tuple[Tensor, Tensor]]:
-    return [batch for batch in batches(2 * count) if len(batch[0]) == 4][:count]
 
 
 def trained(backend: str, **settings: Any) -> tuple[list[float], dict[str, Tensor], Trainer]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError, RevcompileError
-from revcompile.ir import TensorType
 from revcompile.program import Partition, StageProgram
+from revcompile.runtime.assembly import make_actor
 from revcompile.runtime.attempt import Attempt
 from revcompile.runtime.backend import Backend, Fast
 from revcompile.runtime.checkpoint import (
@@ -28,96 +26,25 @@ from revcompile.runtime.checkpoint import (
 )
 from revcompile.runtime.data import Unread, same_order
 from revcompile.runtime.diagnostics import Probe
+from revcompile.runtime.evaluating import evaluating
+from revcompile.runtime.inputs import Intake, batch_pair, called_with
+from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss, Objective, described
-from revcompile.runtime.reversible import Reversible, bind
+from revcompile.runtime.reversible import Reversible
+from revcompile.runtime.settings import Settings
 from revcompile.runtime.shipping.names import located
-from revcompile.runtime.stage import Stage
 from revcompile.runtime.state import load_trainer, referenced, save_trainer
-from revcompile.runtime.synthesis import Synthesiser
 from revcompile.runtime.trace import Trace
 from revcompile.runtime.transport import InProcess
-from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
+from revcompile.runtime.update import OptimizerFactory
 from revcompile.runtime.worker import Actor, Worker
-from revcompile.schedule import Order, Schedule, delay
+from revcompile.schedule import Schedule, delay
 from revcompile.steps import mix
 from revcompile.tree import device_of_model
 
 Batch = TypeVar("Batch")
 
-__all__ = ["Evaluation", "Metric", "Metrics", "Settings", "Trainer", "batch_pair"]
-
-
-class Metric(Protocol):
-    """A mean over a batch, from the model's output and the target."""
-
-    def __call__(self, output: Any, target: Any, /) -> float | Tensor:
-        """The mean."""
-        ...
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to train: what `net.trainer(...)` takes besides optimizer and loss."""
-
-    accumulate: int = 1
-    lr_schedule: ScheduleFactory | None = None
-    param_groups: ParamGroups | None = None
-    autocast: torch.dtype | None = None
-    clip_grad_norm: float | None = None
-    seed: int = 0
-    check_finite: bool = True
-    measure_every: int | None = None
-    backend: Backend = Backend.AUTO
-    buffers: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise InputError(f"accumulate={self.accumulate}; an update needs at least 1")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise InputError(f"clip_grad_norm={self.clip_grad_norm}; use a positive norm or None")
-        if self.autocast not in (None, torch.bfloat16):
-            raise InputError(
-                f"autocast={self.autocast}; use torch.bfloat16 or None (float16 needs loss "
-                "scaling, which delayed gradients do not survive)"
-            )
-        if self.buffers not in (None, torch.bfloat16, torch.float16):
-            raise InputError(
-                f"buffers={self.buffers}; use torch.bfloat16, torch.float16 or None (as they are)"
-            )
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """What has reached the last stage by now.
-
-    `loss` waits for the device the first time it is read.
-    """
-
-    microbatch: int
-    samples: int
-    delays: tuple[int, ...]
-    updates: tuple[int, ...]
-    lr: float | None
-    throughput: float
-    """Samples a second, since the trainer was made or last asked to count anew."""
-    loss_tensor: Tensor | None = field(default=None, repr=False)
-    output: Any = field(default=None, repr=False)
-    reconstruction: Mapping[int, float] = field(default_factory=dict)
-    """Relative error of each stage's rebuilt input, when measured in this step."""
-
-    @property
-    def loss(self) -> float:
-        """The micro-batch's loss."""
-        return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Means over all samples of a loader."""
-
-    loss: float
-    samples: int
-    metrics: Mapping[str, float]
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -147,9 +74,11 @@ class Trainer:
         self.schedule = Schedule(method, stages, settings.accumulate, partition.ties)
         self.delays = tuple(delay(method, stages, j, settings.accumulate) for j in range(stages))
         self.transport = self._connect()
+        self.intake = Intake(partition, self._home())
         self.objective = Objective(partition.rewired, loss, settings.autocast, stages - 1)
         self.objective.check_finite = settings.check_finite
-        self.actors = [self._actor(p, optimizer) for p in programs if self._is_here(p.index)]
+        here = [program for program in programs if self._is_here(program.index)]
+        self.actors = [self._actor(program, optimizer) for program in here]
         self.worker = Worker(self.actors)
         self.probes: list[Probe] = []
         for actor in self.actors:
@@ -164,6 +93,10 @@ class Trainer:
     def _connect(self) -> Any:
         """What carries messages between the stages."""
         return InProcess(len(self.programs))
+
+    def _home(self) -> torch.device:
+        """Where this process's stages compute."""
+        return device_of_model(self.model)
 
     def _recorder(self) -> Fast | None:
         """What runs the rounds of a full pipeline, if all its stages are here."""
@@ -183,41 +116,16 @@ class Trainer:
         return True
 
     def _actor(self, program: StageProgram, optimizer: OptimizerFactory) -> Actor:
-        settings, index = self.settings, program.index
-        ties = self.partition.ties
-        held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
-        owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
-        replicas = [name for names in held.values() for name in names]
-        stage = Stage(
+        is_last = program.index == len(self.programs) - 1
+        return make_actor(
             program,
             self.model,
-            seed=self.stage_seed,
-            autocast=settings.autocast,
-            replicas=replicas,
-            check_finite=settings.check_finite,
-            buffers=settings.buffers,
-        )
-        own = {n: p for n, p in stage.parameters.items() if n not in replicas}
-        updater = Updater(
-            f"stage {index}",
-            own,
+            self.partition.ties,
             optimizer,
-            groups=settings.param_groups,
-            lr_schedule=settings.lr_schedule,
-        )
-        is_last = index == len(self.programs) - 1
-        synthesiser = None
-        if program.method.order is Order.SYNTHETIC and not is_last:
-            synthesiser = Synthesiser(index, program.outputs, optimizer, stage._device())
-        return Actor(
-            stage,
-            updater,
+            self.settings,
             self.transport,
+            seed=self.stage_seed,
             objective=self.objective if is_last else None,
-            synthesiser=synthesiser,
-            clip_grad_norm=settings.clip_grad_norm,
-            held=held,
-            owned=owned,
             guarded=self.guarded,
         )
 
@@ -232,11 +140,11 @@ class Trainer:
         self._usable()
         if (metrics := self._recorded(inputs, target)) is not None:
             return metrics
-        values = self._bound(inputs)
-        microbatch, samples = self.schedule.injected, self._size(values)
+        values = self.intake.taken(inputs)
+        microbatch, samples = self.schedule.injected, self.intake.samples(values)
         attempt = Attempt(self.schedule, self.actors, self.transport, self.objective)
         self.actors[0].inputs[microbatch] = values
-        self.objective.targets[microbatch] = self._moved(target)
+        self.objective.targets[microbatch] = self.intake.moved(target)
         for probe in self.probes:
             probe.fed(microbatch, values, self.objective.targets[microbatch])
         self._measure(microbatch)
@@ -264,9 +172,7 @@ class Trainer:
         """The step as a recorded round; None if it has to be taken action by action."""
         if self._fast is None or not self._fast.is_on:
             return None
-        args, kwargs = _call(inputs)
-        rewired, microbatch = self.partition.rewired, self.schedule.injected
-        values = bind(rewired.signature, rewired.name, args, kwargs)
+        values, microbatch = self.intake.bound(inputs), self.schedule.injected
         every = self.settings.measure_every
         watched = bool(self.probes or self._trace)
         watched |= every is not None and microbatch % every == 0
@@ -281,7 +187,7 @@ class Trainer:
         self._fast.saw((values, target))
         self.objective.losses[microbatch] = outcome.loss
         self.objective.outputs[microbatch] = outcome.output
-        samples = self._size(values)
+        samples = self.intake.samples(values)
         self._samples += samples
         self.metrics = self._metrics(microbatch, samples)
         self._raise_failures()
@@ -351,31 +257,6 @@ class Trainer:
                 "and load its last state_dict"
             )
 
-    # -- inputs -------------------------------------------------------------------------------
-
-    def _bound(self, inputs: Any) -> dict[str, Any]:
-        args, kwargs = _call(inputs)
-        return bind(
-            self.partition.rewired.signature,
-            self.partition.rewired.name,
-            self._moved(args),
-            self._moved(kwargs),
-        )
-
-    def _size(self, values: Mapping[str, Any]) -> int:
-        """How many samples the model's inputs hold: the dimension that grows with the batch."""
-        for name, value in values.items():
-            kind = self.partition.types.get(name)
-            if isinstance(kind, TensorType) and len(kind.shape) == value.dim():
-                for step, size in zip(kind.per_sample, value.shape, strict=True):
-                    if step:
-                        return int(size) // step
-        return next((len(value) for value in values.values() if value.dim()), 1)
-
-    def _moved(self, tree: Any) -> Any:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
-
     # -- looking ------------------------------------------------------------------------------
 
     def evaluate(
@@ -385,42 +266,19 @@ class Trainer:
 
         Training goes on afterwards as if nothing had happened.
         """
-        sums: dict[str, float] = {"loss": 0.0, **dict.fromkeys(metrics or {}, 0.0)}
-        samples = 0
+        found = Means(metrics)
         with self._evaluating():
             for number, batch in enumerate(loader):
-                inputs, target = batch_pair(batch)
-                args, kwargs = _call(self._moved(inputs))
-                target = self._moved(target)
+                inputs, target = self.intake.moved(batch_pair(batch))
+                args, kwargs = called_with(inputs)
                 output = self.model(*args, **kwargs)
-                size = self._size(self._bound(inputs))
                 loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
-                sums["loss"] += float(loss) * size
-                for name, metric in (metrics or {}).items():
-                    sums[name] += float(metric(output, target)) * size
-                samples += size
-        if not samples:
-            raise InputError("trainer.evaluate: the loader is empty")
-        means = {name: total / samples for name, total in sums.items()}
-        return Evaluation(means.pop("loss"), samples, means)
+                samples = self.intake.samples(self.intake.bound(inputs))
+                found.add(loss, output, target, samples)
+        return found.evaluation()
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modes = {module: module.training for module in self.model.modules()}
-        devices = {p.device for p in self.model.parameters() if p.is_cuda}
-        kind = next(iter(devices)).type if devices else "cpu"
-        autocast = self.settings.autocast
-        self.model.eval()
-        try:
-            with (
-                torch.random.fork_rng(list(devices)),
-                torch.no_grad(),
-                torch.autocast(kind, autocast, enabled=autocast is not None),
-            ):
-                yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+    def _evaluating(self) -> AbstractContextManager[None]:
+        return evaluating(self.model, self.settings.autocast)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -598,20 +456,3 @@ class Trainer:
             self.save(folder, keep=keep, drain=drain or graphs)
 
         return until_signal(loader, save)
-
-
-def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (inputs,), {}
-
-
-def batch_pair(batch: Any) -> tuple[Any, Any]:
-    """Inputs and target, from what a loader yields."""
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise InputError(
-        f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"
-    )

@@ -31,16 +31,12 @@ from revcompile.runtime.distributed.share import deal, last_device
 from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
 from revcompile.runtime.distributed.weights import check_buffers
+from revcompile.runtime.inputs import batch_pair
+from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss
 from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.trainer import (
-    Evaluation,
-    Metric,
-    Metrics,
-    Settings,
-    Trainer,
-    batch_pair,
-)
+from revcompile.runtime.settings import Settings
+from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.update import OptimizerFactory
 
 __all__ = ["DistributedTrainer"]
@@ -123,6 +119,9 @@ class DistributedTrainer(Trainer):
     def _connect(self) -> Distributed:
         return Distributed(self.ranks, self._links, self.timeout)
 
+    def _home(self) -> torch.device:
+        return self.device
+
     def _is_here(self, stage: int) -> bool:
         return stage in self.ranks.stages
 
@@ -134,7 +133,7 @@ class DistributedTrainer(Trainer):
         microbatch = self.schedule.injected
         values = self._accepted(inputs)
         if self.is_last:
-            self.objective.targets[microbatch] = self._moved(target)
+            self.objective.targets[microbatch] = self.intake.moved(target)
         if self.is_first:
             self.actors[0].inputs[microbatch] = values
         self._measure(microbatch)
@@ -142,7 +141,9 @@ class DistributedTrainer(Trainer):
         self._finish(rest)
         self.objective.targets.pop(microbatch, None)
         self.transport.completed = microbatch
-        samples = self._size(values) if values is not None else self._output_size(microbatch)
+        samples = (
+            self.intake.samples(values) if values is not None else self._output_size(microbatch)
+        )
         self._samples += samples
         self.metrics = self._reported(self._metrics(microbatch, samples))
         self._traced()
@@ -154,7 +155,7 @@ class DistributedTrainer(Trainer):
         if not self.is_first:
             return None
         try:
-            return self._bound(inputs)
+            return self.intake.taken(inputs)
         except Exception as error:
             self.actors[0].refused.append(error)
             return None
@@ -191,7 +192,7 @@ class DistributedTrainer(Trainer):
         result = self.partition.rewired.body.result
         pairs = zip(result, leaves, strict=True)
         found = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
-        return self._size(found)
+        return self.intake.samples(found)
 
     # -- where things are ---------------------------------------------------------------------
 
@@ -218,9 +219,6 @@ class DistributedTrainer(Trainer):
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's current parameters under their original names."""
         return {name: p for name, p in super().parameters().items() if not p.is_meta}
-
-    def _moved(self, tree: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), tree)
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -261,50 +259,39 @@ class DistributedTrainer(Trainer):
             )
         self._usable()
         self._settle_ties()
-        names = ("loss", *(metrics or {}))
-        sums, samples = dict.fromkeys(names, 0.0), 0
-        targets = (self._moved(batch_pair(batch)[1]) for batch in loader or ())
+        means = Means(metrics)
+        targets = (self.intake.moved(batch_pair(batch)[1]) for batch in loader or ())
 
         def sink(number: int, outputs: Mapping[str, Any]) -> None:
-            nonlocal samples
-            size, output = self._size(outputs), self.objective.assembled(outputs)
-            target = next(targets)
+            output, target = self.objective.assembled(outputs), next(targets)
             loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
-            sums["loss"] += float(loss) * size
-            for name, metric in (metrics or {}).items():
-                sums[name] += float(metric(output, target)) * size
-            samples += size
+            means.add(loss, output, target, self.intake.samples(outputs))
 
         passing = Passing(
             self.actors, self.transport, len(self.programs) - 1, self._inputs(loader), sink
         )
         with self._evaluating(), self._stopping():
             passing.run()
-        return self._agreed(passing.error, sums, samples)
+        return self._agreed(passing.error, means, Means(metrics))
 
     def _inputs(self, loader: Iterable[Any] | None) -> Iterator[Mapping[str, Any]]:
         for batch in loader or ():
-            yield self._bound(batch_pair(batch)[0])
+            yield self.intake.taken(batch_pair(batch)[0])
 
     def _settle_ties(self) -> None:
         """Tied weights that are on their way arrive now instead of in the next round."""
         self._finish(self.worker.own(self.schedule.settle()))
 
-    def _agreed(
-        self, error: Exception | None, sums: Mapping[str, float], samples: int
-    ) -> Evaluation:
+    def _agreed(self, error: Exception | None, mine: Means, together: Means) -> Evaluation:
         text = None if error is None else f"{type(error).__name__}: {error}"
         with self.transport.together():
-            found = gather_plain([text, dict(sums), samples], self.ranks.control)
-        for rank, (problem, _, _) in enumerate(found):
+            found = gather_plain([text, mine.sums, mine.samples], self.ranks.control)
+        for rank, (problem, sums, samples) in enumerate(found):
             if problem is not None:
                 who = self.ranks.named(rank)
                 raise InputError(f"trainer.evaluate, {who}: {problem}") from error
-        count = sum(n for _, _, n in found)
-        if not count:
-            raise InputError("trainer.evaluate: the loader is empty")
-        means = {name: sum(s[name] for _, s, _ in found) / count for name in sums}
-        return Evaluation(means.pop("loss"), count, means)
+            together.join(sums, samples)
+        return together.evaluation()
 
     def watch(self) -> Probe:
         """Not across ranks: a probe compares with the whole model."""

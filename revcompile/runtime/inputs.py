@@ -1,0 +1,67 @@
+"""What a trainer is fed: bound to the model's signature, moved to its device, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.ir import TensorType
+from revcompile.program import Partition
+from revcompile.runtime.objective import described
+from revcompile.runtime.reversible import bind
+
+__all__ = ["Intake", "batch_pair", "called_with"]
+
+
+class Intake:
+    """Micro-batches for the model of a partition, on one device."""
+
+    def __init__(self, partition: Partition, device: torch.device) -> None:
+        self._partition, self.device = partition, device
+
+    def bound(self, inputs: Any) -> dict[str, Any]:
+        """Inputs by the names of the model's arguments, where they are."""
+        args, kwargs = called_with(inputs)
+        rewired = self._partition.rewired
+        return bind(rewired.signature, rewired.name, args, kwargs)
+
+    def taken(self, inputs: Any) -> dict[str, Any]:
+        """Inputs by the names of the model's arguments, on its device."""
+        return self.bound(self.moved(inputs))
+
+    def moved(self, tree: Any) -> Any:
+        """Nested values with their tensors on the device."""
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), tree)
+
+    def samples(self, values: Mapping[str, Any]) -> int:
+        """How many samples values hold: along the dimension that grows with the batch."""
+        for name, value in values.items():
+            kind = self._partition.types.get(name)
+            if isinstance(kind, TensorType) and len(kind.shape) == value.dim():
+                for step, size in zip(kind.per_sample, value.shape, strict=True):
+                    if step:
+                        return int(size) // step
+        return next((len(value) for value in values.values() if value.dim()), 1)
+
+
+def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, from a tensor, a tuple or a dict."""
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs,), {}
+
+
+def batch_pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and target, from what a loader yields."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InputError(
+        f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"
+    )

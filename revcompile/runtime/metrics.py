@@ -1,0 +1,84 @@
+"""What training and evaluation report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from revcompile.errors import InputError
+
+__all__ = ["Evaluation", "Means", "Metric", "Metrics"]
+
+
+class Metric(Protocol):
+    """A mean over a batch, from the model's output and the target."""
+
+    def __call__(self, output: Any, target: Any, /) -> float | Tensor:
+        """The mean."""
+        ...
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What has reached the last stage by now.
+
+    `loss` waits for the device the first time it is read.
+    """
+
+    microbatch: int
+    samples: int
+    delays: tuple[int, ...]
+    updates: tuple[int, ...]
+    lr: float | None
+    throughput: float
+    """Samples a second, since the trainer was made or last asked to count anew."""
+    loss_tensor: Tensor | None = field(default=None, repr=False)
+    output: Any = field(default=None, repr=False)
+    reconstruction: Mapping[int, float] = field(default_factory=dict)
+    """Relative error of each stage's rebuilt input, when measured in this step."""
+
+    @property
+    def loss(self) -> float:
+        """The micro-batch's loss."""
+        return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over all samples of a loader."""
+
+    loss: float
+    samples: int
+    metrics: Mapping[str, float]
+
+
+class Means:
+    """Loss and metrics of batches of different sizes, on their way to an `Evaluation`."""
+
+    def __init__(self, metrics: Mapping[str, Metric] | None) -> None:
+        self._metrics = dict(metrics or {})
+        self.sums: dict[str, float] = {"loss": 0.0, **dict.fromkeys(self._metrics, 0.0)}
+        self.samples = 0
+
+    def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
+        """One batch."""
+        self.sums["loss"] += float(loss) * samples
+        for name, metric in self._metrics.items():
+            self.sums[name] += float(metric(output, target)) * samples
+        self.samples += samples
+
+    def join(self, sums: Mapping[str, float], samples: int) -> None:
+        """Another process's batches."""
+        for name in self.sums:
+            self.sums[name] += sums[name]
+        self.samples += samples
+
+    def evaluation(self) -> Evaluation:
+        """The means over all samples."""
+        if not self.samples:
+            raise InputError("trainer.evaluate: the loader is empty")
+        means = {name: total / self.samples for name, total in self.sums.items()}
+        return Evaluation(means.pop("loss"), self.samples, means)
