@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         order=args.order,
         accumulate=args.accumulate,
         autocast=torch.bfloat16 if args.autocast else None,
+        backend=args.backend,
         seed=args.seed,
     )
     report = Report(args.out, args.epochs * steps, vars(args), shown=is_reporter(trainer))
@@ -174,6 +175,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=5e-4)
     add("--autocast", action="store_true", help="compute branches in bfloat16")
     add("--channels-last", action="store_true")
+    add("--backend", default="auto", help="auto, eager, cudagraphs or inductor")
     add("--seed", type=int, default=0)
     add = parser.add_argument_group("run").add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

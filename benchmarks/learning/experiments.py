@@ -27,6 +27,7 @@ class Experiment:
     optimizer: str = "sgd"
     schedule: str = "steps"
     weight_decay: float = 5e-4
+    backend: str = "auto"
     recipe: str = ""
     """What is done about delay, by stage: see `run.HELPS`."""
     watch: int = 0

@@ -101,6 +101,7 @@ class Staged:
             lr_schedule=self._schedule(recipe),
             param_groups=self._groups(recipe),
             autocast=torch.bfloat16 if device.type == "cuda" else None,
+            backend=experiment.backend,
             seed=experiment.seed,
         )
 
