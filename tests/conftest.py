@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from revcompile import ops
+
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
@@ -28,3 +30,10 @@ def torch_settings(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch.set_default_dtype(dtype)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def statistics_move_again() -> Iterator[None]:
+    """What a test has frozen others would find frozen."""
+    yield
+    assert not ops.statistics_frozen

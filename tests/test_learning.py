@@ -12,6 +12,7 @@ from PIL import Image
 
 from benchmarks.learning.cifar import Cifar, load
 from benchmarks.learning.experiments import TABLES, Experiment
+from benchmarks.learning.results import gather
 from benchmarks.learning.run import OutOfTime, run
 
 
@@ -67,3 +68,12 @@ def test_experiments_of_a_table_have_names_of_their_own() -> None:
         experiments = list(table(2, 3))
         assert len({e.name for e in experiments}) == len(experiments), name
         assert all(e.method == "plain" or e.chosen for e in experiments)
+
+
+def test_results_of_another_machine_count(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text('{"a": {"name": "a", "log": []}}')
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "result.json").write_text('{"name": "b", "log": []}')
+    assert gather(tmp_path).keys() == {"a", "b"}
+    (tmp_path / "b" / "result.json").unlink()
+    assert gather(tmp_path).keys() == {"a", "b"}

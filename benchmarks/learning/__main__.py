@@ -4,15 +4,17 @@
     python -m benchmarks.learning orders --out out/orders --show
 
 The first command trains whatever of the table has no result yet; stopped (or out of `--minutes`)
-and given again it goes on from the last checkpoints. The second prints the results and draws the
-curves. Tables: orders (two orders of PETRA against backprop, by accumulation), ablation (PETRA's
-Table 4), helps (what to do about delay), watched (its Figures 5 and 6), transformer.
+and given again it goes on from the last checkpoints. `results.json` in the folder holds all results
+so far: copied to another machine, training goes on there with what is missing. The second command
+prints the results and draws the curves.
+
+Tables: orders (two orders of PETRA against backprop, by accumulation), ablation (PETRA's Table 4),
+helps (what to do about delay), watched (its Figures 5 and 6), transformer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from benchmarks.harness import show
 from benchmarks.learning.cifar import load
 from benchmarks.learning.experiments import TABLES, Experiment
 from benchmarks.learning.pictures import draw_curves, draw_gradients
+from benchmarks.learning.results import gather
 from benchmarks.learning.workers import train
 
 
@@ -33,19 +36,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     experiments = list(TABLES[options.table](options.seeds, options.epochs))
     if not options.show:
-        missing = [e for e in experiments if not (options.out / e.name / "result.json").exists()]
+        known = gather(options.out)
+        missing = [experiment for experiment in experiments if experiment.name not in known]
         data = load(options.data).cut(options.samples or 10**9)
         train(missing, data, options.device, options.out, options.jobs, 60 * options.minutes)
     report(experiments, options)
 
 
 def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> None:
-    """Accuracies by setting, mean and deviation over seeds; curves; one file with everything."""
+    """Accuracies by setting, mean and deviation over seeds; curves."""
+    known = gather(options.out)
     found: dict[str, list[Any]] = {}
     for experiment in experiments:
-        file = options.out / experiment.name / "result.json"
-        if file.exists():
-            found.setdefault(experiment.setting, []).append(json.loads(file.read_text()))
+        if experiment.name in known:
+            found.setdefault(experiment.setting, []).append(known[experiment.name])
     rows = []
     for setting, results in found.items():
         last = [100 * result["log"][-1]["test_accuracy"] for result in results]
@@ -66,8 +70,6 @@ def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> No
         ("setting", "seeds", "test accuracy, %", "best epoch, %", "seconds"),
         rows,
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps(found))
     draw_curves(found, options.out / "curves.svg")
     for setting, results in found.items():
         if any("gradients" in line for line in results[0]["log"]):

@@ -1,0 +1,21 @@
+"""Results of trainings in a folder: each in its own, and all of them in one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def gather(out: Path) -> dict[str, Result]:
+    """All results so far by name, of this machine and of others; `results.json` has them after."""
+    file = out / "results.json"
+    found: dict[str, Result] = json.loads(file.read_text()) if file.exists() else {}
+    for one in sorted(out.glob("*/result.json")):
+        result = json.loads(one.read_text())
+        found[result["name"]] = result
+    out.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found))
+    return found
