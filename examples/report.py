@@ -141,6 +141,7 @@ def draw_curves(runs: Mapping[str, list[Epoch]], file: Path) -> bool:
     """Loss and test accuracy by epoch, a colour a run; False where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return False
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -158,6 +159,7 @@ def draw_curves(runs: Mapping[str, list[Epoch]], file: Path) -> bool:
         accuracies.legend(frameon=False, fontsize="small")
     for axes in (losses, accuracies):
         axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

@@ -1,4 +1,4 @@
-"""List the benchmarks of the checkout, or run one: `revcompile bench pipeline --model resnet18`.
+"""List the benchmarks of the checkout, or run one: `revcompile bench pipeline resnet18:64:16`.
 
 What follows the name are the benchmark's own options (most take --json FILE).
 """
@@ -43,10 +43,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _benchmarks(place: Path) -> dict[str, str]:
-    """Every file that can be run, and what it says it does."""
+    """Every file and folder that can be run, and what it says it does."""
     found = {}
-    for file in sorted(place.glob("*.py")):
+    for file in (*place.glob("*.py"), *place.glob("*/__main__.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if "__main__" in ast.unparse(tree):
-            found[file.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return found
+            name = file.parent.name if file.stem == "__main__" else file.stem
+            found[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return dict(sorted(found.items()))
