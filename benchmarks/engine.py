@@ -22,11 +22,12 @@ from typing import Any, Final
 
 import timm
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import revcompile
 from benchmarks.harness import interleave, save, show, synchronize
+from examples.recipe import small_stem
 from revcompile.runtime.trainer import Trainer
 from revcompile.staged import StagedModel
 
@@ -75,9 +76,8 @@ def build(model: Model, options: argparse.Namespace) -> StagedModel:
     """The compiled model: the same weights each time."""
     torch.manual_seed(0)
     net: Any = timm.create_model(model.name, num_classes=model.classes)
-    if model.size < 64:  # the stem for small images
-        net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, 1, 1, bias=False)
-        net.maxpool = nn.Identity()
+    if model.size < 64:
+        small_stem(net)
     example = torch.zeros(2, 3, model.size, model.size, device=options.device)
     net = net.to(options.device, memory_format=torch.channels_last)
     return revcompile.petrafy(net, model.stages, example, check="off")

@@ -63,6 +63,14 @@ def paper_rate(samples: int) -> float:
     return 0.1 * samples / 256
 
 
+def small_stem(model: nn.Module) -> None:
+    """A ResNet's first layer for small images: 3x3, no stride, no pooling."""
+    first = getattr(model, "conv1", None)
+    if isinstance(first, nn.Conv2d) and hasattr(model, "maxpool"):
+        model.conv1 = nn.Conv2d(3, first.out_channels, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+
+
 def _steps(done: float) -> float:
     """A tenth after half of the training, a hundredth after three quarters."""
     return 0.1 ** ((done >= 0.5) + (done >= 0.75))

@@ -22,7 +22,7 @@ import timm
 import torch
 import torchvision
 from images import DATASETS, Images
-from recipe import SCHEDULES, Recipe, paper_rate
+from recipe import SCHEDULES, Recipe, paper_rate, small_stem
 from report import Report
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -110,14 +110,6 @@ def create_model(args: argparse.Namespace, data: Images) -> nn.Module:
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model.to(args.device)
-
-
-def small_stem(model: nn.Module) -> None:
-    """A ResNet's first layer for small images: 3x3, no stride, no pooling."""
-    first = getattr(model, "conv1", None)
-    if isinstance(first, nn.Conv2d) and hasattr(model, "maxpool"):
-        model.conv1 = nn.Conv2d(3, first.out_channels, 3, padding=1, bias=False)
-        model.maxpool = nn.Identity()
 
 
 def make_recipe(args: argparse.Namespace, steps: int, copies: int) -> Recipe:

@@ -87,6 +87,11 @@ class TensorType:
         """Number of elements at the example's batch size."""
         return torch.Size(self.shape).numel()
 
+    def nbytes(self, batch: int | None = None) -> int:
+        """Bytes at a batch size; without it, at the example's."""
+        shape = self.shape if batch is None else self.at(batch)
+        return torch.Size(shape).numel() * self.dtype.itemsize
+
     def __str__(self) -> str:
         dims = []
         for size, step in zip(self.shape, self.per_sample, strict=True):

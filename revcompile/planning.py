@@ -160,11 +160,7 @@ def _passes(
 
 def _sent(cut: Partition, part: Part, batch: int) -> int:
     kinds = (cut.types.get(name) for name in part.outputs)
-    return sum(
-        math.prod(kind.at(batch)) * kind.dtype.itemsize
-        for kind in kinds
-        if isinstance(kind, TensorType)
-    )
+    return sum(kind.nbytes(batch) for kind in kinds if isinstance(kind, TensorType))
 
 
 def _all_reduce(size: int, replicas: int, wire: Wire) -> float:

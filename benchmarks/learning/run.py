@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.learning.cifar import Cifar
 from benchmarks.learning.experiments import PLAIN, Experiment
-from examples.recipe import Recipe, paper_rate
+from examples.recipe import Recipe, paper_rate, small_stem
 from revcompile.schedule import delay
 
 Log = list[dict[str, Any]]
@@ -56,8 +56,7 @@ def create(experiment: Experiment) -> nn.Module:
         model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=10)
     else:
         model = timm.create_model(experiment.model, num_classes=10)
-        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        model.maxpool = nn.Identity()
+        small_stem(model)
     return model.to(memory_format=torch.channels_last)
 
 

@@ -173,11 +173,8 @@ class Trainer:
         if self._fast is None or not self._fast.is_on:
             return None
         values, microbatch = self.intake.bound(inputs), self.schedule.injected
-        every = self.settings.measure_every
-        watched = bool(self.probes or self._trace)
-        watched |= every is not None and microbatch % every == 0
-        if not self.model.training:
-            self.model.train()
+        watched = bool(self.probes or self._trace) or self._is_measured(microbatch)
+        self._in_train_mode()
         with self._stopping():
             outcome = self._fast.step(
                 self.schedule, self.transport, (values, target), allowed=not watched
@@ -202,18 +199,22 @@ class Trainer:
     def flush(self) -> None:
         """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""
         self._settle()
-        if not self.model.training:
-            self.model.train()
+        self._in_train_mode()
         self._finish(self.worker.own(self.schedule.drain()))
         self._probed(drained=True)
         self._raise_failures()
 
     def _measure(self, microbatch: int) -> None:
         """Have reconstruction errors measured when it is time; train mode for all that follows."""
-        every = self.settings.measure_every
-        due = every is not None and microbatch % every == 0
         for actor in self.actors:
-            actor.measured = {microbatch} if due else set()
+            actor.measured = {microbatch} if self._is_measured(microbatch) else set()
+        self._in_train_mode()
+
+    def _is_measured(self, microbatch: int) -> bool:
+        every = self.settings.measure_every
+        return every is not None and microbatch % every == 0
+
+    def _in_train_mode(self) -> None:
         if not self.model.training:
             self.model.train()
 

@@ -103,12 +103,17 @@ class Updater:
         return optimizer
 
     def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
-        """One update with the gradients, times `scale`."""
+        """One update with the gradients, times `scale`; then the schedule goes on."""
+        if self._update(gradients, scale) and self.lr_schedule is not None:
+            self.lr_schedule.step()
+
+    def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> bool:
+        """Let the optimizer take its step; False if there is nothing to update."""
         if self.optimizer is None:
-            return
+            return False
         there = [gradients[name] for name in self.parameters if name in gradients]
         if not there:
-            return
+            return False
         if scale is not None:
             torch._foreach_mul_(there, scale.to(there[0].device))
         for name, parameter in self.parameters.items():
@@ -116,8 +121,7 @@ class Updater:
         self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self.lr_schedule is not None:
-            self.lr_schedule.step()
+        return True
 
     @property
     def lr(self) -> float | None:

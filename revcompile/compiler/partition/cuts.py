@@ -38,7 +38,7 @@ def crossing(rewired: Rewired, pieces: Sequence[Piece]) -> list[tuple[str, ...]]
 def size_of(names: Sequence[str], types: Mapping[str, Any]) -> int:
     """Bytes of the values at the example's batch size."""
     kinds = (types.get(name) for name in names)
-    return sum(k.numel() * k.dtype.itemsize for k in kinds if isinstance(k, TensorType))
+    return sum(k.nbytes() for k in kinds if isinstance(k, TensorType))
 
 
 def graphs_of(segment: Segment) -> tuple[fx.Graph, ...]:

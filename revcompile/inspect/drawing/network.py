@@ -7,7 +7,7 @@ from typing import Final
 
 from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.legend import legend
-from revcompile.inspect.drawing.svg import comment, element, text
+from revcompile.inspect.drawing.svg import document, element
 from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.drawing.tiles import Tile, Tiles
 from revcompile.inspect.drawing.words import amount, share
@@ -68,26 +68,15 @@ def network_svg(picture: Picture, width: float = WIDTH) -> str:
             x += tile.width + spare
         y += tiles.height + _BETWEEN
     key, key_height = legend(picture, _MARGIN, y + 4, width - 2 * _MARGIN)
-    height = y + key_height + 14
-    ground = element(
-        "rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="rv-ground"
-    )
-    head = text(headline(picture), _MARGIN, 30, "rv-title")
-    head += text(" · ".join(totals(picture)), _MARGIN, 49, "rv-small")
-    return element(
-        "svg",
-        comment([headline(picture)]),
-        element("style", styles()),
-        ground,
-        head,
+    return document(
+        headline(picture),
+        " · ".join(totals(picture)),
         *drawn,
         key,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:g} {height:g}",
         width=width,
-        height=height,
-        class_="rv-drawing",
-        role="img",
+        height=y + key_height + 14,
+        margin=_MARGIN,
+        style=styles(),
     )
 
 

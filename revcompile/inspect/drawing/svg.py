@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["comment", "element", "escape", "fitted", "path", "text", "width_of"]
+__all__ = ["comment", "document", "element", "escape", "fitted", "path", "text", "width_of"]
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _ESCAPES: Final = str.maketrans(
@@ -56,6 +56,30 @@ def path(*commands: object, class_: str, **attributes: object) -> str:
 def comment(lines: Iterable[str]) -> str:
     """What a pointer resting on an element shows."""
     return element("title", escape("\n".join(lines)))
+
+
+def document(
+    title: str, said: str, *content: str, width: float, height: float, margin: float, style: str
+) -> str:
+    """A picture of its own: on a ground, under a title and a line that says more."""
+    ground = element(
+        "rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="rv-ground"
+    )
+    return element(
+        "svg",
+        comment([title]),
+        element("style", style),
+        ground,
+        text(title, margin, 30, "rv-title"),
+        text(said, margin, 49, "rv-small"),
+        *content,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}",
+        width=width,
+        height=height,
+        class_="rv-drawing",
+        role="img",
+    )
 
 
 def width_of(content: str, size: float) -> float:

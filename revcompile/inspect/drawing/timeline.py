@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing.svg import comment, element, path, text, width_of
+from revcompile.inspect.drawing.svg import document, element, path, text, width_of
 from revcompile.inspect.drawing.theme import SMALL, TINY, styles
 from revcompile.schedule import (
     Costs,
@@ -141,7 +141,18 @@ def timeline_svg(
     axis = _axis(until, slowest, scale, _TOP + _HEAD, y)
     named = f"{title}, {stages} stages" if title else f"{stages} stages"
     heading = f"{named}: who finishes more micro-batches in the same time?"
-    return _document(axis + "".join(drawn), y + 52, heading, _said(costs, group), y)
+    return document(
+        heading,
+        _said(costs, group),
+        text("busy", _WIDTH - _MARGIN, 66, "rv-small rv-end"),
+        axis,
+        *drawn,
+        _legend(y + 22),
+        width=_WIDTH,
+        height=y + 52,
+        margin=_MARGIN,
+        style=styles(),
+    )
 
 
 def _one_pass(costs: Costs) -> float:
@@ -256,29 +267,6 @@ def _said(costs: Costs, accumulate: int) -> str:
     said = f"forward {f:g}, backward {b:g} ({max(b - f, 0):g} where the graph is kept)"
     said += f", update {u:g}" if u else ""
     return f"{said}{f', message {link:g}' if link else ''}; {group}"
-
-
-def _document(drawn: str, height: float, title: str, said: str, bottom: float) -> str:
-    ground = element(
-        "rect", x=0.5, y=0.5, width=_WIDTH - 1, height=height - 1, rx=10, class_="rv-ground"
-    )
-    head = text(title, _MARGIN, 30, "rv-title") + text(said, _MARGIN, 49, "rv-small")
-    return element(
-        "svg",
-        comment([title]),
-        element("style", styles()),
-        ground,
-        head,
-        text("busy", _WIDTH - _MARGIN, 66, "rv-small rv-end"),
-        drawn,
-        _legend(bottom + 22),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {_WIDTH:g} {height:g}",
-        width=_WIDTH,
-        height=height,
-        class_="rv-drawing",
-        role="img",
-    )
 
 
 def _legend(y: float) -> str:

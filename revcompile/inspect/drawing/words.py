@@ -54,12 +54,7 @@ def shape(kind: TensorType) -> str:
 
 def bytes_of(kind: TensorType | None, batch: int | None) -> int:
     """Bytes of a value at a batch size, or at the example's; 0 for plain values."""
-    if kind is None:
-        return 0
-    elements = 1
-    for length in kind.at(batch) if batch is not None else kind.shape:
-        elements *= length
-    return elements * kind.dtype.itemsize
+    return 0 if kind is None else kind.nbytes(batch)
 
 
 def listed(kinds: Sequence[TensorType]) -> str:

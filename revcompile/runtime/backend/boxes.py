@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import VerificationError
+from revcompile.runtime.sharing import is_unshared
 from revcompile.runtime.transport import Channel, InProcess, Message
 
 __all__ = ["Box", "Leaving", "Post", "Recycled", "Ring", "fill_all"]
@@ -170,7 +170,7 @@ class Recycled:
     def copy(self, tree: Any) -> Any:
         """The values, safe from what comes after."""
         for box in self._boxes:
-            if box.fits(tree) and all(map(_unshared, box.tensors)):
+            if box.fits(tree) and all(map(is_unshared, box.tensors)):
                 break
         else:
             box = Box(tree)
@@ -178,21 +178,6 @@ class Recycled:
         box.fill(tree)
         # Others hold views, not these very objects: their count would be ours.
         return pytree.tree_map_only(Tensor, lambda t: t.view_as(t), box.value)
-
-
-def _unshared(tensor: Tensor) -> bool:
-    return _holders(tensor) <= _alone()
-
-
-def _holders(tensor: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-@functools.cache
-def _alone() -> int:
-    """What the count is if nobody else holds a tensor's memory: asking may count too."""
-    return _holders(torch.empty(1))
 
 
 def _room(tensor: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class Engine:
 
     # -- rounds -------------------------------------------------------------------------------
 
-    def takes(self, schedule: Schedule, batch: Any) -> bool:
+    def takes(self, batch: Any) -> bool:
         """Can the next round be run here, as things are?"""
         fits = self._inputs is not None and self._inputs.fits(batch)
         return self.active and fits and not self.is_outdated
@@ -257,14 +257,11 @@ class Engine:
 
         def body() -> None:
             with self._tuned():
-                run()
-
-        def run() -> None:
-            self._install(entering, due, outstanding, accumulated)
-            self._worker.finish(self._worker.forward(lists), ahead=self._ahead)
-            if self._lanes is not None:
-                self._lanes.join()
-            self._collect(entering, kind)
+                self._install(entering, due, outstanding, accumulated)
+                self._worker.finish(self._worker.forward(lists), ahead=self._ahead)
+                if self._lanes is not None:
+                    self._lanes.join()
+                self._collect(entering, kind)
 
         try:
             self._recorder.run(kind, body, self._keys(entering, due))

@@ -83,7 +83,7 @@ class Fast:
         engine = self._engine
         if engine is None:
             return None
-        if engine.active and not (allowed and engine.takes(schedule, batch)):
+        if engine.active and not (allowed and engine.takes(batch)):
             engine.leave(schedule, transport)
             self._changes += engine.is_outdated
         if self._changes > MOST_CHANGES:

@@ -90,21 +90,11 @@ class RecordedUpdater(Updater):
         """One update, unless `bad`; waits for no device."""
         if self.optimizer is None or not gradients:
             return
-        if not self._on_device:
-            if self.bad is None or not bool(self.bad):
-                schedule, self.lr_schedule = self.lr_schedule, None
-                super().apply(gradients, scale)
-                self.lr_schedule = schedule
-            return
-        if scale is not None:
-            there = [gradients[name] for name in self.parameters if name in gradients]
-            torch._foreach_mul_(there, scale)
-        for name, parameter in self.parameters.items():
-            parameter.grad = gradients.get(name)
-        with self._fused():
-            self.optimizer.step()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        if self._on_device:
+            with self._fused():
+                self._update(gradients, scale)
+        elif self.bad is None or not bool(self.bad):
+            self._update(gradients, scale)
 
     def advance(self) -> None:
         """After a round with an update: the schedule goes on."""

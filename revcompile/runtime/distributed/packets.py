@@ -18,6 +18,7 @@ from torch import Tensor
 
 from revcompile.runtime.distributed.link import Arrival, Link, Parcel
 from revcompile.runtime.distributed.wire import HEADER, Description, Flag, Form, Header
+from revcompile.runtime.sharing import is_unshared
 from revcompile.runtime.transport import Channel
 
 __all__ = ["PacketReceiver", "PacketSender", "Rooms"]
@@ -85,25 +86,18 @@ class Rooms:
         """How often memory had to be allocated."""
         self._size = 0
         self._rooms: list[Tensor] = []
-        self._idle = 0
 
     def take(self, size: int) -> Tensor:
         """Room for a packet. Other sizes than the last are forgotten."""
         if size != self._size:
             self._size, self._rooms = size, []
         for room in self._rooms:
-            if _references(room) == self._idle:
+            if is_unshared(room):
                 return room
         self.made += 1
         room = torch.empty(size, dtype=torch.uint8)
-        self._idle = _references(room)
         self._rooms = [*self._rooms[1 - _MOST :], room]
         return room
-
-
-def _references(room: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(room.untyped_storage()._cdata)
-    return count
 
 
 class PacketSender:

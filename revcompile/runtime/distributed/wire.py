@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -102,7 +103,7 @@ class Form:
     @property
     def numel(self) -> int:
         """Elements to send."""
-        return _product(self.core)
+        return math.prod(self.core)
 
     def flat(self, tensor: Tensor) -> Tensor:
         """The bytes to send, without a copy where the elements lie without gaps."""
@@ -132,13 +133,6 @@ class Form:
     @property
     def _dense(self) -> bool:
         return _span(self.core, self.stride) == self.numel
-
-
-def _product(shape: Sequence[int]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
 
 
 def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
