@@ -1,7 +1,7 @@
 """Does delay hurt? Trainings on CIFAR-10, several side by side on one GPU.
 
-    python -m benchmarks.learning orders --data data/cifar10 --out out/orders --jobs 8
-    python -m benchmarks.learning orders --out out/orders --show
+    python -m benchmarks run learning orders --data data/cifar10 --out out/orders --jobs 8
+    python -m benchmarks run learning orders --out out/orders --show
 
 The first command trains whatever of the table has no result yet; stopped (or out of `--minutes`)
 and given again it goes on from the last checkpoints. `results.json` in the folder holds all results

@@ -1,6 +1,6 @@
 """Kill ranks at random moments, again and again: nothing may hang, break or be left behind.
 
-    python -m benchmarks.kills --trials 100 --ranks 2 4 --jobs 2 --json kills.json
+    python -m benchmarks run kills --trials 100 --ranks 2 4 --jobs 2 --json kills.json
 
 A trial draws a method, how many micro-batches an update gathers, a moment (while the ranks find
 each other, in a step, in a save) and one or two ranks, which get SIGKILL then. Half of the trials
@@ -34,7 +34,7 @@ from rich.progress import track
 
 import revcompile
 from benchmarks.harness import save, show
-from benchmarks.victim import (
+from benchmarks.ranks.victim import (
     EVERY,
     STEPS,
     TIMEOUT,

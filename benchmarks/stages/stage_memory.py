@@ -1,7 +1,7 @@
 """Does the memory accounting of stages tell the truth? Training in one process, bytes counted.
 
-    python -m benchmarks.stage_memory --model resnet18 --stages 10 --batch 4 --size 64
-    python -m benchmarks.stage_memory --device cuda --model resnet50 --stages 18 --batch 64
+    python -m benchmarks run stage_memory --model resnet18 --stages 10 --batch 4 --size 64
+    python -m benchmarks run stage_memory --device cuda --model resnet50 --stages 18 --batch 64
 
 Each stage is measured as if it had a device of its own: what it holds when an action of its list
 begins (parameters, optimizer state, older versions, micro-batches in flight, messages), and how
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import revcompile
 from benchmarks.harness import LiveStorages, mib, save, show
-from benchmarks.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
+from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.ir import TensorType
 from revcompile.program import Partition

@@ -1,7 +1,7 @@
 """PETRA's Table 3 from our own compiler: the memory of RevNet-50 under each choice of buffers.
 
-    python -m benchmarks.accounting
-    python -m benchmarks.accounting --batch 32
+    python -m benchmarks run accounting
+    python -m benchmarks run accounting --batch 32
 
 The paper counts the model, the input buffers and the parameter buffers of all 18 stages, and does
 not say how in detail. The reading below is the one under which our stages give its figures, in

@@ -1,7 +1,7 @@
 """Plan against reality: predicted throughput beside the measured one, in the same run.
 
-    taskset -c 0,1 python -m benchmarks.planned
-    python -m benchmarks.planned --device cuda
+    taskset -c 0,1 python -m benchmarks run planned
+    python -m benchmarks run planned --device cuda
 
 On the CPU two ranks over gloo train, one thread each: pieces are measured on both at once, a rank's
 throughput is that of its steps, and a trace of the run says which share of the time each rank

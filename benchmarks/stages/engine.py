@@ -1,9 +1,9 @@
 """All stages on one device: milliseconds a micro-batch and memory, backends and orders in turn.
 
-    python -m benchmarks.engine --model revnet18 --backends eager cudagraphs
-    python -m benchmarks.engine --model revnet50 --backends eager cudagraphs inductor
-    python -m benchmarks.engine --model revnet50 --orders half paper --buffers bf16
-    python -m benchmarks.engine --device cpu --batch 4 --backends eager recorded
+    python -m benchmarks run engine --model revnet18 --backends eager cudagraphs
+    python -m benchmarks run engine --model revnet50 --backends eager cudagraphs inductor
+    python -m benchmarks run engine --model revnet50 --orders half paper --buffers bf16
+    python -m benchmarks run engine --device cpu --batch 4 --backends eager recorded
 
 Every variant trains the same weights on the same micro-batches with a full pipeline. Times are of
 whole turns of `--steps` steps, one variant after the other; losses are compared with those of the

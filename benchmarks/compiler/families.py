@@ -1,7 +1,7 @@
 """Petrafy the smallest model of every timm family and compare its gradients with autograd's.
 
-    python -m benchmarks.families                       # all families, 4 stages, three steps
-    python -m benchmarks.families resnet swin_transformer   # some, by family or model name
+    python -m benchmarks run families                       # all families, 4 stages, three steps
+    python -m benchmarks run families resnet swin_transformer   # some, by family or model name
 
 Three PETRA steps at learning rate 0, the last batch of another size: every parameter's gradient
 must equal that of autograd on `net.module()`. Double precision up to `--double` million parameters,
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.coverage import smallest_of_each_family
+from benchmarks.compiler.coverage import smallest_of_each_family
 
 
 class Recorder(torch.optim.SGD):

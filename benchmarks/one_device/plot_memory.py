@@ -1,7 +1,7 @@
 """Draw activation memory against depth from the figures `memory.py --json` wrote.
 
 python -m benchmarks.memory --device cuda --json out/memory.json
-python -m benchmarks.plot_memory out/memory.json docs/memory.svg
+python -m benchmarks.one_device.plot_memory out/memory.json docs/memory.svg
 """
 
 from __future__ import annotations

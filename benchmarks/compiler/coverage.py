@@ -1,8 +1,8 @@
 """Capture and rewire the smallest model of every timm family; report what became reversible.
 
-    python -m benchmarks.coverage                    # all families, shares and reasons
-    python -m benchmarks.coverage --check full       # compare every capture with its original
-    python -m benchmarks.coverage resnet swin_transformer convnext_atto   # some, by family or name
+    python -m benchmarks run coverage                    # all families, shares and reasons
+    python -m benchmarks run coverage --check full       # compare every capture with its original
+    python -m benchmarks run coverage resnet swin_transformer convnext_atto   # some, by family or name
 
 Shares are of the original model's parameters and forward FLOPs (policy "pretrained", which adds
 none). timm's `test_*` toys are passed over. `--torchvision` does torchvision's classifiers.
@@ -146,7 +146,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "# What becomes reversible",
         "",
         f"The smallest model of each timm family, {captured} of {len(rows)} captured. Shares are",
-        "of the original's forward FLOPs and parameters. Made by `benchmarks/coverage.py`.",
+        "of the original's forward FLOPs and parameters. Made by `benchmarks run coverage`.",
         "",
         "| family | model | FLOPs | parameters | blocks | sums that were refused |",
         "|---|---|---|---|---|---|",
