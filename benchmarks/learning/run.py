@@ -174,12 +174,14 @@ class Staged:
 
 def _t1(delay: int, done: float) -> float:
     """PipeMare's T1: the rate divided by the delay at first, by nothing from a quarter on."""
-    return float(max(1, delay)) ** -max(0.0, 1 - 4 * done)
+    factor: float = float(max(1, delay)) ** -max(0.0, 1 - 4 * done)
+    return factor
 
 
 def _shrink(delay: int, done: float) -> float:
     """A little less for a longer delay, all the time."""
-    return (1 + delay) ** -0.5
+    factor: float = (1 + delay) ** -0.5
+    return factor
 
 
 HELPS: dict[str, Callable[[int, float], float]] = {"t1": _t1, "shrink": _shrink}
@@ -264,7 +266,11 @@ class Plain:
     def save(self, folder: Path, log: Log) -> None:
         """Leave what is needed to go on."""
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+        }
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save(state, folder / "plain.pt")
         (folder / "log.json").write_text(json.dumps(log))

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.harness import LiveStorages, mib, save, show
+from benchmarks.harness import LiveStorages, mib, show
+from benchmarks.models import create
+from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.ir import TensorType
@@ -231,11 +232,8 @@ def report(title: str, found: Measured) -> None:
 
 
 def staged(name: str, stages: int, size: int, device: torch.device) -> StagedModel:
-    """A timm model, cut."""
-    import timm
-
-    options: dict[str, Any] = {"img_size": size} if name.startswith("vit") else {}
-    model = timm.create_model(name, **options).to(device)
+    """A model, cut."""
+    model = create(name, size, 1000).to(device)
     example = torch.zeros(2, 3, size, size, device=device)
     return revcompile.petrafy(model, stages, example, check="off")
 
@@ -262,12 +260,8 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="resnet18", help="a timm model")
     parser.add_argument("--stages", type=int, default=5)
@@ -277,18 +271,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--order", nargs="+", choices=("half", "paper"), help="one run for each")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd")
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for."""
-    args = parse_args(argv)
+def main(args: argparse.Namespace) -> Iterator[Row]:
+    """Measure and print."""
     device = torch.device(args.device)
     torch.manual_seed(0)
     base = allocated(device)
     net = staged(args.model, args.stages, args.size, device)
-    result: dict[str, object] = {}
     for order in args.order or [None]:
         setting = Setting(args.batch, args.method, order, args.optimizer, args.accumulate)
         found = measure(net, setting, images(args.batch, args.size, device), base=base)
@@ -296,9 +286,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         name = f"{args.method}, {order}" if order else args.method
         title = f"{args.model}, {args.stages} stages, batch {args.batch}, {name}, {args.optimizer}"
         report(f"{title}, {device}", found)
-        result[title] = {"measured": found, "ratio": found.ratio, "worst": found.worst}
-    save(args.json, "memory of stages", device, result)
+        yield {"title": title, "measured": found, "ratio": found.ratio, "worst": found.worst}
 
 
-if __name__ == "__main__":
-    main()
+SMALLEST = ("--model", "test_vit", "--size", "160", "--stages", "2", "--batch", "2")
+BENCHMARK = Benchmark("stage_memory", arguments, main, smallest=SMALLEST)
