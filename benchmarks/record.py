@@ -28,7 +28,7 @@ FIELDS: Final[dict[str, type | tuple[type, ...]]] = {
     "commit": (str, type(None)),
     "rows": list,
 }
-PACKAGES: Final = ("torch", "timm", "torchvision", "memcnn", "revlib", "revcompile")
+PACKAGES: Final = ("timm", "torchvision", "memcnn", "revlib", "revcompile")
 
 
 def describe(benchmark: str, options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
@@ -43,7 +43,11 @@ def describe(benchmark: str, options: argparse.Namespace, rows: Sequence[Row]) -
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **_versions(),
+        },
         "commit": _commit(),
         "rows": list(rows),
     }

@@ -177,4 +177,4 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-BENCHMARK = Benchmark("coverage", arguments, main, smallest=("test_vit",))
+BENCHMARK = Benchmark("coverage", arguments, main, smallest=("test_resnet",))

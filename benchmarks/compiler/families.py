@@ -198,4 +198,4 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-BENCHMARK = Benchmark("families", arguments, main, smallest=("test_vit", "--stages", "2"))
+BENCHMARK = Benchmark("families", arguments, main, smallest=("test_resnet", "--stages", "2"))

@@ -289,5 +289,5 @@ def main(args: argparse.Namespace) -> Iterator[Row]:
         yield {"title": title, "measured": found, "ratio": found.ratio, "worst": found.worst}
 
 
-SMALLEST = ("--model", "test_vit", "--size", "160", "--stages", "2", "--batch", "2")
+SMALLEST = ("--model", "conv-2x4", "--size", "8", "--stages", "2", "--batch", "2")
 BENCHMARK = Benchmark("stage_memory", arguments, main, smallest=SMALLEST)
