@@ -114,7 +114,7 @@ def _table(name: str, args: argparse.Namespace, found: Sequence[Forecast]) -> st
     from rich import box
     from rich.table import Table
 
-    from revcompile.inspect.drawing import words
+    from revcompile.inspect import words
     from revcompile.inspect.tables import render
 
     first = found[0]

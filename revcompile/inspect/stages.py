@@ -12,8 +12,8 @@ from rich import box
 from rich.console import JustifyMethod
 from rich.table import Table
 
-from revcompile.inspect.drawing.words import amount, bytes_of, dtype, shape, size, span
 from revcompile.inspect.tables import refusals, render
+from revcompile.inspect.words import amount, bytes_of, dtype, shape, size, span
 from revcompile.ir import PATH, Growth, Opaque, Rewired, TensorType
 from revcompile.program import Part, Partition, Piece, StageProgram
 from revcompile.schedule import delay, window

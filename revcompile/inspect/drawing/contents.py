@@ -13,7 +13,7 @@ from revcompile.inspect.drawing.facts import Picture, Stage
 from revcompile.inspect.drawing.graphs import drawn_graph, operation
 from revcompile.inspect.drawing.layout import placed
 from revcompile.inspect.drawing.orders import Rounds, action_rounds
-from revcompile.inspect.drawing.words import amount, listed, share, size, span
+from revcompile.inspect.words import amount, listed, share, size, span
 from revcompile.ir import PATH
 from revcompile.program import Port, StageProgram
 from revcompile.schedule import Tie

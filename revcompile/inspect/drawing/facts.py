@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 from typing import Any, Protocol
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing.words import bytes_of
+from revcompile.inspect.words import bytes_of
 from revcompile.ir import Coupling, Refusal, TensorType
 from revcompile.program import Part, Partition, Piece, Port, StageProgram
 from revcompile.schedule import delay, window

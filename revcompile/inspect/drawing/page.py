@@ -18,7 +18,7 @@ from revcompile.inspect.drawing.network import headline, scale_of, totals
 from revcompile.inspect.drawing.svg import element, escape
 from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.drawing.tiles import Tile, Tiles
-from revcompile.inspect.drawing.words import listed, share, size, span
+from revcompile.inspect.words import listed, share, size, span
 
 __all__ = ["page"]
 

@@ -17,7 +17,7 @@ from revcompile.inspect.drawing.glyphs import BAND, GAP, Bar, bars, draw_bar, la
 from revcompile.inspect.drawing.lanes import Lanes
 from revcompile.inspect.drawing.svg import comment, element, fitted, path, text, width_of
 from revcompile.inspect.drawing.theme import LABEL, SMALL
-from revcompile.inspect.drawing.words import amount, dtype, listed, shape, share, size, span
+from revcompile.inspect.words import amount, dtype, listed, shape, share, size, span
 from revcompile.ir import TensorType
 from revcompile.program import Port
 

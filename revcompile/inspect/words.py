@@ -1,4 +1,4 @@
-"""Names and figures, short enough for a drawing."""
+"""Names and figures, short enough for a table or a drawing."""
 
 from __future__ import annotations
 
