@@ -11,7 +11,8 @@ from typing import Final
 from torch import fx
 
 from revcompile.errors import InputError
-from revcompile.inspect.stages import modules_of, short_range, work_of
+from revcompile.inspect.facts import modules_of, work_of
+from revcompile.inspect.stages import short_range
 from revcompile.inspect.words import bytes_of, size
 from revcompile.ir import (
     PATH,
