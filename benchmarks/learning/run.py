@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.learning.cifar import Cifar
 from benchmarks.learning.experiments import PLAIN, Experiment
-from examples.recipe import Recipe, paper_rate, small_stem
+from examples.recipe import Recipe, paper_recipe, small_stem
 from revcompile.schedule import delay
 
 Log = list[dict[str, Any]]
@@ -62,17 +62,15 @@ def create(experiment: Experiment) -> nn.Module:
 
 def recipe_of(experiment: Experiment, samples: int) -> Recipe:
     """The paper's recipe for this many training images."""
-    steps = samples // experiment.batch
-    updates = experiment.epochs * steps // experiment.accumulate
-    rate = experiment.rate or paper_rate(experiment.batch * experiment.accumulate)
-    warmup = min(5, experiment.epochs / 6) * steps / experiment.accumulate
-    return Recipe(
-        rate,
-        updates,
-        max(1, round(warmup)),
-        experiment.weight_decay,
-        experiment.optimizer,
-        experiment.schedule,
+    return paper_recipe(
+        samples // experiment.batch,
+        experiment.batch,
+        experiment.accumulate,
+        experiment.epochs,
+        rate=experiment.rate,
+        weight_decay=experiment.weight_decay,
+        kind=experiment.optimizer,
+        schedule=experiment.schedule,
     )
 
 
