@@ -32,8 +32,7 @@ class Growth:
 
 def swept(benchmark: Benchmark, args: argparse.Namespace) -> Iterator[Row]:
     """The rows of all runs, each with what was swept; then tables of growth."""
-    for text in args.sweep:
-        option, values = _read(benchmark, text)
+    for option, values in [_read(benchmark, text) for text in args.sweep]:
         rows: list[Row] = []
         for value in values:
             varied = copy.copy(args)
