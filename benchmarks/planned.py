@@ -6,7 +6,8 @@
 On the CPU two ranks over gloo train, one thread each: pieces are measured on both at once, a rank's
 throughput is that of its steps, and a trace of the run says which share of the time each rank
 computed, beside the share it did not spend waiting for messages. On a GPU all stages are in this
-process: pieces are measured alone, the engine runs eagerly.
+process: once with recorded rounds, against the time of the pieces' kernels, and once action by
+action, against the time of calls.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from revcompile.schedule import Costs, Wire, choose, in_one_process, period
 from revcompile.staged import StagedModel
 
 RANKS = 2
+CLOCKS = {"cudagraphs": "replayed", "eager": "measured"}
+"""By backend: how pieces are timed."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,18 @@ def made(case: Case, device: str) -> tuple[StagedModel, Tensor, Tensor]:
     return revcompile.petrafy(model, case.stages, x, check="off"), x, y
 
 
-def measured(cut: Partition) -> Partition:
+def measured(cut: Partition, how: str) -> Partition:
     """The same stages with times of this machine as their costs."""
     pieces = [piece for part in cut.parts for piece in part.pieces]
-    found = iter(piece_costs(cut.rewired, pieces, cut.types, "measured"))
+    found = iter(piece_costs(cut.rewired, pieces, cut.types, how))
     parts = tuple(replace(p, costs=tuple(next(found) for _ in p.pieces)) for p in cut.parts)
     return replace(cut, parts=parts)
 
 
-def costs_here(cut: Partition, case: Case, wire: Wire, device: str) -> Costs:
+def costs_here(cut: Partition, case: Case, wire: Wire, device: str, how: str = "measured") -> Costs:
     """What the planner would say of these stages on this machine."""
     seconds = Seconds.measured(update_speed(device))
-    return stage_costs(measured(cut), choose("petra"), seconds, batch=case.batch, wire=wire)
+    return stage_costs(measured(cut, how), choose("petra"), seconds, batch=case.batch, wire=wire)
 
 
 # -- two ranks ------------------------------------------------------------------------------------
@@ -170,17 +173,17 @@ def on_two_ranks(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 # -- one process ----------------------------------------------------------------------------------
 
 
-def in_process(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def in_process(case: Case, options: argparse.Namespace, backend: str) -> dict[str, Any]:
     """All stages on one device, one after the other."""
     device = torch.device(options.device)
     net, x, y = made(case, options.device)
     plain, _, _ = made(case, options.device)
-    trainer = net.trainer(sgd, F.cross_entropy, **_eager())
-    for _ in range(2 * case.stages):
+    trainer = net.trainer(sgd, F.cross_entropy, backend=backend)
+    for _ in range(2 * case.stages + 4):
         trainer.step(x, y)
     found: dict[str, list[float]] = {"predicted": [], "measured": []}
     for _ in range(options.rounds):
-        costs = costs_here(plain.partition, case, Wire(1e12), options.device)
+        costs = costs_here(plain.partition, case, Wire(1e12), options.device, CLOCKS[backend])
         found["predicted"].append(period("petra", in_one_process(costs)))
         synchronize(device)
         start = time.perf_counter()
@@ -189,11 +192,6 @@ def in_process(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         synchronize(device)
         found["measured"].append((time.perf_counter() - start) / options.steps)
     return found
-
-
-def _eager() -> dict[str, Any]:
-    """The backend whose actions are what the planner counts."""
-    return {"backend": "eager"} if "backend" in StagedModel.trainer.__annotations__ else {}
 
 
 def main() -> None:
@@ -206,13 +204,18 @@ def main() -> None:
     options = parser.parse_args()
     cpu = options.device == "cpu"
     results, rows = {}, []
-    for case in CPU if cpu else CUDA:
-        found = results[str(case)] = (on_two_ranks if cpu else in_process)(case, options)
+    variants: list[tuple[Case, str]] = [(case, "") for case in CPU]
+    if not cpu:
+        variants = [(case, backend) for backend in CLOCKS for case in CUDA]
+    for case, backend in variants:
+        name = f"{case}, {backend}" if backend else str(case)
+        found = on_two_ranks(case, options) if cpu else in_process(case, options, backend)
+        results[name] = found
         pairs = zip(found["measured"], found["predicted"], strict=True)
         ratio = median(real / said for real, said in pairs)  # of throughputs: predicted / measured
         rows.append(
             (
-                case,
+                name,
                 *(f"{1e3 * median(found[kind]):.1f}" for kind in ("predicted", "measured")),
                 f"{ratio:.2f}",
                 " ".join(f"{share:.3f}" for share in found.get("busy", ())),

@@ -1,7 +1,12 @@
-"""Costs by the clock: every piece runs a few times on real tensors, on the model's own device."""
+"""Costs by the clock: every piece runs a few times on real tensors, on the model's own device.
+
+A GPU may spend less time on a piece than Python does on starting its kernels. What Python needs
+counts where stages run action by action; where whole rounds are recorded only the kernels do.
+"""
 
 from __future__ import annotations
 
+import enum
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +32,21 @@ from revcompile.ir import Cost, Rewired, TensorType
 from revcompile.program import Piece
 from revcompile.tree import device_of_model, parameters_read
 
-__all__ = ["measured_costs"]
+__all__ = ["Clock", "measured_costs"]
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
+IN_A_ROW: Final = 4
+"""Calls in one graph: starting the graph itself must not count."""
+
+
+class Clock(enum.Enum):
+    """What is timed."""
+
+    CALL = "measured"
+    """A call from Python, until the device has done it."""
+    REPLAY = "replayed"
+    """The kernels of a call, repeated as a CUDA graph."""
 
 
 def measured_costs(
@@ -38,7 +54,7 @@ def measured_costs(
     pieces: Sequence[Piece],
     types: Mapping[str, Any],
     analytic: Sequence[Cost],
-    repeats: int = REPEATS,
+    clock: Clock = Clock.CALL,
 ) -> tuple[Cost, ...]:
     """The analytic costs with seconds as work. The model is left exactly as it was."""
     root = bare(rewired.root)
@@ -48,6 +64,12 @@ def measured_costs(
             f"cost: {rewired.name} is on the meta device, where nothing can be measured; move it "
             'to a real device first, or use how="analytic"'
         )
+    if clock is Clock.REPLAY and device.type != "cuda":
+        raise InputError(
+            f"cost: {rewired.name} is on {device}, where no kernels can be replayed; move it to "
+            'a CUDA device first, or use how="measured"'
+        )
+    timed = _called if clock is Clock.CALL else _replayed
     seconds: list[tuple[float, float]] = []
 
     def visit(piece: Piece, given: Given) -> Ran:
@@ -62,7 +84,7 @@ def measured_costs(
             with torch.enable_grad():
                 _differentiate(given.forward().results, wanted)
 
-        seconds.append((_median(forward, device, repeats), _median(backward, device, repeats)))
+        seconds.append((timed(forward, device), timed(backward, device)))
         return forward()
 
     with model_unchanged(root), attributes_kept(root):
@@ -109,11 +131,31 @@ def _differentiate(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> None:
         torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
 
 
-def _median(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _called(run: Callable[[], object], device: torch.device) -> float:
     for _ in range(WARM_UP):
         run()
+    return _median(run, device)
+
+
+def _replayed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that the kernels of a call take."""
+    aside = torch.cuda.Stream(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_UP):
+            run()
+    _wait(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=aside):
+        for _ in range(IN_A_ROW):
+            run()
+    graph.replay()
+    return _median(graph.replay, device) / IN_A_ROW
+
+
+def _median(run: Callable[[], object], device: torch.device) -> float:
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         _wait(device)
         start = time.perf_counter()
         run()
