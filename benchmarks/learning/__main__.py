@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -34,7 +35,10 @@ from benchmarks.learning.workers import train
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what is missing, or show what is there."""
     options = parse(argv)
-    experiments = list(TABLES[options.table](options.seeds, options.epochs))
+    experiments = [
+        replace(experiment, backend=options.backend)
+        for experiment in TABLES[options.table](options.seeds, options.epochs)
+    ]
     if not options.show:
         known = gather(options.out)
         missing = [experiment for experiment in experiments if experiment.name not in known]
@@ -90,6 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop and save after")
     parser.add_argument("--samples", type=int, help="use only so many images, to try it out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto", help="all train alike; inductor is fastest")
     parser.add_argument("--show", action="store_true", help="train nothing")
     return parser.parse_args(argv)
 

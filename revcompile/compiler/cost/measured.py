@@ -38,6 +38,10 @@ WARM_UP: Final = 2
 REPEATS: Final = 5
 IN_A_ROW: Final = 4
 """Calls in one graph: starting the graph itself must not count."""
+BESIDE: Final = 2
+"""Backward passes side by side in a recorded round."""
+
+Run = Callable[[], object]
 
 
 class Clock(enum.Enum):
@@ -46,7 +50,7 @@ class Clock(enum.Enum):
     CALL = "measured"
     """A call from Python, until the device has done it."""
     REPLAY = "replayed"
-    """The kernels of a call, repeated as a CUDA graph."""
+    """The kernels of a call, repeated as a CUDA graph, forward passes beside backward passes."""
 
 
 def measured_costs(
@@ -84,7 +88,7 @@ def measured_costs(
             with torch.enable_grad():
                 _differentiate(given.forward().results, wanted)
 
-        seconds.append((timed(forward, device), timed(backward, device)))
+        seconds.append(timed(forward, backward, device))
         return forward()
 
     with model_unchanged(root), attributes_kept(root):
@@ -131,29 +135,54 @@ def _differentiate(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> None:
         torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
 
 
-def _called(run: Callable[[], object], device: torch.device) -> float:
-    for _ in range(WARM_UP):
-        run()
-    return _median(run, device)
-
-
-def _replayed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the kernels of a call take."""
-    aside = torch.cuda.Stream(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(aside):
+def _called(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
+    """Seconds of each, with a warm cache."""
+    found = []
+    for run in (forward, backward):
         for _ in range(WARM_UP):
             run()
+        found.append(_median(run, device))
+    return found[0], found[1]
+
+
+def _replayed(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
+    """Seconds of the kernels, where backward passes run in pairs, beside forward passes.
+
+    That is how recorded rounds use the device. What forward passes add counts as theirs.
+    """
+    here, *lanes = (torch.cuda.Stream(device) for _ in range(1 + BESIDE))
+    here.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(here):
+        for _ in range(WARM_UP):
+            forward()
+            backward()
+
+    def pair(ahead: int) -> None:
+        for lane in lanes:
+            lane.wait_stream(here)
+            with torch.cuda.stream(lane):
+                backward()
+        for _ in range(ahead):
+            forward()
+        for lane in lanes:
+            here.wait_stream(lane)
+
+    alone = _recorded(lambda: pair(0), here, device) / BESIDE
+    together = _recorded(lambda: pair(BESIDE), here, device) / BESIDE
+    return max(together - alone, 0.0), alone
+
+
+def _recorded(run: Run, stream: torch.cuda.Stream, device: torch.device) -> float:
     _wait(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=aside):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(IN_A_ROW):
             run()
     graph.replay()
     return _median(graph.replay, device) / IN_A_ROW
 
 
-def _median(run: Callable[[], object], device: torch.device) -> float:
+def _median(run: Run, device: torch.device) -> float:
     times = []
     for _ in range(REPEATS):
         _wait(device)
