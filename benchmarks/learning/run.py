@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.learning.cifar import Cifar
-from benchmarks.learning.experiments import PLAIN, Experiment
+from benchmarks.learning.experiments import PARAMETERS_BUFFERED, PLAIN, Experiment
+from benchmarks.learning.mixed import rebuild_with_latest
 from examples.recipe import Recipe, paper_recipe, small_stem
 from revcompile.schedule import delay
 
@@ -101,6 +102,9 @@ class Staged:
             backend=experiment.backend,
             seed=experiment.seed,
         )
+        if experiment.method == PARAMETERS_BUFFERED:
+            for actor in self.trainer.actors:
+                rebuild_with_latest(actor.stage)
 
     def epoch(self, epoch: int) -> dict[str, float]:
         """Train, then test."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -34,7 +35,10 @@ from benchmarks.registry import Benchmark, Row
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
     """Train what is missing, or show what is there."""
-    experiments = list(TABLES[options.table](options.seeds, options.epochs))
+    experiments = [
+        replace(experiment, backend=options.backend)
+        for experiment in TABLES[options.table](options.seeds, options.epochs)
+    ]
     if not options.show:
         known = gather(options.out)
         missing = [experiment for experiment in experiments if experiment.name not in known]
@@ -89,6 +93,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop and save after")
     parser.add_argument("--samples", type=int, help="use only so many images, to try it out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto", help="all train alike; inductor is fastest")
     parser.add_argument("--show", action="store_true", help="train nothing")
 
 

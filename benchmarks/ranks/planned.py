@@ -6,7 +6,8 @@
 On the CPU two ranks over gloo train, one thread each: pieces are measured on both at once, a rank's
 throughput is that of its steps, and a trace of the run says which share of the time each rank
 computed, beside the share it did not spend waiting for messages. On a GPU all stages are in this
-process: pieces are measured alone, the engine runs eagerly.
+process: once with recorded rounds, against the time of the pieces' kernels, and once action by
+action, against the time of calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -35,11 +37,13 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.schedule import Costs, Wire, choose, in_one_process, period
 from revcompile.staged import StagedModel
 
-CPU = {
-    Case("resnet18", 64, 16): RANKS,
-    Case("vit_tiny_patch16_224", 96, 12): RANKS,
-    Case("mixer_s32_224", 224, 4): RANKS,
-}
+CLOCKS = {"cudagraphs": "replayed", "eager": "measured"}
+"""By backend: how pieces are timed."""
+CPU = (
+    Case("resnet18", 64, 16),
+    Case("vit_tiny_patch16_224", 96, 12),
+    Case("mixer_s32_224", 224, 4),
+)
 CUDA = {
     Case("resnet18", 64, 256): 10,
     Case("resnet50", 224, 64): 18,
@@ -59,18 +63,18 @@ def made(case: Case, stages: int, device: str) -> tuple[StagedModel, Tensor, Ten
     return revcompile.petrafy(case.create().to(device), stages, x, check="off"), x, y
 
 
-def measured(cut: Partition) -> Partition:
+def measured(cut: Partition, how: str) -> Partition:
     """The same stages with times of this machine as their costs."""
     pieces = [piece for part in cut.parts for piece in part.pieces]
-    found = iter(piece_costs(cut.rewired, pieces, cut.types, "measured"))
+    found = iter(piece_costs(cut.rewired, pieces, cut.types, how))
     parts = tuple(replace(p, costs=tuple(next(found) for _ in p.pieces)) for p in cut.parts)
     return replace(cut, parts=parts)
 
 
-def costs_here(cut: Partition, case: Case, wire: Wire, device: str) -> Costs:
+def costs_here(cut: Partition, case: Case, wire: Wire, device: str, how: str = "measured") -> Costs:
     """What the planner would say of these stages on this machine."""
     seconds = Seconds.measured(update_speed(device))
-    return stage_costs(measured(cut), choose("petra"), seconds, batch=case.batch, wire=wire)
+    return stage_costs(measured(cut, how), choose("petra"), seconds, batch=case.batch, wire=wire)
 
 
 # -- two ranks ------------------------------------------------------------------------------------
@@ -139,17 +143,17 @@ def on_two_ranks(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 # -- one process ----------------------------------------------------------------------------------
 
 
-def in_process(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def in_process(case: Case, options: argparse.Namespace, backend: str) -> dict[str, Any]:
     """All stages on one device, one after the other."""
     device, stages = torch.device(options.device), CUDA.get(case, 8)
     net, x, y = made(case, stages, options.device)
     plain, _, _ = made(case, stages, options.device)
-    trainer = net.trainer(sgd, F.cross_entropy, backend="eager")
-    for _ in range(2 * net.num_stages):
+    trainer = net.trainer(sgd, F.cross_entropy, backend=backend)
+    for _ in range(2 * stages + 4):
         trainer.step(x, y)
     found: dict[str, list[float]] = {"predicted": [], "measured": []}
     for _ in range(options.rounds):
-        costs = costs_here(plain.partition, case, Wire(1e12), options.device)
+        costs = costs_here(plain.partition, case, Wire(1e12), options.device, CLOCKS[backend])
         found["predicted"].append(period("petra", in_one_process(costs)))
         synchronize(device)
         start = time.perf_counter()
@@ -172,12 +176,14 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     """Every case, one table."""
     cpu = options.device == "cpu"
     rows = []
-    for case in options.cases or (CPU if cpu else CUDA):
-        found = (on_two_ranks if cpu else in_process)(case, options)
+    cases = options.cases or (CPU if cpu else CUDA)
+    for case, backend in product(cases, ("",) if cpu else CLOCKS):
+        name = f"{case}, {backend}" if backend else str(case)
+        found = on_two_ranks(case, options) if cpu else in_process(case, options, backend)
         off = ratio(found["measured"], found["predicted"])  # of throughputs: predicted / measured
         rows.append(
             (
-                case,
+                name,
                 *(f"{1e3 * median(found[kind]):.1f}" for kind in ("predicted", "measured")),
                 f"{off.median:.2f}",
                 " ".join(f"{share:.3f}" for share in found.get("busy", ())),
@@ -185,7 +191,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
                 f"{sum(found['busy']) / sum(found['working']):.3f}" if cpu else "",
             )
         )
-        yield {"case": case, "ratio": off, **found}
+        yield {"case": case, "backend": backend, "ratio": off, **found}
     columns = ("case", "plan ms", "real ms", "ratio", "busy", "not waiting", "busy / that")
     show("plan against reality: ratio of throughputs, predicted / measured", columns, rows)
 

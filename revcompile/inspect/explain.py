@@ -41,6 +41,7 @@ _GROWTHS: Final = {
     Growth.TILE: "twice as wide, starting as [W, W]",
     Growth.HALVE: "reads both streams, starting as [W/2, W/2]",
     Growth.COPY: "a copy of its own",
+    Growth.WAKE: "starts as 1: it was 0, and behind the ReLU in F nothing would ever move it",
 }
 
 

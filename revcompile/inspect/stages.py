@@ -229,7 +229,7 @@ def plain_parameters(rewired: Rewired) -> int:
     total = 0
     for name, parameter in rewired.root.named_parameters():
         growth = rewired.growths.get(name)
-        if growth is None:
+        if growth is None or growth[1] is Growth.WAKE:
             total += parameter.numel()
         elif growth[1] is not Growth.COPY:
             total += parameter.numel() // 2
