@@ -12,7 +12,7 @@ At the last stage backward follows forward at once: with "nothing" its opaque ru
 graphs as well, all of them.
 
 Beside the graph at work there are the gradients inside it, and, where a stage goes back piece by
-piece, what it hands from one to the other. All that is measured in `benchmarks/stages`.
+piece, what it hands from one to the other. All that is measured in `benchmarks/stage_memory.py`.
 """
 
 from __future__ import annotations
