@@ -220,6 +220,8 @@ class Plain:
         self.experiment, self.data = experiment, data
         self.device = data.train.device
         self.model = create(experiment).to(self.device)
+        if experiment.backend == "inductor":
+            self.model.compile(dynamic=False)
         recipe = recipe_of(experiment, len(data.train))
         groups = recipe.param_groups(self.model.named_parameters())
         self.optimizer = recipe.optimizer(groups)
