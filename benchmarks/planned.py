@@ -198,6 +198,7 @@ def main() -> None:
     """Every case, one table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backends", nargs="+", choices=CLOCKS, default=list(CLOCKS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path)
@@ -206,7 +207,7 @@ def main() -> None:
     results, rows = {}, []
     variants: list[tuple[Case, str]] = [(case, "") for case in CPU]
     if not cpu:
-        variants = [(case, backend) for backend in CLOCKS for case in CUDA]
+        variants = [(case, backend) for backend in options.backends for case in CUDA]
     for case, backend in variants:
         name = f"{case}, {backend}" if backend else str(case)
         found = on_two_ranks(case, options) if cpu else in_process(case, options, backend)
