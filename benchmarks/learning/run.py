@@ -157,6 +157,9 @@ class Staged:
                 group["delay"] = late
                 if self.experiment.recipe == "momentum" and late:
                     group["momentum"] = 0.9 ** (1 + late / 4)
+                if self.experiment.recipe == "steady":
+                    group["momentum"] = less_momentum(late)
+                    group["lr"] = recipe.rate * (1 - group["momentum"]) / (1 - MOMENTUM)
             return found
 
         return groups
@@ -174,6 +177,22 @@ class Staged:
             )
 
         return schedule
+
+
+MOMENTUM = 0.9
+
+
+def less_momentum(delay: int, momentum: float = MOMENTUM) -> float:
+    """Momentum with which a delayed gradient lags as much as a fresh one with all of it.
+
+    Momentum lets a gradient act `momentum / (1 - momentum)` updates late on average; a delay adds
+    to that.
+
+    >>> [round(less_momentum(delay), 3) for delay in (0, 4, 9, 12)]
+    [0.9, 0.833, 0.0, 0.0]
+    """
+    lag = max(0.0, momentum / (1 - momentum) - delay)
+    return lag / (1 + lag)
 
 
 def _t1(delay: int, done: float) -> float:
