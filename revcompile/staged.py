@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -29,6 +29,7 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.objective import Loss
 from revcompile.runtime.pipelining import StageModule, pipeline_stages
 from revcompile.runtime.reversible import Reversible
+from revcompile.runtime.scaling import LossScale, loss_scale_of
 from revcompile.runtime.settings import Settings
 from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory
@@ -183,6 +184,7 @@ class StagedModel:
         lr_schedule: ScheduleFactory | None = None,
         param_groups: ParamGroups | None = None,
         autocast: torch.dtype | None = None,
+        loss_scale: LossScale | float | Literal["dynamic"] | None = None,
         clip_grad_norm: float | None = None,
         seed: int = 0,
         check_finite: bool = True,
@@ -202,7 +204,10 @@ class StagedModel:
         update. `method` is a row of the methods' table ("petra", "backprop", "1f1b",
         "pipedream", ...); `order` "half" (the default) or "paper", the paper's, with twice the
         delay; `alpha` anything in between or beyond. `param_groups` turns a stage's named
-        parameters into torch's parameter groups. `clip_grad_norm` clips the norm over the whole
+        parameters into torch's parameter groups. `autocast` computes branches in torch.bfloat16
+        or torch.float16; with float16 the loss is scaled as torch.amp.GradScaler does, and
+        micro-batches whose gradients overflow are left out (`loss_scale` "dynamic", a number that
+        stays, or a `LossScale`). `clip_grad_norm` clips the norm over the whole
         model where all stages update together, and each stage's own norm where they do not.
         `measure_every` has every n-th micro-batch's reconstruction error measured. `backend` is
         how a full pipeline is run: "eager", action by action; "cudagraphs", a whole round as one
@@ -226,6 +231,7 @@ class StagedModel:
             lr_schedule=lr_schedule,
             param_groups=param_groups,
             autocast=autocast,
+            loss_scale=loss_scale_of(loss_scale, autocast),
             clip_grad_norm=clip_grad_norm,
             seed=seed,
             check_finite=check_finite,

@@ -8,6 +8,7 @@ import torch
 
 from revcompile.errors import InputError
 from revcompile.runtime.backend import Backend
+from revcompile.runtime.scaling import LossScale
 from revcompile.runtime.update import ParamGroups, ScheduleFactory
 
 __all__ = ["Settings"]
@@ -27,16 +28,22 @@ class Settings:
     measure_every: int | None = None
     backend: Backend = Backend.AUTO
     buffers: torch.dtype | None = None
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise InputError(f"accumulate={self.accumulate}; an update needs at least 1")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise InputError(f"clip_grad_norm={self.clip_grad_norm}; use a positive norm or None")
-        if self.autocast not in (None, torch.bfloat16):
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise InputError(
-                f"autocast={self.autocast}; use torch.bfloat16 or None (float16 needs loss "
-                "scaling, which delayed gradients do not survive)"
+                f"autocast={self.autocast}; use torch.bfloat16, torch.float16 (with a scaled "
+                "loss) or None"
+            )
+        if self.loss_scale is not None and self.loss_scale.dynamic and not self.check_finite:
+            raise InputError(
+                "check_finite=False: a scale that follows overflows has to look for them; leave "
+                "it out, or give loss_scale= a number"
             )
         if self.buffers not in (None, torch.bfloat16, torch.float16):
             raise InputError(

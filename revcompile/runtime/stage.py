@@ -18,6 +18,7 @@ from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.code import compile_graph
+from revcompile.runtime.scaling import unscaled
 from revcompile.runtime.stash import Slots, Stash
 from revcompile.schedule import Keep, Order, Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
@@ -162,17 +163,24 @@ class Stage:
     # -- backward -----------------------------------------------------------------------------
 
     def backward(
-        self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
+        self,
+        microbatch: int,
+        values: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        scale: float | None = None,
     ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
         """Rebuild or recompute, and differentiate; returns values and gradients of the inputs.
 
-        The gradient of the parameters is added to what the stage has gathered. If it is not
-        finite nothing is added, and `NonFiniteError` is raised.
+        The gradient of the parameters is added to what the stage has gathered, divided by the
+        `scale` that the given ones have. If it is not finite nothing is added, and
+        `NonFiniteError` is raised.
         """
         original = self.in_flight[microbatch].original
         rebuilt, back, found = self.differentiate(microbatch, values, gradients)
         if self.check_finite:
-            self._finite(microbatch, found, back)
+            self._finite(microbatch, found, back, scale)
+        if scale is not None:
+            found = unscaled(found, scale)
         for observer in self.observers:
             observer.differentiated(self, microbatch, found)
         self.gather(found, back)
@@ -254,7 +262,11 @@ class Stage:
             self.gradients[name] = gradient
 
     def _finite(
-        self, microbatch: int, found: Mapping[str, Tensor | None], back: Mapping[str, Any]
+        self,
+        microbatch: int,
+        found: Mapping[str, Tensor | None],
+        back: Mapping[str, Any],
+        scale: float | None,
     ) -> None:
         there = {n: g for n, g in {**back, **found}.items() if g is not None and g.numel()}
         if not there:
@@ -266,10 +278,11 @@ class Stage:
         of_parameters = [name for name in bad if name in found]
         where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        lower = "the learning rate" if scale is None else f"the loss scale ({scale:g})"
         raise NonFiniteError(
             f"stage {self.program.index}, micro-batch {microbatch}: the gradient of {where}{more} "
-            "is not finite. The micro-batch was left out of the update; lower the learning rate, "
-            "clip gradients, or look at this batch",
+            f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
+            "gradients, or look at this batch",
             stage=self.program.index,
             microbatch=microbatch,
         )

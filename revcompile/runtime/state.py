@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.replay import Snapshot
+from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.stage import InFlight, Stage
 from revcompile.runtime.transport import Channel, InProcess, Message
 from revcompile.runtime.worker import Actor
@@ -106,6 +107,7 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
             trainer.transport.send(source, target, Channel(channel), _message(message))
     else:
         trainer.schedule = _moved(trainer.schedule, schedule)
+    _load_scalings(trainer, state, same)
 
 
 def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
@@ -155,6 +157,24 @@ def _load_updaters(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
         schedules = [first] * len(trainer.programs)
     for actor in trainer.actors:
         actor.updater.load(state["optimizer"], _settings(state), schedules[actor.index])
+
+
+def _load_scalings(trainer: Trainer, state: Mapping[str, Any], same: bool) -> None:
+    """Each stage's; with other cuts the last stage has the scale, and hears what all had to tell.
+
+    A run that has not scaled its loss before begins to, if this one does.
+    """
+    saved = [found for stage in state["stages"] if (found := stage.get("scaling")) is not None]
+    for actor in trainer.actors:
+        scaling = actor.scaling
+        if scaling is None:
+            continue
+        fresh = Scaling(scaling.how, scaling.how.init_scale)
+        if saved and same:
+            fresh.load(saved[actor.index])
+        elif saved and actor.objective is not None:
+            fresh.load(saved[-1] | {"overflow": min(found["overflow"] for found in saved)})
+        actor.scaling = fresh
 
 
 def _moved(mine: Schedule, other: Schedule) -> Schedule:
@@ -218,6 +238,7 @@ def _actor_state(actor: Actor, queues: Queues, copy: Copy) -> dict[str, Any]:
         "versions": _versions(stage, copy),
         "incoming": [_message_state(message, copy) for message in actor.incoming.values()],
         "outputs": [[m, copy(values and dict(values))] for m, values in actor.outputs.items()],
+        "scaling": actor.scaling and actor.scaling.state(),
     }
     if actor.synthesiser is not None:
         state["synthesiser"] = copy(actor.synthesiser.layers.state_dict())
@@ -291,6 +312,7 @@ def _message_state(message: Message, copy: Copy) -> dict[str, Any]:
         "values": copy(dict(message.values)),
         "gradients": copy(dict(message.gradients)),
         "void": message.void,
+        "scale": message.scale,
     }
 
 
@@ -300,6 +322,7 @@ def _message(state: Mapping[str, Any]) -> Message:
         _copied(dict(state["values"])),
         _copied(dict(state["gradients"])),
         state["void"],
+        scale=state.get("scale"),
     )
 
 

@@ -72,6 +72,8 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
         yield "stages share parameters; compile with fewer stages, or so that they share a stage"
     if schedule.accumulate > MOST_KINDS:
         yield f"accumulate={schedule.accumulate}; at most {MOST_KINDS} kinds of rounds are recorded"
+    if any(actor.scaling is not None for actor in actors):
+        yield "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
     for actor in actors:
         count = window(method, schedule.stages, actor.index, schedule.accumulate)
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in actor.program.units):
