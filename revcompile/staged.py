@@ -22,6 +22,7 @@ from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
 from revcompile.program import Part, Partition, StageProgram
 from revcompile.runtime.backend import Backend, backend_of
+from revcompile.runtime.buffers import Buffers, buffers_of
 from revcompile.runtime.checkpoint import export_weights, load_into
 from revcompile.runtime.distributed.share import whole
 from revcompile.runtime.distributed.start import many_ranks
@@ -190,7 +191,7 @@ class StagedModel:
         check_finite: bool = True,
         measure_every: int | None = None,
         backend: str | Backend = "auto",
-        buffers: torch.dtype | None = None,
+        buffers: torch.dtype | Literal["offload"] | Buffers | None = None,
         places: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
@@ -213,9 +214,10 @@ class StagedModel:
         how a full pipeline is run: "eager", action by action; "cudagraphs", a whole round as one
         CUDA graph, which reports bad gradients some steps late (they are never applied);
         "inductor", the same with what surrounds convolutions and products compiled; or "auto",
-        eager on the CPU and CUDA graphs on a GPU. `buffers` is the precision in which stages that
-        are not reversible keep their float32 inputs (torch.bfloat16 halves them; backward then
-        computes with rounded values).
+        eager on the CPU and CUDA graphs on a GPU. `buffers` is how stages that are not reversible
+        keep their float32 inputs: in a smaller precision (torch.bfloat16 halves them,
+        torch.float8_e4m3fn with a scale for each tensor quarters them; backward then computes
+        with rounded values), or, with "offload", on a GPU's host; a `Buffers` says both.
 
         In a script started by torchrun (or with a process group of several ranks) this is the
         trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
@@ -237,7 +239,7 @@ class StagedModel:
             check_finite=check_finite,
             measure_every=measure_every,
             backend=backend_of(backend),
-            buffers=buffers,
+            buffers=buffers_of(buffers),
         )
         chosen = choose(method, order=order, alpha=alpha)
         self._proved(chosen, accumulate)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from revcompile.errors import InputError
 from revcompile.runtime.backend import Backend
+from revcompile.runtime.buffers import Buffers
 from revcompile.runtime.scaling import LossScale
 from revcompile.runtime.update import ParamGroups, ScheduleFactory
 
@@ -27,7 +28,7 @@ class Settings:
     check_finite: bool = True
     measure_every: int | None = None
     backend: Backend = Backend.AUTO
-    buffers: torch.dtype | None = None
+    buffers: Buffers = field(default_factory=Buffers)
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
@@ -44,8 +45,4 @@ class Settings:
             raise InputError(
                 "check_finite=False: a scale that follows overflows has to look for them; leave "
                 "it out, or give loss_scale= a number"
-            )
-        if self.buffers not in (None, torch.bfloat16, torch.float16):
-            raise InputError(
-                f"buffers={self.buffers}; use torch.bfloat16, torch.float16 or None (as they are)"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from revcompile.errors import InputError, NonFiniteError
 from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
+from revcompile.runtime.buffers import Buffers, Keeper
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.scaling import unscaled
 from revcompile.runtime.stash import Slots, Stash
@@ -72,15 +74,14 @@ class Stage:
         autocast: torch.dtype | None = None,
         replicas: Sequence[str] = (),
         check_finite: bool = True,
-        buffers: torch.dtype | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         self.program = program
         self.root = root
         self.seed = mix(seed, program.index)
         self.autocast = autocast
         self.check_finite = check_finite
-        self._buffers = buffers
-        self._narrow = _inputs_kept(program) if buffers is not None else frozenset()
+        self.keeper = Keeper(program, buffers or Buffers())
         self.parameters: dict[str, Tensor] = {
             name: attribute(root, name) for name in program.parameters
         }
@@ -123,7 +124,7 @@ class Stage:
         before = self._stateful.before()
         with self._running(weights, microbatch):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
-            kept = self._converted(kept, torch.float32, self._buffers)
+            kept = self.keeper.stored(kept)
         self.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=weights,
@@ -200,10 +201,12 @@ class Stage:
         program, held = self.program, self.in_flight.pop(microbatch)
         self._unwritten(microbatch, held)
         arguments = (
-            *self._converted(held.kept, self._buffers, torch.float32),
+            *self.keeper.taken(held.kept),
             *(values[name] for name in program.wanted),
             *(gradients.get(name) for name in program.graded_outputs),
         )
+        for following in itertools.islice(self.in_flight.values(), 1):
+            self.keeper.announce(following.kept)
         with (
             self._running(held.weights, microbatch),
             self._stateful.replayed(held.buffers),
@@ -215,19 +218,6 @@ class Stage:
         found = dict(zip(program.parameters, dense, strict=True))
         back = dict(zip(program.graded_inputs, of_inputs, strict=True))
         return dict(zip(program.returned, returned, strict=True)), back, found
-
-    def _converted(
-        self, kept: tuple[Any, ...], source: torch.dtype | None, target: torch.dtype | None
-    ) -> tuple[Any, ...]:
-        """What is kept, with inputs in the precision in which they are kept or computed with."""
-        if not self._narrow:
-            return kept
-        return tuple(
-            value.to(target)
-            if name in self._narrow and isinstance(value, Tensor) and value.dtype == source
-            else value
-            for name, value in zip(self.program.kept, kept, strict=True)
-        )
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gathered gradient (a sum over micro-batches); gathering starts anew."""
@@ -338,13 +328,6 @@ def _moves_early(program: StageProgram) -> bool:
     is_last = program.index == program.stages - 1
     records = any(unit.keep is Keep.GRAPH for unit in program.units)
     return is_last or records or program.method.order is Order.LOCKED
-
-
-def _inputs_kept(program: StageProgram) -> frozenset[str]:
-    """Inputs that the stage keeps while other micro-batches pass."""
-    if program.index == program.stages - 1 or program.method.order is Order.LOCKED:
-        return frozenset()
-    return frozenset(port.name for port in program.inputs) & frozenset(program.kept)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -256,7 +256,7 @@ def _held_state(stage: Stage, held: InFlight, copy: Copy) -> dict[str, Any]:
     ids = [id(h.weights) for h in stage.in_flight.values() if h.weights is not None]
     versions = list(dict.fromkeys(ids))
     return {
-        "kept": copy(list(held.kept)),
+        "kept": copy(stage.keeper.plain(held.kept)),
         "version": versions.index(id(held.weights)) if held.weights is not None else None,
         "buffers": [[_path(stage, s), copy(s[4])] for s in held.buffers],
     }
@@ -279,7 +279,7 @@ def _load_actor(actor: Actor, saved: Mapping[str, Any]) -> None:
         for version in saved["versions"]
     ]
     for microbatch, held in saved["in_flight"]:
-        kept = tuple(_copied(list(held["kept"])))
+        kept = stage.keeper.restored(_copied(list(held["kept"])), stage._device())
         stage.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=versions[held["version"]] if held["version"] is not None else None,
