@@ -28,6 +28,7 @@ from benchmarks.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.ir import TensorType
 from revcompile.program import Partition
+from revcompile.runtime.buffers import BuffersLike, buffers_of
 from revcompile.schedule import Method, Weights, choose, window
 from revcompile.staged import StagedModel
 
@@ -48,6 +49,7 @@ class Setting:
     order: str | None = None
     optimizer: str = "sgd"
     accumulate: int = 1
+    buffers: BuffersLike = None
 
     @property
     def chosen(self) -> Method:
@@ -109,6 +111,7 @@ def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]
         len(parts),
         batch=setting.batch,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
+        buffer_bytes=buffers_of(setting.buffers).bytes_each,
         group=setting.accumulate,
         first_input_free=False,
     )
@@ -197,6 +200,7 @@ def _trained(
         method=setting.method,
         order=setting.order,
         accumulate=setting.accumulate,
+        buffers=setting.buffers,
     )
     watch = Watch(trainer, meter)
     # Versions differ from the first update on, which comes when the pipeline is full.

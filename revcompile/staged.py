@@ -22,7 +22,7 @@ from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
 from revcompile.program import Part, Partition, StageProgram
 from revcompile.runtime.backend import Backend, backend_of
-from revcompile.runtime.buffers import Buffers, buffers_of
+from revcompile.runtime.buffers import BuffersLike, buffers_of
 from revcompile.runtime.checkpoint import export_weights, load_into
 from revcompile.runtime.distributed.share import whole
 from revcompile.runtime.distributed.start import many_ranks
@@ -191,7 +191,7 @@ class StagedModel:
         check_finite: bool = True,
         measure_every: int | None = None,
         backend: str | Backend = "auto",
-        buffers: torch.dtype | Literal["offload"] | Buffers | None = None,
+        buffers: BuffersLike = None,
         places: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
@@ -283,14 +283,21 @@ class StagedModel:
         count = self.num_stages
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
-    def memory(self, batch: int | None = None) -> tuple[StageMemory, ...]:
-        """What each stage holds at its peak, in bytes, at so many samples a micro-batch."""
-        model = self._memory_model(self.method, self.num_stages, batch)
+    def memory(
+        self, batch: int | None = None, *, buffers: BuffersLike = None
+    ) -> tuple[StageMemory, ...]:
+        """What each stage holds at its peak, in bytes, at so many samples a micro-batch.
+
+        `buffers` as the trainer will be given it.
+        """
+        model = self._memory_model(self.method, self.num_stages, batch, buffers)
         counts = [len(part.pieces) for part in self.partition.parts]
         ranges = itertools.pairwise(itertools.accumulate(counts, initial=0))
         return tuple(model.stage(j, *ends) for j, ends in enumerate(ranges))
 
-    def _memory_model(self, method: Method, stages: int, batch: int | None) -> MemoryModel:
+    def _memory_model(
+        self, method: Method, stages: int, batch: int | None, buffers: BuffersLike = None
+    ) -> MemoryModel:
         parts = self.partition.parts
         return MemoryModel(
             [piece for part in parts for piece in part.pieces],
@@ -299,6 +306,7 @@ class StagedModel:
             method,
             stages,
             batch=batch or self.batch,
+            buffer_bytes=buffers_of(buffers).bytes_each,
             first_input_free=False,  # the trainer keeps what it is fed
         )
 
@@ -307,20 +315,24 @@ class StagedModel:
         """The batch size of the example the model was captured with."""
         return self.partition.parts[0].costs[0].batch
 
-    def facts(self, batch: int | None = None) -> tuple[StageFacts, ...]:
+    def facts(
+        self, batch: int | None = None, *, buffers: BuffersLike = None
+    ) -> tuple[StageFacts, ...]:
         """What the summary tells, stage by stage, as numbers."""
-        size = batch or self.batch
-        return stage_facts(self.partition, self._programs(self.method), self.memory(size), size)
+        size, programs = batch or self.batch, self._programs(self.method)
+        return stage_facts(self.partition, programs, self.memory(size, buffers=buffers), size)
 
-    def summary(self, batch: int | None = None) -> str:
+    def summary(self, batch: int | None = None, *, buffers: BuffersLike = None) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
-        `batch` is the size of a micro-batch (the example's if not given).
+        `batch` is the size of a micro-batch (the example's if not given); `buffers` is how the
+        trainer will keep inputs.
         """
-        facts = self.facts(batch)
+        facts = self.facts(batch, buffers=buffers)
         model = self._memory_model(choose("backprop"), 1, batch)
         plain = model.stage(0, 0, len(model.pieces))
-        return stage_table(self.partition, facts, self.method.name, plain)
+        how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
+        return stage_table(self.partition, facts, self.method.name + how, plain)
 
     def explain(self, path: str) -> Explanation:
         """The story of a module: how it was found, by which rule rewired, and where it runs.

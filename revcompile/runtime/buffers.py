@@ -19,7 +19,7 @@ from revcompile.program import StageProgram
 from revcompile.runtime.shelf import Away, Shelf
 from revcompile.schedule import Keep, Order
 
-__all__ = ["Buffers", "Keeper", "Scaled", "buffers_of"]
+__all__ = ["Buffers", "BuffersLike", "Keeper", "Scaled", "buffers_of"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
@@ -42,6 +42,12 @@ class Buffers:
                 '"offload" or None (as they are)'
             )
 
+    def __str__(self) -> str:
+        kind = "as they are" if self.dtype is None else f"in {str(self.dtype).split('.')[1]}"
+        if not self.offload:
+            return kind
+        return "on the host" if self.dtype is None else f"{kind} on the host"
+
     @property
     def bytes_each(self) -> int | None:
         """What an element of a float32 input that waits takes on the device; None: all of it."""
@@ -50,7 +56,11 @@ class Buffers:
         return self.dtype.itemsize if self.dtype is not None else None
 
 
-def buffers_of(given: torch.dtype | Literal["offload"] | Buffers | None) -> Buffers:
+BuffersLike = torch.dtype | Literal["offload"] | Buffers | None
+"""What `buffers=` may be."""
+
+
+def buffers_of(given: BuffersLike) -> Buffers:
     """What `buffers=` means.
 
     >>> buffers_of(torch.bfloat16).bytes_each, buffers_of("offload").bytes_each

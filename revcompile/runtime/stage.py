@@ -200,8 +200,9 @@ class Stage:
         """Values and gradients of the inputs, and gradients of the parameters, not gathered."""
         program, held = self.program, self.in_flight.pop(microbatch)
         self._unwritten(microbatch, held)
+        kept, held.kept = self.keeper.taken(held.kept), ()  # not held any longer than they wait
         arguments = (
-            *self.keeper.taken(held.kept),
+            *kept,
             *(values[name] for name in program.wanted),
             *(gradients.get(name) for name in program.graded_outputs),
         )
