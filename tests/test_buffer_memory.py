@@ -27,6 +27,7 @@ def test_the_peak_follows_the_accounting(name: str, buffers: torch.dtype) -> Non
     found = measure(net, Setting(BATCH, buffers=buffers), images(BATCH, SIZE, CPU))
     assert found.ratio == pytest.approx(1, abs=BAR), found
     for index, row in enumerate(found.rows[:-1]):
+        assert name != "vgg" or row.ratio == pytest.approx(1, abs=0.01)
         # All in flight wait between two actions; one is in float32 during a backward pass.
         count = window(net.method, net.num_stages, index)
         one, four = row.held.buffers / count, 4 // buffers.itemsize

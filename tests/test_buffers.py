@@ -132,40 +132,29 @@ def digits() -> tuple[Tensor, Tensor]:
     return torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
 
 
-def layer(width: int) -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
-
-
-class Small(nn.Module):
-    """Couplings before and after a layer without a shortcut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-        self.blocks = nn.ModuleList(layer(64) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks[:2]:
-            x = x + block(x)
-        x = self.blocks[2](x)
-        for block in self.blocks[3:]:
-            x = x + block(x)
-        return self.head(x)
+def narrow() -> nn.Module:
+    """No shortcut, and too few features for the last stage alone to learn from."""
+    sizes = [(64, 6), (6, 6), (6, 6)]
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(*s), nn.Tanh()) for s in sizes), nn.Linear(6, 10)
+    )
 
 
 def test_digits_are_learned_with_inputs_in_eight_bits() -> None:
     images, labels = digits()
-    torch.manual_seed(0)
-    net = revcompile.petrafy(Small(), 4, images[:2], check="off")
-    adam = functools.partial(torch.optim.AdamW, lr=1e-3)
-    trainer = net.trainer(adam, F.cross_entropy, buffers=FP8)
-    for start in range(0, 1500 * 4, 50):
-        at = torch.arange(start, start + 50) % 1500
-        trainer.step(images[at], labels[at])
-    trainer.flush()
-    correct = net.module().eval()(images[1500:]).argmax(1) == labels[1500:]
-    assert float(correct.float().mean()) > 0.8
+    reached = []
+    for buffers in (None, FP8):
+        torch.manual_seed(0)
+        net = revcompile.petrafy(narrow(), 4, images[:2], check="off")
+        adam = functools.partial(torch.optim.AdamW, lr=5e-3)
+        trainer = net.trainer(adam, F.cross_entropy, buffers=buffers)
+        losses = []
+        for start in range(0, 1500 * 4, 50):
+            at = torch.arange(start, start + 50) % 1500
+            losses.append(trainer.step(images[at], labels[at]).loss)
+        reached.append(sum(losses[-30:]) / 30)
+    plain, rounded = reached
+    assert plain < 1.7 and rounded == pytest.approx(plain, abs=0.05)
 
 
 # -- the host's memory ----------------------------------------------------------------------------
