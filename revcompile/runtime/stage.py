@@ -19,6 +19,7 @@ from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.buffers import Buffers, Keeper
+from revcompile.runtime.casts import Casts, castable
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.scaling import unscaled
 from revcompile.runtime.stash import Slots, Stash
@@ -92,6 +93,8 @@ class Stage:
         self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
         """What its modules compute with, if not with the parameters they hold."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None
+        names = [] if autocast is None or self._stash else castable(program, root, self.parameters)
+        self.casts = Casts(self.parameters, names, autocast)
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(_candidates(program, root))
         self._statistics = _statistics(program, root) if _moves_early(program) else []
@@ -216,7 +219,7 @@ class Stage:
                 self.root, mix(self.seed, microbatch), *arguments
             )
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
-        found = dict(zip(program.parameters, dense, strict=True))
+        found = self.casts.widened(dict(zip(program.parameters, dense, strict=True)))
         back = dict(zip(program.graded_inputs, of_inputs, strict=True))
         return dict(zip(program.returned, returned, strict=True)), back, found
 
@@ -300,7 +303,7 @@ class Stage:
             stack.enter_context(torch.no_grad())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self.autocast))
-            chosen = weights if weights is not None else self.reads
+            chosen = weights if weights is not None else self.casts.read() or self.reads
             if chosen is not None:
                 stack.enter_context(self._slots.filled(chosen))
             try:
