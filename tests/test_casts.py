@@ -81,11 +81,13 @@ def test_they_are_made_once_an_update(accumulate: int, monkeypatch: pytest.Monke
 
 def doubled(trainer: Trainer) -> None:
     with torch.no_grad():
-        trainer.model.head.weight.mul_(2)
+        for layer in (trainer.model.stem, trainer.model.head):
+            layer.weight.mul_(2)
 
 
 def replaced(trainer: Trainer) -> None:
-    trainer.model.head.weight.data = trainer.model.head.weight.detach() * 2
+    for layer in (trainer.model.stem, trainer.model.head):
+        layer.weight.data = layer.weight.detach() * 2
 
 
 def loaded(trainer: Trainer) -> None:
@@ -100,13 +102,24 @@ def taken_over(trainer: Trainer) -> None:
     trainer.model.load_state_dict({name: 0.5 * tensor for name, tensor in state.items()})
 
 
-@pytest.mark.parametrize("change", [doubled, replaced, loaded, taken_over])
+@pytest.mark.parametrize(
+    ("change", "method"),
+    [
+        (doubled, "petra"),
+        (doubled, "gpipe"),  # graphs of the weights before are in flight
+        (doubled, "1f1b"),
+        (replaced, "petra"),
+        (loaded, "petra"),
+        (taken_over, "petra"),
+    ],
+)
 def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
-    change: Callable[[Trainer], None], plain: Callable[..., Trainer]
+    change: Callable[[Trainer], None], method: str, plain: Callable[..., Trainer]
 ) -> None:
     """Between two updates, and for the backward passes that follow at once."""
     found = []
-    for trainer in (plain(accumulate=4), made(accumulate=4)):
+    how = {"accumulate": 4, "method": method}
+    for trainer in (plain(**how), made(**how)):
         losses = feed(trainer, DATA[:5])
         change(trainer)
         trainer.flush()
@@ -115,9 +128,13 @@ def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
     assert same(*found)
 
 
-def test_stashed_weights_are_read_as_they_were() -> None:
-    assert made(method="petra").actors[0].stage.casts._names
-    assert not made(method="pipedream").actors[0].stage.casts._names
+@pytest.mark.parametrize(
+    ("method", "copies"), [("petra", True), ("pipedream", False), ("1f1b", False)]
+)
+def test_weights_that_are_in_flight_are_read_as_they_were(method: str, copies: bool) -> None:
+    trainer = made(method=method, accumulate=2)
+    feed(trainer, DATA[:3])
+    assert (trainer.actors[0].stage.casts.read() is not None) == copies
 
 
 def test_a_model_without_autocast_has_no_copies() -> None:

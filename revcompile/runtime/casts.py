@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.program import StageProgram
+from revcompile.schedule import Order, Weights
 
 __all__ = ["Casts", "castable"]
 
@@ -74,7 +75,13 @@ class Casts:
 
 
 def castable(program: StageProgram, root: nn.Module, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Float32 parameters that nothing reads but layers which cast them."""
+    """Float32 parameters that nothing reads but layers which cast them.
+
+    None where weights may change while graphs or copies of them are in flight.
+    """
+    method = program.method
+    if method.weights is Weights.STASHED or method.order in (Order.GPIPE, Order.ONE_F_ONE_B):
+        return []
     called = {str(n.target) for n in program.forward.nodes if n.op == "call_module"}
     direct = {str(n.target) for n in program.forward.nodes if n.op == "get_attr"}
     casting = {

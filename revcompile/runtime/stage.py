@@ -93,7 +93,7 @@ class Stage:
         self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
         """What its modules compute with, if not with the parameters they hold."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None
-        names = [] if autocast is None or self._stash else castable(program, root, self.parameters)
+        names = castable(program, root, self.parameters) if autocast is not None else []
         self.casts = Casts(self.parameters, names, autocast)
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(_candidates(program, root))
