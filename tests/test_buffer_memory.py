@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from benchmarks.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
 from revcompile.compiler.cost import MemoryModel
+from revcompile.runtime.backend.boxes import Box
 from revcompile.runtime.buffers import Buffers, BuffersLike
+from revcompile.runtime.transport import Channel
 from revcompile.schedule import choose, window
 from tests.test_accounting import BATCH as FEW
 from tests.test_accounting import COSTS, MIDDLE, SIDED, STREAM, TYPES
 from tests.test_stage_memory import BATCH, CPU, SIZE, staged
+from tests.training import momentum
 
 FP8: Final = torch.float8_e4m3fn
 
@@ -32,6 +37,29 @@ def test_the_peak_follows_the_accounting(name: str, buffers: torch.dtype) -> Non
         count = window(net.method, net.num_stages, index)
         one, four = row.held.buffers / count, 4 // buffers.itemsize
         assert row.accounted.buffers == pytest.approx((count - 1 + four) * one, rel=5e-3)
+
+
+@pytest.mark.parametrize("buffers", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["resnet", "vgg"])
+def test_recorded_rounds_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
+    """To the byte, but for a flag in every message."""
+    net, make = staged(name), images(BATCH, SIZE, CPU)
+    trainer = net.trainer(momentum, cross_entropy, backend="recorded", buffers=buffers)
+    for _ in range(2 * net.num_stages + 2):
+        trainer.step(*make())
+    assert trainer._fast is not None and trainer._fast.is_active
+    engine = trainer._fast._engine
+    each = 4 if buffers is None else buffers.itemsize
+    for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
+        ring, count = engine._rings.get(index), window(net.method, net.num_stages, index)
+        kept = bytes_in([*ring.slots, ring.due]) if ring is not None else 0
+        assert memory.buffers == kept // count * (count - 1 + 4 // each)
+        boxes = engine._post.boxes[index + 1, index, Channel.DY]
+        assert bytes_in(boxes) == memory.waiting + 4 * len(boxes)
+
+
+def bytes_in(boxes: Iterable[Box]) -> int:
+    return sum(t.numel() * t.element_size() for box in boxes for t in box.tensors)
 
 
 def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:

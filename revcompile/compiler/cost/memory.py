@@ -13,6 +13,10 @@ graphs as well, all of them.
 
 Beside the graph at work there are the gradients inside it, and, where a stage goes back piece by
 piece, what it hands from one to the other. All that is measured in `benchmarks/stage_memory.py`.
+
+Recorded rounds keep the same inputs and waiting messages, at fixed places. They add the batch that
+enters and, in the memory of a CUDA graph, what a stage keeps of the newest micro-batch and the
+messages it has just sent: one micro-batch of `buffers`, and `waiting`, once more.
 """
 
 from __future__ import annotations
