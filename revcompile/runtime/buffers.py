@@ -22,6 +22,8 @@ from revcompile.schedule import Keep, Order
 __all__ = ["Buffers", "BuffersLike", "Keeper", "Scaled", "buffers_of"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_MARKED: Final = ({"values"}, {"values", "scale"}, {"away"})
+"""What checkpoints name in an input that waits otherwise than it was."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,10 @@ class Keeper:
         if isinstance(value, Away):
             assert self.shelf is not None
             value = self.shelf.take(value)
-        narrow = isinstance(value, Tensor) and value.dtype == self._how.dtype
-        return widened(value) if narrow or isinstance(value, Scaled) else value
+        return widened(value) if isinstance(value, Scaled) or self._is_narrow(value) else value
+
+    def _is_narrow(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype == self._how.dtype
 
     def announce(self, kept: tuple[Any, ...]) -> None:
         """This is what the next backward pass will want: let it be on its way."""
@@ -159,26 +163,28 @@ class Keeper:
     # -- checkpoints --------------------------------------------------------------------------
 
     def plain(self, kept: tuple[Any, ...]) -> list[Any]:
-        """What waits, as tensors and plain values."""
-        return [self._plain(value) for value in kept]
+        """What waits, as tensors and plain values that say what they are."""
+        pairs = zip(self._kept, kept, strict=True)
+        return [self._plain(v) if name in self._names else v for name, v in pairs]
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, Away):
             assert self.shelf is not None
             return {"away": self._plain(self.shelf.look(value))}
-        return value._asdict() if isinstance(value, Scaled) else value
+        if isinstance(value, Scaled):
+            return value._asdict()
+        return {"values": value} if self._is_narrow(value) else value
 
     def restored(self, saved: list[Any], device: torch.device) -> tuple[Any, ...]:
-        """What `plain` gave, as it waits at a stage on this device."""
+        """What `plain` gave, here or elsewhere, as it waits at a stage on this device."""
         return tuple(self._restored(value, device) for value in saved)
 
     def _restored(self, value: Any, device: torch.device) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or value.keys() not in _MARKED:
             return value
-        if value.keys() == {"values", "scale"}:
-            return Scaled(**value)
-        if value.keys() != {"away"}:
-            return value
+        if "away" not in value:
+            small = Scaled(**value) if "scale" in value else value["values"]
+            return small if value["values"].dtype == self._how.dtype else widened(small)
         found, shelf = self._restored(value["away"], device), self._shelf(device)
         if shelf is not None:
             return shelf.put(found)
