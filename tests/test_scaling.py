@@ -65,8 +65,10 @@ def spoiled(
 # -- the same gradients ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "accumulate"),
+    [("petra", 1), *((method, 1 + 2 * (n % 2 == 0)) for n, method in enumerate(METHODS))],
+)
 def test_a_scale_that_changes_changes_nothing(method: str, accumulate: int) -> None:
     """Powers of two are exact: to the bit."""
     found, scales = [], []
@@ -191,8 +193,10 @@ def test_stages_behind_have_used_it(stage: int) -> None:
     assert steps == [6 - (index <= stage) for index in range(4)]
 
 
-@pytest.mark.parametrize("method", ["petra", "backprop", "gpipe", "1f1b", "ddg"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("method", "stage"),
+    [*(("petra", n) for n in range(4)), ("backprop", 1), ("gpipe", 0), ("1f1b", 2), ("ddg", 1)],
+)
 def test_one_incident_is_one_step_down(stage: int, method: str) -> None:
     """All that is in flight has the same scale, and overflows; the scale falls once for it."""
     trainer = trainer_of(fresh(Plain), method=method, accumulate=2, loss_scale="dynamic")
@@ -336,6 +340,7 @@ def test_a_run_begins_and_ends_to_scale_its_loss() -> None:
                 trainer.load_state_dict(state)
             feed(trainer, batches(7, seed=number))
             state = through_a_file(trainer.state_dict())
+        assert scale != 32.0 or trainer.metrics.loss_scale == 32.0
         trainer.flush()
         found.append(weights(net))
     assert same(found[0], found[1]) and same(found[0], found[2])

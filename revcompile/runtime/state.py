@@ -162,19 +162,20 @@ def _load_updaters(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
 def _load_scalings(trainer: Trainer, state: Mapping[str, Any], same: bool) -> None:
     """Each stage's; with other cuts the last stage has the scale, and hears what all had to tell.
 
-    A run that has not scaled its loss before begins to, if this one does.
+    A run that has not scaled its loss before begins to, if this one does; a scale that was given as
+    a number is that number.
     """
     saved = [found for stage in state["stages"] if (found := stage.get("scaling")) is not None]
     for actor in trainer.actors:
-        scaling = actor.scaling
-        if scaling is None:
+        if actor.scaling is None:
             continue
-        fresh = Scaling(scaling.how, scaling.how.init_scale)
-        if saved and same:
-            fresh.load(saved[actor.index])
-        elif saved and actor.objective is not None:
-            fresh.load(saved[-1] | {"overflow": min(found["overflow"] for found in saved)})
-        actor.scaling = fresh
+        how = actor.scaling.how
+        actor.scaling = Scaling(how, how.init_scale)
+        if saved and how.dynamic and same:
+            actor.scaling.load(saved[actor.index])
+        elif saved and how.dynamic and actor.objective is not None:
+            untold = min(found["overflow"] for found in saved)
+            actor.scaling.load(saved[-1] | {"overflow": untold})
 
 
 def _moved(mine: Schedule, other: Schedule) -> Schedule:
