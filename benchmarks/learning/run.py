@@ -155,6 +155,9 @@ class Staged:
                 group["delay"] = late
                 if self.experiment.recipe == "momentum" and late:
                     group["momentum"] = 0.9 ** (1 + late / 4)
+                if self.experiment.recipe == "steady":
+                    group["momentum"] = less_momentum(late)
+                    group["lr"] = recipe.rate * (1 - group["momentum"]) / (1 - MOMENTUM)
             return found
 
         return groups
@@ -172,6 +175,22 @@ class Staged:
             )
 
         return schedule
+
+
+MOMENTUM = 0.9
+
+
+def less_momentum(delay: int, momentum: float = MOMENTUM) -> float:
+    """Momentum with which a delayed gradient lags as much as a fresh one with all of it.
+
+    Momentum lets a gradient act `momentum / (1 - momentum)` updates late on average; a delay adds
+    to that.
+
+    >>> [round(less_momentum(delay), 3) for delay in (0, 4, 9, 12)]
+    [0.9, 0.833, 0.0, 0.0]
+    """
+    lag = max(0.0, momentum / (1 - momentum) - delay)
+    return lag / (1 + lag)
 
 
 def _t1(delay: int, done: float) -> float:
@@ -220,6 +239,8 @@ class Plain:
         self.experiment, self.data = experiment, data
         self.device = data.train.device
         self.model = create(experiment).to(self.device)
+        if experiment.backend == "inductor":
+            self.model.compile(dynamic=False)
         recipe = recipe_of(experiment, len(data.train))
         groups = recipe.param_groups(self.model.named_parameters())
         self.optimizer = recipe.optimizer(groups)

@@ -168,6 +168,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("cases", nargs="*", type=Case.parse, help="model:pixels:batch")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backends", nargs="+", choices=CLOCKS, default=list(CLOCKS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
 
@@ -177,7 +178,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     cpu = options.device == "cpu"
     rows = []
     cases = options.cases or (CPU if cpu else CUDA)
-    for case, backend in product(cases, ("",) if cpu else CLOCKS):
+    for case, backend in product(cases, ("",) if cpu else options.backends):
         name = f"{case}, {backend}" if backend else str(case)
         found = on_two_ranks(case, options) if cpu else in_process(case, options, backend)
         off = ratio(found["measured"], found["predicted"])  # of throughputs: predicted / measured

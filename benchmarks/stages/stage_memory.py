@@ -29,6 +29,7 @@ from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.ir import TensorType
 from revcompile.program import Partition
+from revcompile.runtime.buffers import BuffersLike, buffers_of
 from revcompile.schedule import Method, Weights, choose, window
 from revcompile.staged import StagedModel
 
@@ -38,6 +39,12 @@ OPTIMIZERS: Final[dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]]]
     "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-5), 2),
 }
 """By name: the optimizer, and how many numbers it keeps for a parameter."""
+_BUFFERS: Final[dict[str, BuffersLike]] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "offload": "offload",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Setting:
     order: str | None = None
     optimizer: str = "sgd"
     accumulate: int = 1
+    buffers: BuffersLike = None
 
     @property
     def chosen(self) -> Method:
@@ -110,6 +118,7 @@ def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]
         len(parts),
         batch=setting.batch,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
+        buffer_bytes=buffers_of(setting.buffers).bytes_each,
         group=setting.accumulate,
         first_input_free=False,
     )
@@ -198,6 +207,7 @@ def _trained(
         method=setting.method,
         order=setting.order,
         accumulate=setting.accumulate,
+        buffers=setting.buffers,
     )
     watch = Watch(trainer, meter)
     # Versions differ from the first update on, which comes when the pipeline is full.
@@ -271,6 +281,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--order", nargs="+", choices=("half", "paper"), help="one run for each")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--buffers", choices=tuple(_BUFFERS), help="offload: on a GPU only")
 
 
 def main(args: argparse.Namespace) -> Iterator[Row]:
@@ -280,11 +291,13 @@ def main(args: argparse.Namespace) -> Iterator[Row]:
     base = allocated(device)
     net = staged(args.model, args.stages, args.size, device)
     for order in args.order or [None]:
-        setting = Setting(args.batch, args.method, order, args.optimizer, args.accumulate)
+        how = (args.batch, args.method, order, args.optimizer, args.accumulate)
+        setting = Setting(*how, _BUFFERS.get(args.buffers))
         found = measure(net, setting, images(args.batch, args.size, device), base=base)
         gc.collect()
         name = f"{args.method}, {order}" if order else args.method
         title = f"{args.model}, {args.stages} stages, batch {args.batch}, {name}, {args.optimizer}"
+        title += f", buffers {args.buffers}" if args.buffers else ""
         report(f"{title}, {device}", found)
         yield {"title": title, "measured": found, "ratio": found.ratio, "worst": found.worst}
 
