@@ -171,7 +171,7 @@ class Staged:
             late = optimizer.param_groups[0]["delay"]
             return torch.optim.lr_scheduler.LambdaLR(
                 optimizer,
-                lambda update: recipe.factor(update) * helps(late, update / recipe.updates),
+                lambda update: helps(late, update / recipe.updates, recipe.factor(update)),
             )
 
         return schedule
@@ -193,19 +193,28 @@ def less_momentum(delay: int, momentum: float = MOMENTUM) -> float:
     return lag / (1 + lag)
 
 
-def _t1(delay: int, done: float) -> float:
+def _t1(delay: int, done: float, factor: float) -> float:
     """PipeMare's T1: the rate divided by the delay at first, by nothing from a quarter on."""
-    factor: float = float(max(1, delay)) ** -max(0.0, 1 - 4 * done)
-    return factor
+    return float(factor * max(1, delay) ** -max(0.0, 1 - 4 * done))
 
 
-def _shrink(delay: int, done: float) -> float:
+def _shrink(delay: int, done: float, factor: float) -> float:
     """A little less for a longer delay, all the time."""
-    factor: float = (1 + delay) ** -0.5
-    return factor
+    return float(factor * (1 + delay) ** -0.5)
 
 
-HELPS: dict[str, Callable[[int, float], float]] = {"t1": _t1, "shrink": _shrink}
+def _cap(delay: int, done: float, factor: float) -> float:
+    """A rate that is too high for the delay is cut; one that is low enough is left alone."""
+    return float(min(factor, (1 + delay) ** -0.5))
+
+
+HELPS: dict[str, Callable[[int, float, float], float]] = {
+    "t1": _t1,
+    "shrink": _shrink,
+    "cap": _cap,
+}
+"""What to do about delay: from a stage's delay in updates, the share of the training that is over
+and the schedule's factor to the factor that is used."""
 
 
 def _delays(net: revcompile.StagedModel, experiment: Experiment) -> dict[str, int]:
