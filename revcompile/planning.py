@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from revcompile.compiler.budget import recomputes
 from revcompile.compiler.cost import How, MemoryModel
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.compiler.partition import partition
@@ -150,11 +151,8 @@ def _passes(
     forward = backward = 0.0
     for piece, cost in zip(part.pieces, part.costs, strict=True):
         ahead, back = (time * batch / cost.batch for time in seconds.of(cost))
-        kept = method.keep is Keep.GRAPH or (
-            method.keep is Keep.NOTHING and last and not piece.reversible
-        )
         forward += ahead
-        backward += back - ahead if kept else back
+        backward += back if recomputes(method.keep, piece, last) else back - ahead
     return forward, max(backward, 0.0)
 
 

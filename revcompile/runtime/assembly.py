@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from revcompile.program import StageProgram
+from revcompile.runtime.backend.casts import Casts
 from revcompile.runtime.objective import Objective
 from revcompile.runtime.settings import Settings
 from revcompile.runtime.stage import Stage
@@ -45,6 +46,10 @@ def make_actor(
         check_finite=settings.check_finite,
         buffers=settings.buffers,
     )
+    if stage.outlives_updates and stage.autocast is not None:
+        # Casts that autocast makes would be copies of the weights, one a micro-batch in flight.
+        stage.casts = casts = Casts(stage)
+        casts.use(True)
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
         f"stage {index}",

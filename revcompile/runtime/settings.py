@@ -27,6 +27,8 @@ class Settings:
     measure_every: int | None = None
     backend: Backend = Backend.AUTO
     buffers: torch.dtype | None = None
+    memory: int | None = None
+    """Bytes a device may hold."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
 from revcompile.coupling import relative_error
@@ -18,8 +17,15 @@ from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.code import compile_graph
-from revcompile.runtime.stash import Slots, Stash
-from revcompile.schedule import Keep, Order, Weights
+from revcompile.runtime.stash import Slots, Stash, as_of
+from revcompile.runtime.traits import (
+    candidates,
+    inputs_kept,
+    moves_early,
+    outlives_updates,
+    statistics_of,
+)
+from revcompile.schedule import Keep, Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
 from revcompile.tree import device_of_model
 
@@ -39,6 +45,20 @@ class InFlight:
     buffers: list[Snapshot] = field(default_factory=list)
     versions: tuple[int, ...] = ()
     original: Mapping[str, Tensor] = field(default_factory=dict)
+    read_at: tuple[int, ...] = ()
+    """Versions of the parameters that its graph has saved by reference."""
+
+
+class Casts(Protocol):
+    """Copies of a stage's parameters that its modules read in place of some of them."""
+
+    def check(self) -> None:
+        """Make them follow the parameters."""
+        ...
+
+    def widened(self, found: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Their gradients as those of the parameters."""
+        ...
 
 
 class Observer(Protocol):
@@ -79,7 +99,7 @@ class Stage:
         self.autocast = autocast
         self.check_finite = check_finite
         self._buffers = buffers
-        self._narrow = _inputs_kept(program) if buffers is not None else frozenset()
+        self._narrow = inputs_kept(program) if buffers is not None else frozenset()
         self.parameters: dict[str, Tensor] = {
             name: attribute(root, name) for name in program.parameters
         }
@@ -89,10 +109,12 @@ class Stage:
             self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
         self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
         """What its modules compute with, if not with the parameters they hold."""
+        self.casts: Casts | None = None
+        """What stands in for parameters in `reads`, if anything does."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None
         self._random = any(unit.random for unit in program.units)
-        self._stateful = StatefulBuffers(_candidates(program, root))
-        self._statistics = _statistics(program, root) if _moves_early(program) else []
+        self._stateful = StatefulBuffers(candidates(program, root))
+        self._statistics = statistics_of(program, root) if moves_early(program) else []
         self._plain = (
             compile_graph(program.forward, f"stage {program.index} forward"),
             compile_graph(program.backward, f"stage {program.index} backward"),
@@ -118,6 +140,7 @@ class Stage:
         """Run a micro-batch; what backward needs stays here until then."""
         program = self.program
         weights = self._stash.version(self.parameters) if self._stash else None
+        self._follow()
         values = [inputs[port.name] for port in program.inputs]
         before = self._stateful.before()
         with self._running(weights, microbatch):
@@ -129,6 +152,7 @@ class Stage:
             buffers=self._stateful.after(before),
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.returned} if measure else {},
+            read_at=tuple(p._version for p in self._referenced()),
         )
         for observer in self.observers:
             observer.forwarded(self, microbatch)
@@ -137,6 +161,7 @@ class Stage:
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is kept or changed."""
         values = [inputs[port.name] for port in self.program.inputs]
+        self._follow()
         with self._running(None, 0):
             outputs, _ = self._forward(self.root, self.seed, *values)
         return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
@@ -147,7 +172,7 @@ class Stage:
 
     def statistics(self) -> list[Tensor]:
         """The running statistics of the stage's batch norms."""
-        found = (module._buffers[name] for module, name in _statistics(self.program, self.root))
+        found = (module._buffers[name] for module, name in statistics_of(self.program, self.root))
         return [buffer for buffer in found if buffer is not None]
 
     def bookmark(self) -> list[Snapshot]:
@@ -191,6 +216,7 @@ class Stage:
         """Values and gradients of the inputs, and gradients of the parameters, not gathered."""
         program, held = self.program, self.in_flight.pop(microbatch)
         self._unwritten(microbatch, held)
+        self._follow()
         arguments = (
             *self._converted(held.kept, self._buffers, torch.float32),
             *(values[name] for name in program.wanted),
@@ -199,12 +225,15 @@ class Stage:
         with (
             self._running(held.weights, microbatch),
             self._stateful.replayed(held.buffers),
+            as_of(self._referenced(), held.read_at),
         ):
             returned, of_inputs, of_parameters = self._backward(
                 self.root, mix(self.seed, microbatch), *arguments
             )
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
         found = dict(zip(program.parameters, dense, strict=True))
+        if self.casts is not None:
+            found = self.casts.widened(found)
         back = dict(zip(program.graded_inputs, of_inputs, strict=True))
         return dict(zip(program.returned, returned, strict=True)), back, found
 
@@ -282,6 +311,21 @@ class Stage:
                     "to while it was in flight; hand the trainer a fresh tensor for each step"
                 )
 
+    def _follow(self) -> None:
+        """What stands in for parameters is as these are now."""
+        if self.casts is not None:
+            self.casts.check()
+
+    def _referenced(self) -> tuple[Tensor, ...]:
+        """Parameters that graphs in flight have saved by reference, and that updates change.
+
+        Backward is to use the latest ones: activations are the forward pass's, parameters are
+        not. What the forward pass computed from parameters counts as an activation.
+        """
+        if not self.outlives_updates:
+            return ()
+        return tuple(self.parameters.values() if self.reads is None else self.reads.values())
+
     # -- circumstances ------------------------------------------------------------------------
 
     @contextmanager
@@ -315,43 +359,20 @@ class Stage:
         return bool(self._stateful.before())
 
     @property
+    def outlives_updates(self) -> bool:
+        """Are parameters updated while graphs that use them are kept?"""
+        return outlives_updates(self.program)
+
+    @property
     def keeps_graphs(self) -> bool:
         """Is something in flight that no checkpoint can hold?"""
         return any(unit.keep is Keep.GRAPH for unit in self.program.units) and bool(self.in_flight)
-
-
-def _moves_early(program: StageProgram) -> bool:
-    """Do running statistics move in forward, or in a backward pass that may be taken back?"""
-    is_last = program.index == program.stages - 1
-    records = any(unit.keep is Keep.GRAPH for unit in program.units)
-    return is_last or records or program.method.order is Order.LOCKED
-
-
-def _inputs_kept(program: StageProgram) -> frozenset[str]:
-    """Inputs that the stage keeps while other micro-batches pass."""
-    if program.index == program.stages - 1 or program.method.order is Order.LOCKED:
-        return frozenset()
-    return frozenset(port.name for port in program.inputs) & frozenset(program.kept)
 
 
 def _overlaps(tensor: Tensor) -> bool:
     """Do elements share memory, as those of an expanded tensor do?"""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(stride == 0 and size > 1 for size, stride in sizes)
-
-
-def _statistics(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Running statistics of the stage's batch norms."""
-    modules: dict[nn.Module, None] = {}
-    for node in program.forward.nodes:
-        if node.op == "call_module":
-            modules |= dict.fromkeys(root.get_submodule(str(node.target)).modules())
-        elif node.op == "get_attr":
-            found = attribute(root, str(node.target))
-            owner = root.get_submodule(str(node.target).rpartition(".")[0])
-            modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
-    norms = (module for module in modules if isinstance(module, _BatchNorm))
-    return [(norm, name) for norm in norms for name in norm._buffers]
 
 
 def all_finite(tensors: list[Tensor]) -> list[bool]:
@@ -368,26 +389,3 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
         fine or bool(torch.isfinite(tensor).all())
         for fine, tensor in zip(sums, tensors, strict=True)
     ]
-
-
-def _candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Buffers the stage might write into, other than batch norms' statistics."""
-    found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
-    for node in program.forward.nodes:
-        target = str(node.target)
-        if node.op == "call_module":
-            modules = list(root.get_submodule(target).modules())
-        elif node.op == "get_attr" and not isinstance(attribute(root, target), nn.Module):
-            owner, _, name = target.rpartition(".")
-            module = root.get_submodule(owner)
-            if name in module._buffers and not isinstance(module, _BatchNorm):
-                found[id(module), name] = module, name
-            continue
-        else:
-            continue
-        for module in modules:
-            if not isinstance(module, _BatchNorm):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        found[id(module), name] = module, name
-    return list(found.values())
