@@ -360,9 +360,10 @@ class StagedModel:
         may hold, as for the trainer, with one stage a device.
         """
         facts = self.facts(batch, memory)
+        planned = "" if memory is None else f"\n{self.memory_plan(memory, batch=batch)}"
         model = self._memory_model(choose("backprop"), 1, batch)
         plain = model.stage(0, 0, len(model.pieces))
-        return stage_table(self.partition, facts, self.method.name, plain)
+        return stage_table(self.partition, facts, self.method.name, plain) + planned
 
     def explain(self, path: str) -> Explanation:
         """The story of a module: how it was found, by which rule rewired, and where it runs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,8 @@ import torch
 import training
 from helpers import worst
 from test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
-from torch import Tensor, nn
+from test_trainer_state import RootFirst
+from torch import Tensor
 from torch.nn import functional as F
 from transcription import Row, Transcription
 
@@ -218,12 +219,136 @@ def test_weights_in_low_precision_are_made_once_an_update_and_are_the_latest() -
     assert len(stage.in_flight) == 3
     assert stage.reads is not None
     low = {n: t for n, t in stage.reads.items() if t.dtype == torch.bfloat16}
-    assert "stem.weight" in low
     for held in stage.in_flight.values():
         with as_of(stage._referenced(), held.read_at):
             found = {t.data_ptr() for t in saved_by(held.kept) if t.dtype == torch.bfloat16}
-        assert low["stem.weight"].data_ptr() in found
+        assert low["layers.0.weight"].data_ptr() in found
     with torch.no_grad():
         stage.parameters["stem.weight"].fill_(0.5)
     trainer.step(*data[6])
-    assert float(low["stem.weight"].min()) == pytest.approx(0.5, abs=0.1)
+    assert float(low["stem.weight"].detach().min()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_low_precision_gradients_are_those_of_casts_made_anew() -> None:
+    """With still parameters: autocast's own casts in backprop, one copy an update here."""
+    found = []
+    for method, keeps in (("backprop", (G, G, G, G)), ("petra", PLANS["all"])):
+        record = spine.Recorded(spine.standing_still)
+        net = training.fresh(training.Plain, dtype=torch.float32)
+        trainer = keeping(net, keeps, record, method=method, autocast=torch.bfloat16)
+        training.feed(trainer, training.batches(6, dtype=torch.float32))
+        trainer.flush()
+        found.append(record.gradients({id(p): n for n, p in trainer.parameters().items()}))
+    assert training.same(*found)
+
+
+# -- circumstances --------------------------------------------------------------------------------
+#
+# Net has dropout, batch norms and a layer that two distant stages share; every fifth micro-batch is
+# smaller.
+
+
+@pytest.fixture(params=PLANS)
+def keeps(request: pytest.FixtureRequest) -> Keeps:
+    return PLANS[request.param]
+
+
+def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[Trainer]:
+    nets = [training.fresh(make) for _ in range(2)]
+    return [keeping(net, keeps, training.momentum, **settings) for net in nets]
+
+
+def test_evaluation_does_not_disturb_training(keeps: Keeps) -> None:
+    looked_at, left_alone = pair(keeps, accumulate=2, clip_grad_norm=0.1)
+    expected = training.feed(left_alone, training.batches(8))
+    found = []
+    for index, batch in enumerate(training.batches(8)):
+        found += training.feed(looked_at, [batch])
+        if index % 2:
+            looked_at.evaluate(training.batches(3, seed=index))
+    looked_at.flush(), left_alone.flush()
+    assert found == expected
+    assert training.same(looked_at.model.state_dict(), left_alone.model.state_dict())
+
+
+def test_a_bad_step_leaves_no_trace(keeps: Keeps) -> None:
+    spoiled, clean = pair(keeps, accumulate=2)
+    for trainer in (spoiled, clean):
+        training.feed(trainer, training.batches(5))
+    x, y = training.batches(1, seed=3)[0]
+    for bad in ((x, y[:2]), (x[:, :4], y), (torch.full_like(x, float("nan")), y)):
+        before = copied(dict(spoiled.model.state_dict()))
+        with pytest.raises((InputError, NonFiniteError)):
+            spoiled.step(*bad)
+        assert training.same(before, dict(spoiled.model.state_dict()))
+    more = training.batches(6, seed=2)
+    assert training.feed(spoiled, more) == training.feed(clean, more)
+    spoiled.flush(), clean.flush()
+    assert training.same(spoiled.model.state_dict(), clean.model.state_dict())
+
+
+def test_a_gradient_that_is_not_finite_on_its_way_back_is_left_out(keeps: Keeps) -> None:
+    trainer, _ = pair(keeps, RootFirst)
+    x, y = training.batches(1, seed=3)[0]
+    errors, weight = [], trainer.model.get_parameter("root.scale")
+    for batch in [*training.batches(4), (torch.zeros_like(x), y), *training.batches(6, seed=2)]:
+        before = weight.clone()
+        try:
+            trainer.step(*batch)
+        except NonFiniteError as error:
+            errors.append((error.stage, error.microbatch))
+            assert torch.equal(weight, before)
+    trainer.flush()
+    assert errors == [(0, 4)]
+    assert all(t.isfinite().all() for t in trainer.model.state_dict().values())
+
+
+def test_a_checkpoint_waits_until_graphs_are_gone(keeps: Keeps, tmp_path: Path) -> None:
+    whole, resumed = pair(keeps)
+    training.feed(whole, training.batches(5))
+    with pytest.raises(InputError, match=r"keeps graphs of micro-batches in flight.* drain=True"):
+        whole.save(tmp_path)
+    whole.save(tmp_path, drain=True)
+    resumed.load(tmp_path)
+    for trainer in (whole, resumed):
+        training.feed(trainer, training.batches(7, seed=2))
+        trainer.flush()
+    assert training.same(whole.model.state_dict(), resumed.model.state_dict())
+
+
+def test_what_is_in_flight_stays_with_stages_that_keep_the_same() -> None:
+    """An input that one budget has kept is nothing to stages that rebuild it, and vice versa."""
+    one, _ = pair((I, N, N, N))
+    other, _ = pair((N, N, N, N))
+    training.feed(one, training.batches(4))
+    with pytest.raises(InputError, match="another budget of memory"):
+        other.load_state_dict(one.state_dict())
+    one.flush()
+    other.load_state_dict(one.state_dict())
+    assert training.same(one.model.state_dict(), other.model.state_dict())
+
+
+def test_an_input_written_to_while_in_flight_is_noticed() -> None:
+    trainer, _ = pair(PLANS["all"])
+    x, y = training.batches(1)[0]
+    with pytest.raises(InputError, match=r"stage 0: .* micro-batch 0 .* a fresh tensor"):
+        for _ in range(4):
+            trainer.step(x, y)
+            x.normal_()
+
+
+def test_parameters_may_be_written_to_between_steps() -> None:
+    """As by a user who clamps weights: backward has what they are then."""
+    clamped, clean = pair(PLANS["all"])
+    for trainer in (clamped, clean):
+        training.feed(trainer, training.batches(3))
+    with torch.no_grad():
+        for parameter in clamped.model.parameters():
+            parameter.clamp_(-99, 99)  # changes nothing but versions
+    more = training.batches(4, seed=2)
+    assert training.feed(clamped, more) == training.feed(clean, more)
+
+
+def test_recorded_rounds_are_not_for_graphs_in_flight() -> None:
+    with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory="):
+        training.trainer_of(training.fresh(training.Plain), memory="1GiB", backend="recorded")

@@ -315,13 +315,34 @@ def _thinned(sums: list[_Sum]) -> list[_Sum]:
     return [sums[round(index * step)] for index in range(_MOST)]
 
 
+def _least(
+    offered: Sequence[Sequence[Choice]], terms: Terms, alone: bool
+) -> tuple[int, list[Choice]]:
+    """The least memory a device can do with, and the choices that take it."""
+
+    def lasting(choice: Choice) -> int:
+        return _split(choice.memory, terms, alone)[0]
+
+    def fitting(of: Sequence[Choice], room: int) -> list[Choice]:
+        return [choice for choice in of if _split(choice.memory, terms, alone)[1] <= room]
+
+    rooms = sorted({_split(choice.memory, terms, alone)[1] for of in offered for choice in of})
+    plans = []
+    for room in rooms:
+        small = [fitting(of, room) for of in offered]
+        if all(small):
+            chosen = [min(of, key=lasting) for of in small]
+            plans.append((on_device([c.memory for c in chosen], terms, alone), chosen))
+    return min(plans, key=lambda plan: plan[0])
+
+
 def _too_small(
     limit: int, device: int, offered: Sequence[Sequence[Choice]], terms: Terms, alone: bool
 ) -> InputError:
     """Why not even the smallest plan fits: the largest stage, what it needs, and what to do."""
-    smallest = [min(of, key=lambda choice: choice.memory.total) for of in offered]
+    need, smallest = _least(offered, terms, alone)
     largest = max(smallest, key=lambda choice: choice.memory.total)
-    memory, need = largest.memory, on_device([c.memory for c in smallest], terms, alone)
+    memory = largest.memory
     stages = f"its {len(offered)} stages" if len(offered) > 1 else f"stage {largest.stage}"
     owned = memory.parameters + memory.gradients + memory.optimizer
     return InputError(

@@ -225,6 +225,7 @@ class Stage:
         with (
             self._running(held.weights, microbatch),
             self._stateful.replayed(held.buffers),
+            self._noticing(microbatch),
             as_of(self._referenced(), held.read_at),
         ):
             returned, of_inputs, of_parameters = self._backward(
@@ -310,6 +311,20 @@ class Stage:
                     f"stage {self.program.index}: {name} of micro-batch {microbatch} was written "
                     "to while it was in flight; hand the trainer a fresh tensor for each step"
                 )
+
+    @contextmanager
+    def _noticing(self, microbatch: int) -> Iterator[None]:
+        """Graphs have saved what the trainer was given, and notice themselves if it changes."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise InputError(
+                f"stage {self.program.index}: what its graph of micro-batch {microbatch} has saved "
+                "was written to while it was in flight; hand the trainer a fresh tensor for each "
+                "step"
+            ) from error
 
     def _follow(self) -> None:
         """What stands in for parameters is as these are now."""

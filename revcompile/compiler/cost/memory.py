@@ -54,6 +54,8 @@ class StageMemory:
     """Backward messages of micro-batches that the next stage is done with and this one is not."""
     between: int = 0
     """Values and gradients on their way back from one piece of the stage to the one before."""
+    ends: int = 0
+    """Where kept graphs begin and end: inputs they have not saved, and outputs."""
 
     @property
     def total(self) -> int:
@@ -135,8 +137,13 @@ class MemoryModel:
         self._trained = running([cost.trained for cost in costs])
         self._saved = [cost.saved_at(batch) for cost in costs]
         self._shared = [cost.shared_at(batch) for cost in costs]
+        self._unsaved = [cost.unsaved_at(batch) for cost in costs]
         self._alone = running(self._saved), running(self._shared)
-        self._passing = [_passing(piece, batch) for piece in self.pieces]
+        # Layers that rewiring has widened make more than the types in their graph say.
+        self._passing = [
+            max(_passing(piece, batch), cost.passing_at(batch))
+            for piece, cost in zip(self.pieces, costs, strict=True)
+        ]
         # The stream a branch reads has come back already, with the message or from behind.
         self._branches = [
             saved + max(passing - _stream(piece, types, batch), 0)
@@ -167,6 +174,7 @@ class MemoryModel:
             working=working,
             waiting=self._waiting(index, end, keep),
             between=self._between_pieces(start, end, keep),
+            ends=self._ends(index, start, end, keep),
         )
 
     def _low(self, weights: int) -> int:
@@ -182,8 +190,7 @@ class MemoryModel:
         in_flight = self._windows[index]
         match keep:
             case Keep.GRAPH:
-                held = self._graph(start, end) + self._ends(start, end)
-                return in_flight * held, max(self._passing[start:end])
+                return in_flight * self._graph(start, end), max(self._passing[start:end])
             case Keep.INPUT:
                 kept, narrow = (
                     (reads.needed if self.lean else reads.inputs)(start, end)
@@ -221,10 +228,12 @@ class MemoryModel:
         saved, shared = self._alone
         return saved[end] - saved[start] - (shared[end] - shared[min(start + 1, end)])
 
-    def _ends(self, start: int, end: int) -> int:
-        """Where a graph begins and ends: inputs it has not saved, and its outputs."""
+    def _ends(self, index: int, start: int, end: int, keep: Keep) -> int:
+        """Inputs that a kept graph has not saved, and its outputs."""
+        if keep is not Keep.GRAPH:
+            return 0
         inputs = self._reads.inputs(start, end) - self._reads.needed(start, end)
-        return inputs + self._reads.crossing(end)
+        return self._windows[index] * (inputs + self._unsaved[end - 1])
 
     def _at_work(self, start: int, end: int) -> int:
         """A graph and the gradients inside it; the inputs it saved are counted where kept."""
