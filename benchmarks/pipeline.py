@@ -2,12 +2,16 @@
 
     python -m benchmarks.pipeline resnet18:64:16                    model:pixels:batch
     taskset -c 0,2 python -m benchmarks.pipeline --short vit_tiny_patch16_224:96:12 resnet18:64:16
+    python -m benchmarks.pipeline --memory 8GiB --microbatches 4 vit_tiny_patch16_224:96:12
 
 Every variant trains the same two stages with the same micro-batches; they take turns, round by
 round, and a figure is the median of the rounds. "ideal" is `1 / max stage time`: each rank runs its
 own stage's programs on made-up messages, both at once, nothing sent. torch's own pipelining runs
 `net.to_pipeline_stages()`, with and without activation checkpointing. Peak memory of each rank is
 counted in a run of its own (live tensors, less parameters and optimizer state).
+
+With `--memory` only a budget for each rank is looked at: PETRA whose stages keep what it allows,
+against its own ideal and against torch's 1F1B without checkpointing.
 
 The last table sums up. Model parallel runs one rank at a time, and a lone rank may be faster than
 two at once, which share caches and memory (and, as hyper-threads, a core): stage times are measured
@@ -44,7 +48,9 @@ from revcompile.staged import StagedModel
 RANKS = 2
 IDEAL = "ideal"
 ALONE = tuple(f"stage {rank} alone" for rank in range(RANKS))
-UNTRAINED = (IDEAL, *ALONE)
+PLANNED = "petra, memory budget"
+PLANNED_IDEAL = "ideal, memory budget"
+UNTRAINED = (IDEAL, PLANNED_IDEAL, *ALONE)
 """Variants that only run stage programs: no messages, and nothing is learned."""
 Turn = Callable[[], None]
 
@@ -112,14 +118,28 @@ class Bench:
         distributed.broadcast_object_list(found)
         return found[0]
 
+    def budgeted(self) -> dict[str, Turn]:
+        """Stages that keep what a budget allows, and what they are measured by."""
+        count, memory = self.options.microbatches, self.options.memory
+        planned = self._ours("petra", memory=memory)
+        return {
+            PLANNED: planned,
+            PLANNED_IDEAL: self._alone(self.trainers[-1]),
+            f"{PLANNED}, updates every {count}": self._ours("petra", count, memory),
+            "torch 1F1B": self._torch(Schedule1F1B, False),
+            "petra": self._ours("petra"),
+        }
+
     def variants(self) -> dict[str, Turn]:
         """Each a function that trains on `options.microbatches` micro-batches."""
+        if self.options.memory is not None:
+            return self.budgeted()
         count = self.options.microbatches
         found = {
             "petra": self._ours("petra"),
             "reversible model parallel": self._ours("reversible_backprop"),
         }
-        alone = self._alone()
+        alone = self._alone(self.trainers[0])
         for rank, name in enumerate(ALONE):
             found[name] = alone if rank == self.rank else _nothing
         found[IDEAL] = alone
@@ -137,8 +157,15 @@ class Bench:
                 found[name] = self._torch(kind, saving)
         return found
 
-    def _ours(self, method: str, accumulate: int = 1) -> Turn:
-        trainer = self.net().trainer(sgd, F.cross_entropy, method=method, accumulate=accumulate)
+    def _ours(self, method: str, accumulate: int = 1, memory: str | None = None) -> Turn:
+        trainer = self.net().trainer(
+            sgd,
+            F.cross_entropy,
+            method=method,
+            accumulate=accumulate,
+            memory=memory,
+            batch_size=self.case.batch,
+        )
         assert isinstance(trainer, DistributedTrainer)
         self.trainers.append(trainer)
 
@@ -148,9 +175,8 @@ class Bench:
 
         return turn
 
-    def _alone(self) -> Turn:
+    def _alone(self, trainer: DistributedTrainer) -> Turn:
         """A rank's own stage on messages made up once: no waiting, nothing sent."""
-        trainer = self.trainers[0]
         (actor,) = trainer.actors
         stage, program, state = actor.stage, actor.program, {"m": 1_000_000}
         inputs: dict[str, Any] = {}
@@ -222,22 +248,26 @@ def work(rank: int, options: argparse.Namespace, case: Case, store: str, results
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
     distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
-    variants = Bench(options, case, rank).variants()
+    bench = Bench(options, case, rank)
+    variants = bench.variants()
     times: dict[str, list[float]] = {name: [] for name in variants}
     own: dict[str, list[float]] = {name: [] for name in variants}
+    busy: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(options.rounds + 1):
         for name, turn in variants.items():
             distributed.barrier()
-            start = time.perf_counter()
+            start, began = time.perf_counter(), time.process_time()
             turn()
-            ended = time.perf_counter()
+            ended, took = time.perf_counter(), time.process_time() - began
             distributed.barrier()
             if number:  # the first round fills pipelines and warms caches
                 own[name].append((ended - start) / options.microbatches)
+                busy[name].append(took / options.microbatches)
                 times[name].append((time.perf_counter() - start) / options.microbatches)
     trained = {} if options.short else {n: t for n, t in variants.items() if n not in UNTRAINED}
     memory = {name: _peak(turn) for name, turn in trained.items()}
-    results[rank] = {"times": times, "own": own, "memory": memory}
+    plans = [str(trainer.memory_plan) for trainer in bench.trainers if trainer.memory_plan]
+    results[rank] = {"times": times, "own": own, "busy": busy, "memory": memory, "plans": plans}
     distributed.barrier()
     os._exit(0)
 
@@ -258,9 +288,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cost", choices=("analytic", "measured"), default="measured")
     parser.add_argument("--short", action="store_true", help="only what the last table needs")
+    parser.add_argument("--memory", help="a budget for each rank, e.g. 8GiB: only its variants")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = [run(options, case) for case in options.cases]
+    if options.memory is not None:
+        save(options.json, "pipeline, memory budget", torch.device("cpu"), found)
+        return
     summary = [one["summary"] for one in found]
     columns = ("", "of ideal", "/ model parallel", "at most", "stages at once, ms", "alone, ms")
     show("PETRA, two ranks", columns, [_line(**one) for one in summary])
@@ -283,14 +317,44 @@ def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
         return report(options, case, dict(results))
 
 
-def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
-    """Milliseconds a micro-batch, throughput against ideal and against PETRA, memory by rank."""
-    times = {
+def slowest(results: dict[int, Any]) -> dict[str, list[float]]:
+    """Of every variant the slower rank's time, round by round."""
+    return {
         name: [
             max(pair) for pair in zip(*(r["times"][name] for r in results.values()), strict=True)
         ]
         for name in results[0]["times"]
     }
+
+
+def report_budget(
+    options: argparse.Namespace, case: Case, results: dict[int, Any]
+) -> dict[str, Any]:
+    """Against the plan's own ideal, and against 1F1B; the spread of the rounds beside it.
+
+    Processor time, rank by rank, tells what a busy machine hides.
+    """
+    times, rows = slowest(results), []
+    for name, found in times.items():
+        peaks = [mib(r["memory"][name]) if name in r["memory"] else "" for r in results.values()]
+        of_ideal = sorted(a / b for a, b in zip(times[PLANNED_IDEAL], found, strict=True))
+        gain = sorted(a / b for a, b in zip(times["torch 1F1B"], found, strict=True))
+        figures = (f"{median(one):.3f} ({one[0]:.2f} - {one[-1]:.2f})" for one in (of_ideal, gain))
+        work = " + ".join(f"{1e3 * median(r['busy'][name]):.1f}" for r in results.values())
+        rows.append((name, f"{1e3 * median(found):.1f}", work, *figures, *peaks))
+    title = f"{case.model}, {case.size} px, {options.microbatches} x batch {case.batch}"
+    columns = ("variant", "ms a micro-batch", "processor, ms", "of ideal", "x torch 1F1B")
+    columns = (*columns, "rank 0", "rank 1")
+    show(title, columns, rows)
+    print(results[0]["plans"][0], flush=True)
+    return {**asdict(case), "times": times, "rows": rows, "plan": results[0]["plans"][0]}
+
+
+def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
+    """Milliseconds a micro-batch, throughput against ideal and against PETRA, memory by rank."""
+    if options.memory is not None:
+        return report_budget(options, case, results)
+    times = slowest(results)
     rows = []
     for name, found in times.items():
         if name in ALONE:
