@@ -238,23 +238,8 @@ def _limit(
 
 def _memory(cut: Partition, method: Method, batch: int, group: int, copies: int) -> int:
     """The most that one device holds."""
-    model = MemoryModel(
-        [piece for part in cut.parts for piece in part.pieces],
-        cut.types,
-        [cost for part in cut.parts for cost in part.costs],
-        method,
-        len(cut.parts),
-        batch=batch,
-        optimizer_copies=copies,
-        group=group,
-        first_input_free=False,
-    )
-    start, most = 0, 0
-    for part in cut.parts:
-        end = start + len(part.pieces)
-        most = max(most, model.stage(part.index, start, end).total)
-        start = end
-    return most
+    model = MemoryModel.of(cut, method, batch=batch, optimizer_copies=copies, group=group)
+    return max(model.stage(j, *ends).total for j, ends in enumerate(cut.ranges))
 
 
 # -- a whole plan ---------------------------------------------------------------------------------

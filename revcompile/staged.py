@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,28 +315,10 @@ class StagedModel:
         count = self.num_stages
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
-    def memory(
-        self, batch: int | None = None, plan: MemoryPlan | None = None
-    ) -> tuple[StageMemory, ...]:
+    def memory(self, batch: int | None = None) -> tuple[StageMemory, ...]:
         """What each stage holds at its peak, in bytes, at so many samples a micro-batch."""
-        if plan is not None:
-            return tuple(choice.memory for choice in plan.chosen)
-        model = self._memory_model(self.method, self.num_stages, batch)
-        counts = [len(part.pieces) for part in self.partition.parts]
-        ranges = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        return tuple(model.stage(j, *ends) for j, ends in enumerate(ranges))
-
-    def _memory_model(self, method: Method, stages: int, batch: int | None) -> MemoryModel:
-        parts = self.partition.parts
-        return MemoryModel(
-            [piece for part in parts for piece in part.pieces],
-            self.partition.types,
-            [cost for part in parts for cost in part.costs],
-            method,
-            stages,
-            batch=batch or self.batch,
-            first_input_free=False,  # the trainer keeps what it is fed
-        )
+        model = MemoryModel.of(self.partition, self.method, batch=batch or self.batch)
+        return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 
     @property
     def batch(self) -> int:
@@ -349,9 +330,11 @@ class StagedModel:
     ) -> tuple[StageFacts, ...]:
         """What the summary tells, stage by stage, as numbers."""
         size = batch or self.batch
-        plan = None if memory is None else self.memory_plan(memory, batch=size)
-        programs = self._programs(self.method, plan.keeps if plan else None)
-        return stage_facts(self.partition, programs, self.memory(size, plan), size)
+        if memory is None:
+            return stage_facts(self.partition, self._programs(self.method), self.memory(size), size)
+        plan = self.memory_plan(memory, batch=size)
+        programs = self._programs(self.method, plan.keeps)
+        return stage_facts(self.partition, programs, [c.memory for c in plan.chosen], size)
 
     def summary(self, batch: int | None = None, memory: int | str | None = None) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
@@ -361,7 +344,7 @@ class StagedModel:
         """
         facts = self.facts(batch, memory)
         planned = "" if memory is None else f"\n{self.memory_plan(memory, batch=batch)}"
-        model = self._memory_model(choose("backprop"), 1, batch)
+        model = MemoryModel.of(self.partition, choose("backprop"), 1, batch=batch or self.batch)
         plain = model.stage(0, 0, len(model.pieces))
         return stage_table(self.partition, facts, self.method.name, plain) + planned
 

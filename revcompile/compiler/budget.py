@@ -14,7 +14,6 @@ of what they need only while they work the largest counts; that largest is tried
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -181,22 +180,16 @@ def _planned(
 
 def choices(partition: Partition, terms: Terms) -> tuple[tuple[Choice, ...], ...]:
     """What each stage can keep, with what that costs."""
-    parts = partition.parts
-    model = MemoryModel(
-        [piece for part in parts for piece in part.pieces],
-        partition.types,
-        [cost for part in parts for cost in part.costs],
+    model = MemoryModel.of(
+        partition,
         terms.method,
-        len(parts),
         batch=terms.batch,
         optimizer_copies=terms.optimizer_copies,
         buffer_dtype=terms.buffer_dtype,
         group=terms.accumulate,
-        first_input_free=False,
         low=terms.autocast,
     )
-    ends = itertools.pairwise(itertools.accumulate((len(p.pieces) for p in parts), initial=0))
-    last = len(parts) - 1
+    last = len(partition.parts) - 1
     return tuple(
         tuple(
             Choice(
@@ -207,7 +200,7 @@ def choices(partition: Partition, terms: Terms) -> tuple[tuple[Choice, ...], ...
             )
             for keep in _KEEPS
         )
-        for part, places in zip(parts, ends, strict=True)
+        for part, places in zip(partition.parts, partition.ranges, strict=True)
     )
 
 

@@ -25,7 +25,7 @@ import torch
 
 from revcompile.compiler.cost.reads import Reads, running, runs_of, size_at
 from revcompile.ir import TYPE, Cost, Coupling
-from revcompile.program import Piece
+from revcompile.program import Partition, Piece
 from revcompile.schedule import Keep, Method, Weights, delay, window
 
 __all__ = ["MemoryModel", "StageMemory", "stage_memory"]
@@ -154,6 +154,22 @@ class MemoryModel:
         self._narrow = self._reads
         if buffer_dtype is not None:
             self._narrow = Reads(self.pieces, types, batch, buffer_dtype)
+
+    @classmethod
+    def of(
+        cls, partition: Partition, method: Method, stages: int | None = None, **options: Any
+    ) -> MemoryModel:
+        """The pieces of a partition, in a trainer, which keeps what it is fed."""
+        parts = partition.parts
+        return cls(
+            [piece for part in parts for piece in part.pieces],
+            partition.types,
+            [cost for part in parts for cost in part.costs],
+            method,
+            stages or len(parts),
+            first_input_free=False,
+            **options,
+        )
 
     def stage(self, index: int, start: int, end: int, keep: Keep | None = None) -> StageMemory:
         """The memory of stage `index` if it is `pieces[start:end]`.
