@@ -26,6 +26,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -39,6 +40,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import revcompile
+from benchmarks import budgeted
 from benchmarks.harness import LiveStorages, mib, save, show
 from revcompile.compiler.cost import piece_costs
 from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
@@ -48,9 +50,7 @@ from revcompile.staged import StagedModel
 RANKS = 2
 IDEAL = "ideal"
 ALONE = tuple(f"stage {rank} alone" for rank in range(RANKS))
-PLANNED = "petra, memory budget"
-PLANNED_IDEAL = "ideal, memory budget"
-UNTRAINED = (IDEAL, PLANNED_IDEAL, *ALONE)
+UNTRAINED = (IDEAL, budgeted.IDEAL, *ALONE)
 """Variants that only run stage programs: no messages, and nothing is learned."""
 Turn = Callable[[], None]
 
@@ -102,6 +102,7 @@ class Bench:
         self.x = torch.randn(shape, generator=generator)
         self.y = torch.randint(0, 10, (case.batch,), generator=generator)
         self.trainers: list[DistributedTrainer] = []
+        self.spent: dict[str, budgeted.Spent] = {}
 
     def net(self) -> StagedModel:
         """The same two stages each time; every variant trains its own copy."""
@@ -121,14 +122,18 @@ class Bench:
     def budgeted(self) -> dict[str, Turn]:
         """Stages that keep what a budget allows, and what they are measured by."""
         count, memory = self.options.microbatches, self.options.memory
-        planned = self._ours("petra", memory=memory)
-        return {
-            PLANNED: planned,
-            PLANNED_IDEAL: self._alone(self.trainers[-1]),
-            f"{PLANNED}, updates every {count}": self._ours("petra", count, memory),
-            "torch 1F1B": self._torch(Schedule1F1B, False),
-            "petra": self._ours("petra"),
-        }
+        found = {budgeted.PLANNED: self._ours("petra", memory=memory)}
+        found[budgeted.IDEAL] = self._alone(self.trainers[-1])
+        found[f"{budgeted.PLANNED}, every {count}"] = self._ours("petra", count, memory)
+        found["petra"] = self._ours("petra")
+        ours = (name for name in found if name != budgeted.IDEAL)
+        for name, trainer in zip(ours, self.trainers, strict=True):
+            stage = trainer.actors[0].stage
+            self.spent[name] = budgeted.Spent(stage, "forward", "backward")
+        found[budgeted.TORCH] = self._torch(Schedule1F1B, False)
+        passes = ("forward_one_chunk", "backward_one_chunk")
+        self.spent[budgeted.TORCH] = budgeted.Spent(self.stage, *passes)
+        return found
 
     def variants(self) -> dict[str, Turn]:
         """Each a function that trains on `options.microbatches` micro-batches."""
@@ -210,7 +215,7 @@ class Bench:
         module: nn.Module = self.net().to_pipeline_stages()[self.rank].train()
         if saving:
             module = _Checkpointed(module)
-        stage = PipelineStage(module, self.rank, RANKS, torch.device("cpu"))
+        self.stage = stage = PipelineStage(module, self.rank, RANKS, torch.device("cpu"))
         schedule = kind(stage, self.options.microbatches, loss_fn=F.cross_entropy)
         optimizer = sgd([p for p in module.parameters() if p.requires_grad])
         x = self.x.repeat(self.options.microbatches, 1, 1, 1)
@@ -257,7 +262,8 @@ def work(rank: int, options: argparse.Namespace, case: Case, store: str, results
         for name, turn in variants.items():
             distributed.barrier()
             start, began = time.perf_counter(), time.process_time()
-            turn()
+            with bench.spent[name] if number and name in bench.spent else nullcontext():
+                turn()
             ended, took = time.perf_counter(), time.process_time() - began
             distributed.barrier()
             if number:  # the first round fills pipelines and warms caches
@@ -267,7 +273,9 @@ def work(rank: int, options: argparse.Namespace, case: Case, store: str, results
     trained = {} if options.short else {n: t for n, t in variants.items() if n not in UNTRAINED}
     memory = {name: _peak(turn) for name, turn in trained.items()}
     plans = [str(trainer.memory_plan) for trainer in bench.trainers if trainer.memory_plan]
-    results[rank] = {"times": times, "own": own, "busy": busy, "memory": memory, "plans": plans}
+    spent = {name: one.least(options.microbatches) for name, one in bench.spent.items()}
+    told = {"memory": memory, "plans": plans, "spent": spent}
+    results[rank] = {"times": times, "own": own, "busy": busy, **told}
     distributed.barrier()
     os._exit(0)
 
@@ -317,44 +325,12 @@ def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
         return report(options, case, dict(results))
 
 
-def slowest(results: dict[int, Any]) -> dict[str, list[float]]:
-    """Of every variant the slower rank's time, round by round."""
-    return {
-        name: [
-            max(pair) for pair in zip(*(r["times"][name] for r in results.values()), strict=True)
-        ]
-        for name in results[0]["times"]
-    }
-
-
-def report_budget(
-    options: argparse.Namespace, case: Case, results: dict[int, Any]
-) -> dict[str, Any]:
-    """Against the plan's own ideal, and against 1F1B; the spread of the rounds beside it.
-
-    Processor time, rank by rank, tells what a busy machine hides.
-    """
-    times, rows = slowest(results), []
-    for name, found in times.items():
-        peaks = [mib(r["memory"][name]) if name in r["memory"] else "" for r in results.values()]
-        of_ideal = sorted(a / b for a, b in zip(times[PLANNED_IDEAL], found, strict=True))
-        gain = sorted(a / b for a, b in zip(times["torch 1F1B"], found, strict=True))
-        figures = (f"{median(one):.3f} ({one[0]:.2f} - {one[-1]:.2f})" for one in (of_ideal, gain))
-        work = " + ".join(f"{1e3 * median(r['busy'][name]):.1f}" for r in results.values())
-        rows.append((name, f"{1e3 * median(found):.1f}", work, *figures, *peaks))
-    title = f"{case.model}, {case.size} px, {options.microbatches} x batch {case.batch}"
-    columns = ("variant", "ms a micro-batch", "processor, ms", "of ideal", "x torch 1F1B")
-    columns = (*columns, "rank 0", "rank 1")
-    show(title, columns, rows)
-    print(results[0]["plans"][0], flush=True)
-    return {**asdict(case), "times": times, "rows": rows, "plan": results[0]["plans"][0]}
-
-
 def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
     """Milliseconds a micro-batch, throughput against ideal and against PETRA, memory by rank."""
     if options.memory is not None:
-        return report_budget(options, case, results)
-    times = slowest(results)
+        title = f"{case.model}, {case.size} px, {options.microbatches} x batch {case.batch}"
+        return {**asdict(case), **budgeted.report(title, options.microbatches, results)}
+    times = budgeted.slowest(results)
     rows = []
     for name, found in times.items():
         if name in ALONE:
