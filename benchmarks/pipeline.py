@@ -322,7 +322,7 @@ def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
             process.start()
         for process in ranks:
             process.join()
-        return report(options, case, dict(results))
+        return report(options, case, dict(sorted(results.items())))
 
 
 def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
