@@ -19,7 +19,7 @@ from revcompile.compiler.partition.pieces import whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir import Cost, Rewired, TensorType
 from revcompile.program import Part, Partition
-from revcompile.runtime.stage import all_finite
+from revcompile.runtime.finite import all_finite
 from revcompile.schedule import (
     Costs,
     Keep,

@@ -46,6 +46,7 @@ def make_actor(
         check_finite=settings.check_finite,
         buffers=settings.buffers,
     )
+    stage.sums_in_place = guarded
     if stage.outlives_updates and stage.autocast is not None:
         # Casts that autocast makes would be copies of the weights, one a micro-batch in flight.
         stage.casts = casts = Casts(stage)

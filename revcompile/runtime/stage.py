@@ -17,6 +17,7 @@ from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.code import compile_graph
+from revcompile.runtime.finite import all_finite
 from revcompile.runtime.stash import Slots, Stash, as_of
 from revcompile.runtime.traits import (
     candidates,
@@ -29,7 +30,7 @@ from revcompile.schedule import Keep, Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
 from revcompile.tree import device_of_model
 
-__all__ = ["InFlight", "Observer", "Programs", "Stage", "all_finite"]
+__all__ = ["Casts", "InFlight", "Observer", "Programs", "Stage"]
 
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
@@ -125,6 +126,8 @@ class Stage:
         self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
+        self.sums_in_place = False
+        """Will nobody want back what was gathered before?"""
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, for the micro-batches that were to be measured."""
 
@@ -267,7 +270,7 @@ class Stage:
         return len(versions)
 
     def gather(self, found: Mapping[str, Tensor | None], sent: Mapping[str, Tensor | None]) -> None:
-        """Add gradients up, out of place: what was gathered before may be taken back.
+        """Add gradients up; out of place where what was gathered before may be taken back.
 
         Autograd may hand out one tensor twice (`p + q`), also as the gradient of an input, or
         one whose elements share memory. What is gathered is the stage's own.
@@ -276,7 +279,9 @@ class Stage:
         for name, gradient in found.items():
             if gradient is None:
                 continue
-            if name in self.gradients:
+            if name in self.gradients and self.sums_in_place:
+                gradient = self.gradients[name].add_(gradient)
+            elif name in self.gradients:
                 gradient = self.gradients[name] + gradient
             elif gradient.untyped_storage()._cdata in taken or _overlaps(gradient):
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
@@ -388,19 +393,3 @@ def _overlaps(tensor: Tensor) -> bool:
     """Do elements share memory, as those of an expanded tensor do?"""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(stride == 0 and size > 1 for size, stride in sizes)
-
-
-def all_finite(tensors: list[Tensor]) -> list[bool]:
-    """For each tensor: are all its elements finite? Waits for the device once.
-
-    A finite sum says so at the price of one fast pass; a sum may overflow, so others are looked
-    at again. On a GPU the largest elements of all tensors are one kernel.
-    """
-    if tensors[0].is_cuda:
-        largest = torch._foreach_norm(tensors, float("inf"))
-        return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()
-    sums = torch.isfinite(torch.stack([tensor.sum().double() for tensor in tensors])).tolist()
-    return [
-        fine or bool(torch.isfinite(tensor).all())
-        for fine, tensor in zip(sums, tensors, strict=True)
-    ]
