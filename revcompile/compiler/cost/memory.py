@@ -144,10 +144,13 @@ class MemoryModel:
             max(_passing(piece, batch), cost.passing_at(batch))
             for piece, cost in zip(self.pieces, costs, strict=True)
         ]
+        self._streams = [_stream(piece, types, batch) for piece in self.pieces]
         # The stream a branch reads has come back already, with the message or from behind.
         self._branches = [
-            saved + max(passing - _stream(piece, types, batch), 0)
-            for saved, passing, piece in zip(self._saved, self._passing, self.pieces, strict=True)
+            saved + max(passing - stream, 0)
+            for saved, passing, stream in zip(
+                self._saved, self._passing, self._streams, strict=True
+            )
         ]
         self._runs = runs_of(self.pieces)
         self._reads = Reads(self.pieces, types, batch, None)
@@ -245,10 +248,14 @@ class MemoryModel:
         return saved[end] - saved[start] - (shared[end] - shared[min(start + 1, end)])
 
     def _ends(self, index: int, start: int, end: int, keep: Keep) -> int:
-        """Inputs that a kept graph has not saved, and its outputs."""
+        """Inputs that a kept graph has not saved, and its outputs.
+
+        A coupling at the beginning saves the sum `a + F(b)`, if anything, but not `a`.
+        """
         if keep is not Keep.GRAPH:
             return 0
-        inputs = self._reads.inputs(start, end) - self._reads.needed(start, end)
+        unread = self._reads.inputs(start, end) - self._reads.needed(start, end)
+        inputs = max(unread, self._streams[start])
         return self._windows[index] * (inputs + self._unsaved[end - 1])
 
     def _at_work(self, start: int, end: int) -> int:
