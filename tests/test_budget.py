@@ -182,6 +182,18 @@ def test_where_sums_are_left_out_the_plan_still_fits(monkeypatch: pytest.MonkeyP
         assert plan.work <= found.work <= 1.1 * plan.work
 
 
+def test_the_smallest_sum_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage takes all there is: the others can keep nothing, which comes out at the end."""
+    sizes = [{N: 0, G: 2**stage} for stage in range(4)] + [{N: 15}]
+    offered = [
+        [Choice(j, keep, StageMemory(buffers=n), 4.0 - 0.1 * n) for keep, n in of.items()]
+        for j, of in enumerate(sizes)
+    ]
+    monkeypatch.setattr(budgets, "choices", lambda *_: offered)
+    monkeypatch.setattr(budgets, "_MOST", 4)
+    assert plan_memory(cut(), 15, PETRA, (0,) * 5).keeps == (N,) * 5
+
+
 def test_methods_that_say_what_is_kept_take_no_budget() -> None:
     net = models.staged("vgg")
     for method in ("backprop", "ddg", "pipedream", "gpipe"):
