@@ -183,7 +183,7 @@ def test_where_sums_are_left_out_the_plan_still_fits(monkeypatch: pytest.MonkeyP
 
 
 def test_the_smallest_sum_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last stage takes all there is: the others can keep nothing, which comes out at the end."""
+    """The last stage takes all there is, so that the others can keep nothing."""
     sizes = [{N: 0, G: 2**stage} for stage in range(4)] + [{N: 15}]
     offered = [
         [Choice(j, keep, StageMemory(buffers=n), 4.0 - 0.1 * n) for keep, n in of.items()]
