@@ -363,12 +363,17 @@ class Cost:
     """Bytes autograd holds for one run with gradients: each storage once, no parameters."""
     shared: int = 0
     """Of `saved`, what the piece before saves as well: two in one graph hold it once."""
+    passing: int = 0
+    """The most bytes that one operation and its operands take, parameters aside."""
     weights: int = 0
     """Bytes of the parameters."""
     trained: int = 0
     """Bytes of those parameters that receive gradients."""
     batch: int = 1
     """The example's batch size."""
+
+    unsaved: int = 0
+    """Bytes of its outputs that it has not saved itself."""
 
     def saved_at(self, batch: int) -> int:
         """`saved` at another batch size, as if all of it grew with the batch."""
@@ -377,6 +382,14 @@ class Cost:
     def shared_at(self, batch: int) -> int:
         """`shared` at another batch size."""
         return self.shared * batch // self.batch
+
+    def unsaved_at(self, batch: int) -> int:
+        """`unsaved` at another batch size."""
+        return self.unsaved * batch // self.batch
+
+    def passing_at(self, batch: int) -> int:
+        """`passing` at another batch size."""
+        return self.passing * batch // self.batch
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from revcompile.compiler.budget import recomputes
 from revcompile.compiler.cost import How, MemoryModel
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.compiler.partition import partition
@@ -18,7 +19,7 @@ from revcompile.compiler.partition.pieces import whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir import Cost, Rewired, TensorType
 from revcompile.program import Part, Partition
-from revcompile.runtime.stage import all_finite
+from revcompile.runtime.finite import all_finite
 from revcompile.schedule import (
     Costs,
     Keep,
@@ -150,11 +151,8 @@ def _passes(
     forward = backward = 0.0
     for piece, cost in zip(part.pieces, part.costs, strict=True):
         ahead, back = (time * batch / cost.batch for time in seconds.of(cost))
-        kept = method.keep is Keep.GRAPH or (
-            method.keep is Keep.NOTHING and last and not piece.reversible
-        )
         forward += ahead
-        backward += back - ahead if kept else back
+        backward += back if recomputes(method.keep, piece, last) else back - ahead
     return forward, max(backward, 0.0)
 
 
@@ -244,24 +242,15 @@ def _memory(
     cut: Partition, method: Method, batch: int, group: int, copies: int, buffer_bytes: int | None
 ) -> int:
     """The most that one device holds."""
-    model = MemoryModel(
-        [piece for part in cut.parts for piece in part.pieces],
-        cut.types,
-        [cost for part in cut.parts for cost in part.costs],
+    model = MemoryModel.of(
+        cut,
         method,
-        len(cut.parts),
         batch=batch,
         optimizer_copies=copies,
         buffer_bytes=buffer_bytes,
         group=group,
-        first_input_free=False,
     )
-    start, most = 0, 0
-    for part in cut.parts:
-        end = start + len(part.pieces)
-        most = max(most, model.stage(part.index, start, end).total)
-        start = end
-    return most
+    return max(model.stage(j, *ends).total for j, ends in enumerate(cut.ranges))
 
 
 # -- a whole plan ---------------------------------------------------------------------------------

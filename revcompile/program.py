@@ -8,6 +8,7 @@ keeps, what it sends on and what it sends back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,12 @@ class Partition:
     types: Mapping[str, Any]
     ties: Mapping[Tie, tuple[str, ...]]
     """Parameters (by name) that two stages share."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Where each stage's pieces begin and end, counted through all stages."""
+        counts = (len(part.pieces) for part in self.parts)
+        return tuple(itertools.pairwise(itertools.accumulate(counts, initial=0)))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.balance import balance
+from revcompile.compiler.budget import MemoryPlan, Terms, budget, plan_memory
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.compiler.lower import lower
 from revcompile.compiler.verify import verify_programs
+from revcompile.fitting import fit_memory, in_a_row, prove
 from revcompile.inspect import drawing
 from revcompile.inspect.code import ActionList, action_list, code_text
 from revcompile.inspect.explain import Explanation, explain
@@ -34,9 +33,12 @@ from revcompile.runtime.scaling import LossScale, loss_scale_of
 from revcompile.runtime.settings import Settings
 from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory
-from revcompile.schedule import Action, Costs, Method, actions, choose, delay, dry_run, window
+from revcompile.schedule import Action, Keep, Method, actions, choose, delay
 
 __all__ = ["CompiledStage", "StagedModel"]
+
+Keeps = tuple[Keep, ...] | None
+"""What each stage keeps, if not what its method says."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,15 @@ class StagedModel:
         """The parameters live here, under their original names."""
         self.partition = partition
         self.method = method
-        self._lowered: dict[Method, tuple[StageProgram, ...]] = {}
+        self._lowered: dict[tuple[Method, Keeps], tuple[StageProgram, ...]] = {}
 
-    def _programs(self, method: Method) -> tuple[StageProgram, ...]:
-        """The programs for a method, made when first asked for."""
-        if method not in self._lowered:
-            programs = lower(self.partition, method)
+    def _programs(self, method: Method, keeps: Keeps = None) -> tuple[StageProgram, ...]:
+        """The programs for a method and what stages keep, made when first asked for."""
+        if (method, keeps) not in self._lowered:
+            programs = lower(self.partition, method, keeps)
             verify_programs(self.partition, programs)
-            self._lowered[method] = programs
-        return self._lowered[method]
+            self._lowered[method, keeps] = programs
+        return self._lowered[method, keeps]
 
     @property
     def num_stages(self) -> int:
@@ -192,6 +194,8 @@ class StagedModel:
         measure_every: int | None = None,
         backend: str | Backend = "auto",
         buffers: BuffersLike = None,
+        memory: int | str | None = None,
+        batch_size: int | None = None,
         places: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
@@ -219,6 +223,13 @@ class StagedModel:
         torch.float8_e4m3fn with a scale for each tensor quarters them; backward then computes
         with rounded values), or, with "offload", on a GPU's host; a `Buffers` says both.
 
+        `memory` is what a device may hold, in bytes or as "2GiB", at `batch_size` samples a
+        micro-batch (default: the example's). Stages for which that suffices keep the graphs of
+        their micro-batches and compute nothing twice; `trainer.memory_plan` says which. Their
+        backward pass goes through the activations of the forward pass, with the latest parameters
+        as ever. The optimizer is built once more, for parameters of a few elements, to see how
+        much it keeps. What a stage keeps cannot be saved as long as it is a graph: flush first.
+
         In a script started by torchrun (or with a process group of several ranks) this is the
         trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
         (default: in a row, balanced by cost), `device` where to train (default: where the model
@@ -240,15 +251,27 @@ class StagedModel:
             measure_every=measure_every,
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
+            memory=None if memory is None else budget(memory),
         )
         chosen = choose(method, order=order, alpha=alpha)
-        self._proved(chosen, accumulate)
-        programs = self._programs(chosen)
+        prove(self.partition, chosen, accumulate)
+        plan = fit_memory(
+            self.partition,
+            chosen,
+            settings,
+            optimizer,
+            parameters=dict(self.model.named_parameters()),
+            batch=batch_size or self.batch,
+            places=places,
+        )
+        programs = self._programs(chosen, plan.keeps if plan else None)
         if not many_ranks():
             if device is not None:
                 self.model.to(device)
-            return Trainer(self.model, self.partition, programs, optimizer, loss, settings)
-        return DistributedTrainer(
+            trainer = Trainer(self.model, self.partition, programs, optimizer, loss, settings)
+            trainer.memory_plan = plan
+            return trainer
+        trainer = DistributedTrainer(
             self.model,
             self.partition,
             programs,
@@ -262,21 +285,45 @@ class StagedModel:
             report_loss=report_loss,
             average_statistics=average_statistics,
         )
+        trainer.memory_plan = plan
+        return trainer
+
+    def memory_plan(
+        self,
+        memory: int | str,
+        *,
+        batch: int | None = None,
+        accumulate: int = 1,
+        order: str | None = None,
+        alpha: float | None = None,
+        optimizer_copies: float = 1.0,
+        buffers: BuffersLike = None,
+        places: Sequence[int] | None = None,
+    ) -> MemoryPlan:
+        """What stages keep if a device may hold so much: bytes, or text like "2GiB".
+
+        `places` are the devices of the stages; without it each stage has its own. The rest is as
+        for the trainer, which makes its own plan; `optimizer_copies` is 1 for SGD with momentum,
+        2 for Adam.
+
+        >>> import torch, revcompile
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
+        >>> [keep.value for keep in net.memory_plan("1MiB").keeps]
+        ['graph', 'graph']
+        """
+        method = choose(self.method, order=order, alpha=alpha)
+        terms = Terms(
+            method,
+            batch or self.batch,
+            accumulate,
+            optimizer_copies,
+            buffers_of(buffers).bytes_each,
+        )
+        return plan_memory(self.partition, budget(memory), terms, places)
 
     def _places(self, ranks: int) -> list[int]:
-        """Stages in a row on so many ranks, balanced by cost."""
-        parts = self.partition.parts
-        costs = [sum(cost.forward + cost.backward for cost in part.costs) for part in parts]
-        ends = balance(costs, ranks)
-        assert ends is not None
-        return [bisect_right(ends, stage) for stage in range(self.num_stages)]
-
-    def _proved(self, method: Method, accumulate: int) -> None:
-        """Play the schedule without tensors: it must not lock up."""
-        count, ties = self.num_stages, self.partition.ties
-        longest = max(window(method, count, j, accumulate) for j in range(count))
-        lists = actions(method, count, longest + 2, accumulate, ties)
-        dry_run(lists, Costs.uniform(count))
+        return in_a_row(self.partition, ranks)
 
     def delays(self, accumulate: int = 1) -> tuple[int, ...]:
         """Updates between forward and backward at each stage, for the default method."""
@@ -290,25 +337,13 @@ class StagedModel:
 
         `buffers` as the trainer will be given it.
         """
-        model = self._memory_model(self.method, self.num_stages, batch, buffers)
-        counts = [len(part.pieces) for part in self.partition.parts]
-        ranges = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        return tuple(model.stage(j, *ends) for j, ends in enumerate(ranges))
-
-    def _memory_model(
-        self, method: Method, stages: int, batch: int | None, buffers: BuffersLike = None
-    ) -> MemoryModel:
-        parts = self.partition.parts
-        return MemoryModel(
-            [piece for part in parts for piece in part.pieces],
-            self.partition.types,
-            [cost for part in parts for cost in part.costs],
-            method,
-            stages,
+        model = MemoryModel.of(
+            self.partition,
+            self.method,
             batch=batch or self.batch,
             buffer_bytes=buffers_of(buffers).bytes_each,
-            first_input_free=False,  # the trainer keeps what it is fed
         )
+        return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 
     @property
     def batch(self) -> int:
@@ -316,23 +351,42 @@ class StagedModel:
         return self.partition.parts[0].costs[0].batch
 
     def facts(
-        self, batch: int | None = None, *, buffers: BuffersLike = None
+        self,
+        batch: int | None = None,
+        *,
+        memory: int | str | None = None,
+        buffers: BuffersLike = None,
     ) -> tuple[StageFacts, ...]:
         """What the summary tells, stage by stage, as numbers."""
-        size, programs = batch or self.batch, self._programs(self.method)
-        return stage_facts(self.partition, programs, self.memory(size, buffers=buffers), size)
+        size = batch or self.batch
+        held: Sequence[StageMemory] = self.memory(size, buffers=buffers)
+        programs = self._programs(self.method)
+        if memory is not None:
+            plan = self.memory_plan(memory, batch=size, buffers=buffers)
+            programs = self._programs(self.method, plan.keeps)
+            held = [choice.memory for choice in plan.chosen]
+        return stage_facts(self.partition, programs, held, size)
 
-    def summary(self, batch: int | None = None, *, buffers: BuffersLike = None) -> str:
+    def summary(
+        self,
+        batch: int | None = None,
+        *,
+        memory: int | str | None = None,
+        buffers: BuffersLike = None,
+    ) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
-        `batch` is the size of a micro-batch (the example's if not given); `buffers` is how the
-        trainer will keep inputs.
+        `batch` is the size of a micro-batch (the example's if not given); `memory` what a device
+        may hold and `buffers` how inputs wait, as for the trainer, with one stage a device.
         """
-        facts = self.facts(batch, buffers=buffers)
-        model = self._memory_model(choose("backprop"), 1, batch)
+        facts = self.facts(batch, memory=memory, buffers=buffers)
+        planned = ""
+        if memory is not None:
+            planned = f"\n{self.memory_plan(memory, batch=batch, buffers=buffers)}"
+        model = MemoryModel.of(self.partition, choose("backprop"), 1, batch=batch or self.batch)
         plain = model.stage(0, 0, len(model.pieces))
         how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
-        return stage_table(self.partition, facts, self.method.name + how, plain)
+        return stage_table(self.partition, facts, self.method.name + how, plain) + planned
 
     def explain(self, path: str) -> Explanation:
         """The story of a module: how it was found, by which rule rewired, and where it runs.

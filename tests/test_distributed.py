@@ -180,6 +180,24 @@ def test_ranks_train_in_low_precision_as_one_process(tmp_path: Path) -> None:
         assert not differences(expected["state"], found["state"])
 
 
+def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
+    """Of a budget for each rank: tied weights, dropout and statistics, any layout."""
+    runs = [
+        Run(model="resnet", accumulate=2, steps=9, clip=0.1),
+        Run(model="words", steps=9, order="paper"),
+        Run(model="vit", steps=7, places=(1, 0, 1, 0)),
+    ]
+    how = {"memory": "1GiB", "batch_size": 3}
+    results, codes = launch(tmp_path, 2, "train_all", runs=plain(runs), trainer=how)
+    assert codes == [0, 0]
+    for number, run in enumerate(runs):
+        expected = trained(dataclasses.replace(run, places=None), **how)
+        assert differences(expected["state"], alone(run)["state"])  # graphs make a difference
+        for rank, found in enumerate(results):
+            odd = differences(expected["state"], found[number]["state"])
+            assert not odd, f"{run}, rank {rank}: {odd[:3]}"
+
+
 SCRIPT: Final = """
 import torch, distributed_worker
 torch.set_num_threads(1)

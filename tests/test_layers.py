@@ -23,10 +23,20 @@ GROUND = {
     "schedule",
     "steps",
     "program",
+    "quantities",
     "tree",
 }
 WINGS = {"compiler", "runtime", "inspect"}
-FLOORS = (GROUND, WINGS, {"planning"}, {"staged"}, {"api"}, {"__init__"}, {"cli"}, {"__main__"})
+FLOORS = (
+    GROUND,
+    WINGS,
+    {"planning", "fitting"},
+    {"staged"},
+    {"api"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+)
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}
 OUTSIDE = {"models", "examples", "benchmarks", "tests"}
 

@@ -45,6 +45,7 @@ class Row(enum.Enum):
     RECONSTRUCT = "the output is inverted with the latest parameters; no input is kept"
     REPLAY = "the input is kept, the parameters are the latest"
     STASH = "the input is kept, and so are the forward pass's parameters"
+    GRAPH = "the forward pass's graph is kept; the parameters in it become the latest"
     SYNTHETIC = "the gradient is predicted"
 
 
@@ -162,6 +163,8 @@ class Kept:
     values: Values
     theta: Weights
     shapes: dict[str, Any]
+    graph: tuple[Values, Values] | None = None
+    """Inputs and all values, as autograd has recorded them."""
 
 
 def _is_float(value: Any) -> bool:
@@ -189,7 +192,9 @@ class Stage:
         ties = partition.ties.items()
         self.held = {n: tie.owner for tie, ns in ties if tie.holder == part.index for n in ns}
         self.owned = {n for tie, ns in ties if tie.owner == part.index for n in ns}
-        own = [p for n, p in self.theta.items() if n not in self.held and p.requires_grad]
+        # Written to as `.data`, which autograd does not notice: graphs have the latest parameters.
+        self.written = {n: nn.Parameter(p.data, p.requires_grad) for n, p in self.theta.items()}
+        own = [p for n, p in self.written.items() if n not in self.held and p.requires_grad]
         self.optimizer = factory(own) if own else None
         self.synthesiser = self._synthesiser(factory)
         self.flight: dict[int, Kept] = {}
@@ -204,6 +209,8 @@ class Stage:
         shared = message.shared | {n: self.theta[n].detach().clone() for n in self.owned}
         if message.microbatch is None:
             return Message(None, shared=shared)
+        if self.row is Row.GRAPH:
+            return self._recorded(message, shared)
         values, shapes = dict(message.values), {}
         with torch.no_grad():
             for piece in self.part.pieces:
@@ -215,6 +222,15 @@ class Stage:
         theta = {name: _copied(p) for name, p in kept.items()}
         self.flight[message.microbatch] = Kept(values, theta, shapes)
         return Message(message.microbatch, self._only(self.part.outputs, values), shared=shared)
+
+    def _recorded(self, message: Message, shared: Gradients) -> Message:
+        """`x_j = F_j(x_{j-1}, theta_j)` with autograd on."""
+        assert message.microbatch is not None
+        leaves, values = self._run(self.part.pieces, message.values, self.theta)
+        self.flight[message.microbatch] = Kept(message.values, {}, {}, (leaves, values))
+        sent = self._only(self.part.outputs, values)
+        out = {n: v.detach() if isinstance(v, Tensor) else v for n, v in sent.items()}
+        return Message(message.microbatch, out, shared=shared)
 
     def conclude(self, message: Message, target: Any) -> Message | None:
         """The final stage: forward, loss and gradients at once."""
@@ -251,7 +267,7 @@ class Stage:
                 ends = [name for name in seeds if values[name].requires_grad]
                 return [values[name] for name in ends], [seeds[name] for name in ends]
 
-            _add(deltas, self._differentiate(pieces, x, theta, seeded))
+            _add(deltas, self._differentiate(pieces, x, theta, seeded, kept.graph))
             values |= x
         self.count += 1
         x, delta = self._only(self.part.inputs, values), self._only(self.part.inputs, deltas)
@@ -285,12 +301,10 @@ class Stage:
         x: Values,
         theta: Weights,
         close: Callable[[Values], tuple[list[Tensor], list[Tensor] | None]],
+        graph: tuple[Values, Values] | None = None,
     ) -> Gradients:
         """Lines 17 to 19: F anew from x, then delta; the gradient of theta is added up."""
-        leaves = {n: v.detach().requires_grad_() if _is_float(v) else v for n, v in x.items()}
-        values = dict(leaves)
-        for piece in pieces:
-            values |= self.do.forward(piece, values, theta)
+        leaves, values = graph or self._run(pieces, x, theta)
         ends, seeds = close(values)
         starts = {n: v for n, v in leaves.items() if _is_float(v)}
         names = [n for n in self.do.parameters(pieces) if theta[n].requires_grad]
@@ -302,6 +316,14 @@ class Stage:
         _add(self.sums, dict(zip(names, of_theta, strict=True)))
         return {n: g for n, g in zip(starts, of_x, strict=True) if g is not None}
 
+    def _run(self, pieces: Sequence[Piece], x: Values, theta: Weights) -> tuple[Values, Values]:
+        """F with autograd on: where it begins, and all values."""
+        leaves = {n: v.detach().requires_grad_() if _is_float(v) else v for n, v in x.items()}
+        values = dict(leaves)
+        for piece in pieces:
+            values |= self.do.forward(piece, values, theta)
+        return leaves, values
+
     def update(self, of_holders: Sequence[Stage], *, partial: bool = False) -> None:
         """Lines 20 to 22; the owner of shared parameters adds their readers' gradients."""
         if self.count < (1 if partial else self.k):
@@ -312,7 +334,7 @@ class Stage:
             _add(mean, {n: g for n, g in shared.items() if holder.held.get(n) == self.part.index})
         self.groups.append(mean)
         self.sums, self.count = {}, 0
-        for name, parameter in self.theta.items():
+        for name, parameter in self.written.items():
             parameter.grad = None if name in self.held else mean.get(name)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -321,7 +343,7 @@ class Stage:
         """A shared parameter is, at a later stage, what the micro-batch has met at its owner."""
         with torch.no_grad():
             for name in self.held.keys() & message.shared.keys():
-                self.theta[name].copy_(message.shared[name])
+                self.written[name].copy_(message.shared[name])
 
     @staticmethod
     def _only(names: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -394,7 +416,10 @@ def _add(sums: Gradients, more: Mapping[str, Tensor | None]) -> None:
 
 
 class Transcription:
-    """A whole pipeline. Make it before the engine trains: it copies the parameters."""
+    """A whole pipeline. Make it before the engine trains: it copies the parameters.
+
+    `rows` has stages start their backward passes from something else than the method does.
+    """
 
     def __init__(
         self,
@@ -405,15 +430,17 @@ class Transcription:
         *,
         order: str | None = None,
         accumulate: int = 1,
+        rows: Sequence[Row] | None = None,
     ) -> None:
         row, published = ROWS[method]
+        rows = rows or [row] * len(partition.parts)
         self.order = order or published
         assert self.order in ("half", "paper")
         mathematics = Mathematics(partition)
         self.placeholders = partition.rewired.signature.placeholders
         self.stages = [
             Stage(mathematics, partition, part, row, factory, loss, accumulate)
-            for part in partition.parts
+            for part, row in zip(partition.parts, rows, strict=True)
         ]
         self.up: dict[int, Message] = {}
         self.down: dict[int, Message] = {}

@@ -2,12 +2,16 @@
 
     python -m benchmarks run pipeline resnet18:64:16                    model:pixels:batch
     taskset -c 0,2 python -m benchmarks run pipeline --short vit_tiny_patch16_224:96:12
+    python -m benchmarks run pipeline --memory 8GiB --microbatches 4 vit_tiny_patch16_224:96:12
 
 Every variant trains the same two stages with the same micro-batches; they take turns, round by
 round, and a figure is the median of the rounds. "ideal" is `1 / max stage time`: each rank runs its
 own stage's programs on made-up messages, both at once, nothing sent. torch's own pipelining runs
 `net.to_pipeline_stages()`, with and without activation checkpointing. Peak memory of each rank is
 counted in a run of its own (live tensors, less parameters and optimizer state).
+
+With `--memory` only a budget for each rank is looked at: PETRA whose stages keep what it allows,
+against its own ideal and against torch's 1F1B without checkpointing.
 
 The last table sums up. Model parallel runs one rank at a time, and a lone rank may be faster than
 two at once, which share caches and memory (and, as hyper-threads, a core): stage times are measured
@@ -20,6 +24,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -33,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import revcompile
 from benchmarks.harness import LiveStorages, mib, show
 from benchmarks.models import Case, sgd
+from benchmarks.ranks import budgeted
 from benchmarks.ranks.launch import RANKS, on_ranks
 from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
@@ -42,13 +48,18 @@ from revcompile.staged import StagedModel
 
 IDEAL = "ideal"
 ALONE = tuple(f"stage {rank} alone" for rank in range(RANKS))
-UNTRAINED = (IDEAL, *ALONE)
+UNTRAINED = (IDEAL, budgeted.IDEAL, *ALONE)
 """Variants that only run stage programs: no messages, and nothing is learned."""
 Turn = Callable[[], None]
 
 
 def measured(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Seconds of every piece of a model on this machine."""
+    """Seconds of every piece of a model on this machine, undisturbed as far as can be."""
+    found = [_measured(model, x) for _ in range(3)]
+    return {name: min(times[name] for times in found) for name in found[0]}
+
+
+def _measured(model: nn.Module, x: Tensor) -> dict[str, float]:
     rewired = revcompile.reversify(model, x, check="off").rewired
     groups, new_types = torn_pieces(rewired, whole_pieces(rewired.body))
     pieces = [piece for group in groups for piece in group]
@@ -67,6 +78,7 @@ class Bench:
         self.x = torch.randn(shape, generator=generator)
         self.y = torch.randint(0, 10, (case.batch,), generator=generator)
         self.trainers: list[DistributedTrainer] = []
+        self.spent: dict[str, budgeted.Spent] = {}
 
     def net(self) -> StagedModel:
         """The same two stages each time; every variant trains its own copy."""
@@ -83,14 +95,32 @@ class Bench:
         distributed.broadcast_object_list(found)
         return found[0]
 
+    def budgeted(self) -> dict[str, Turn]:
+        """Stages that keep what a budget allows, and what they are measured by."""
+        count, memory = self.options.microbatches, self.options.memory
+        found = {budgeted.PLANNED: self._ours("petra", memory=memory)}
+        found[budgeted.IDEAL] = self._alone(self.trainers[-1])
+        found[f"{budgeted.PLANNED}, every {count}"] = self._ours("petra", count, memory)
+        found["petra"] = self._ours("petra")
+        ours = (name for name in found if name != budgeted.IDEAL)
+        for name, trainer in zip(ours, self.trainers, strict=True):
+            stage = trainer.actors[0].stage
+            self.spent[name] = budgeted.Spent(stage, "forward", "backward")
+        found[budgeted.TORCH] = self._torch(Schedule1F1B, False)
+        passes = ("forward_one_chunk", "backward_one_chunk")
+        self.spent[budgeted.TORCH] = budgeted.Spent(self.stage, *passes)
+        return found
+
     def variants(self) -> dict[str, Turn]:
         """Each a function that trains on `options.microbatches` micro-batches."""
+        if self.options.memory is not None:
+            return self.budgeted()
         count = self.options.microbatches
         found = {
             "petra": self._ours("petra"),
             "reversible model parallel": self._ours("reversible_backprop"),
         }
-        alone = self._alone()
+        alone = self._alone(self.trainers[0])
         for rank, name in enumerate(ALONE):
             found[name] = alone if rank == self.rank else _nothing
         found[IDEAL] = alone
@@ -108,8 +138,15 @@ class Bench:
                 found[name] = self._torch(kind, saving)
         return found
 
-    def _ours(self, method: str, accumulate: int = 1) -> Turn:
-        trainer = self.net().trainer(sgd, F.cross_entropy, method=method, accumulate=accumulate)
+    def _ours(self, method: str, accumulate: int = 1, memory: str | None = None) -> Turn:
+        trainer = self.net().trainer(
+            sgd,
+            F.cross_entropy,
+            method=method,
+            accumulate=accumulate,
+            memory=memory,
+            batch_size=self.case.batch,
+        )
         assert isinstance(trainer, DistributedTrainer)
         self.trainers.append(trainer)
 
@@ -119,9 +156,8 @@ class Bench:
 
         return turn
 
-    def _alone(self) -> Turn:
+    def _alone(self, trainer: DistributedTrainer) -> Turn:
         """A rank's own stage on messages made up once: no waiting, nothing sent."""
-        trainer = self.trainers[0]
         (actor,) = trainer.actors
         stage, program, state = actor.stage, actor.program, {"m": 1_000_000}
         inputs: dict[str, Any] = {}
@@ -155,7 +191,7 @@ class Bench:
         module: nn.Module = self.net().to_pipeline_stages()[self.rank].train()
         if saving:
             module = _Checkpointed(module)
-        stage = PipelineStage(module, self.rank, RANKS, torch.device("cpu"))
+        self.stage = stage = PipelineStage(module, self.rank, RANKS, torch.device("cpu"))
         schedule = kind(stage, self.options.microbatches, loss_fn=F.cross_entropy)
         optimizer = sgd([p for p in module.parameters() if p.requires_grad])
         x = self.x.repeat(self.options.microbatches, 1, 1, 1)
@@ -190,22 +226,29 @@ def _nothing() -> None:
 
 def work(rank: int, options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """One rank: time all variants in turn, then count memory."""
-    variants = Bench(options, case, rank).variants()
+    bench = Bench(options, case, rank)
+    variants = bench.variants()
     times: dict[str, list[float]] = {name: [] for name in variants}
     own: dict[str, list[float]] = {name: [] for name in variants}
+    busy: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(options.rounds + 1):
         for name, turn in variants.items():
             distributed.barrier()
-            start = time.perf_counter()
-            turn()
-            ended = time.perf_counter()
+            start, began = time.perf_counter(), time.process_time()
+            with bench.spent[name] if number and name in bench.spent else nullcontext():
+                turn()
+            ended, took = time.perf_counter(), time.process_time() - began
             distributed.barrier()
             if number:  # the first round fills pipelines and warms caches
                 own[name].append((ended - start) / options.microbatches)
+                busy[name].append(took / options.microbatches)
                 times[name].append((time.perf_counter() - start) / options.microbatches)
     trained = {} if options.short else {n: t for n, t in variants.items() if n not in UNTRAINED}
     memory = {name: _peak(turn) for name, turn in trained.items()}
-    return {"times": times, "own": own, "memory": memory}
+    plans = [str(trainer.memory_plan) for trainer in bench.trainers if trainer.memory_plan]
+    spent = {name: one.least(options.microbatches) for name, one in bench.spent.items()}
+    told = {"memory": memory, "plans": plans, "spent": spent}
+    return {"times": times, "own": own, "busy": busy, **told}
 
 
 def _peak(turn: Turn) -> int:
@@ -223,6 +266,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cost", choices=("analytic", "measured"), default="measured")
     parser.add_argument("--short", action="store_true", help="only what the last table needs")
+    parser.add_argument("--memory", help="a budget for each rank, e.g. 8GiB: only its variants")
 
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
@@ -230,8 +274,11 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     summary = []
     for case in options.cases:
         found = run(options, case)
-        summary.append(found["summary"])
+        if options.memory is None:
+            summary.append(found["summary"])
         yield found
+    if not summary:
+        return
     columns = ("", "of ideal", "/ model parallel", "at most", "stages at once, ms", "alone, ms")
     show("PETRA, two ranks", columns, [_line(**one) for one in summary])
 
@@ -243,12 +290,10 @@ def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
     """Milliseconds a micro-batch, throughput against ideal and against PETRA, memory by rank."""
-    times = {
-        name: [
-            max(pair) for pair in zip(*(r["times"][name] for r in results.values()), strict=True)
-        ]
-        for name in results[0]["times"]
-    }
+    if options.memory is not None:
+        title = f"{case.model}, {case.size} px, {options.microbatches} x batch {case.batch}"
+        return {**asdict(case), **budgeted.report(title, options.microbatches, results)}
+    times = budgeted.slowest(results)
     rows = []
     for name, found in times.items():
         if name in ALONE:

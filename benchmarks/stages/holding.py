@@ -12,12 +12,14 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.harness import LiveStorages
 from revcompile.compiler.cost import StageMemory
+from revcompile.runtime.stage import InFlight, Stage
+from revcompile.runtime.stash import as_of
 from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.transport import InProcess, Message
 from revcompile.runtime.worker import Actor
 from revcompile.schedule import Action
 
-__all__ = ["Bytes", "CpuMeter", "CudaMeter", "Meter", "Watch", "held_by"]
+__all__ = ["Bytes", "CpuMeter", "CudaMeter", "Meter", "Watch", "held_by", "saved_by"]
 
 
 class Meter(Protocol):
@@ -83,7 +85,7 @@ class Bytes:
     def of(self, values: Any) -> int:
         """Bytes of what was not counted before; graphs count with all they saved."""
         total = 0
-        for tensor in _tensors(values):
+        for tensor in saved_by(values):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
                 self._seen.add(storage._cdata)
@@ -91,7 +93,8 @@ class Bytes:
         return total
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def saved_by(values: Any) -> Iterator[Tensor]:
+    """All tensors, and what the graphs behind them hold."""
     leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     yield from leaves
     yield from _saved(leaf.grad_fn for leaf in leaves)
@@ -124,9 +127,15 @@ def held_by(actor: Actor, transport: InProcess) -> StageMemory:
         optimizer=count.of(list(state.values())),
         stashed=count.of([dict(flight.weights or {}) for flight in flights]),
         gradients=count.of([stage.gradients, actor.gradients]),
-        buffers=count.of([list(flight.kept) for flight in flights]),
+        buffers=sum(_in_flight(stage, flight, count) for flight in flights),
         messages=count.of(list(_mail(actor, transport))),
     )
+
+
+def _in_flight(stage: Stage, flight: InFlight, count: Bytes) -> int:
+    """Of a micro-batch; its graph may refer to parameters that have been updated since."""
+    with as_of(stage._referenced(), flight.read_at):
+        return count.of(list(flight.kept))
 
 
 def _mail(actor: Actor, transport: InProcess) -> Iterator[Any]:

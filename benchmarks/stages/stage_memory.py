@@ -109,25 +109,15 @@ class Measured:
 
 def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]:
     """What the accounting says of every stage, as the runtime keeps it."""
-    parts = partition.parts
-    model = MemoryModel(
-        [piece for part in parts for piece in part.pieces],
-        partition.types,
-        [cost for part in parts for cost in part.costs],
+    model = MemoryModel.of(
+        partition,
         setting.chosen,
-        len(parts),
         batch=setting.batch,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
         buffer_bytes=buffers_of(setting.buffers).bytes_each,
         group=setting.accumulate,
-        first_input_free=False,
     )
-    found, start = [], 0
-    for part in parts:
-        end = start + len(part.pieces)
-        found.append(model.stage(part.index, start, end))
-        start = end
-    return tuple(found)
+    return tuple(model.stage(j, *ends) for j, ends in enumerate(partition.ranges))
 
 
 def arriving(partition: Partition, batch: int) -> tuple[int, ...]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
+
+from revcompile.errors import InputError
+from revcompile.quantities import BINARY, DECIMAL, parsed, size_of
 
 __all__ = ["bandwidth", "count", "rate", "seconds", "shape", "size"]
 
-_QUANTITY: Final = re.compile(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.IGNORECASE)
-_DECIMAL: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+Number = TypeVar("Number", int, float)
+
 _TIMES: Final = {"s": 1.0, "": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
@@ -21,9 +22,9 @@ def bandwidth(text: str) -> float:
     >>> bandwidth("100Gbps"), bandwidth("12.5GB/s")
     (12500000000.0, 12500000000.0)
     """
-    units = {f"{prefix}bps": scale / 8 for prefix, scale in _DECIMAL.items()}
-    units |= {f"{prefix}bit/s": scale / 8 for prefix, scale in _DECIMAL.items()}
-    units |= {f"{prefix}B/s": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
+    units = {f"{prefix}bps": scale / 8 for prefix, scale in DECIMAL.items()}
+    units |= {f"{prefix}bit/s": scale / 8 for prefix, scale in DECIMAL.items()}
+    units |= {f"{prefix}B/s": scale for prefix, scale in (DECIMAL | BINARY).items()}
     return _parsed(text, units, "100Gbps, 1Gbps, 12GB/s")
 
 
@@ -33,9 +34,9 @@ def rate(text: str) -> float:
     >>> rate("400T"), rate("3.3TB/s")
     (400000000000000.0, 3300000000000.0)
     """
-    units = dict(_DECIMAL)
+    units = dict(DECIMAL)
     for ending in ("B/s", "FLOPS", "FLOP/s", "FLOPs"):
-        units |= {f"{prefix}{ending}": scale for prefix, scale in _DECIMAL.items()}
+        units |= {f"{prefix}{ending}": scale for prefix, scale in DECIMAL.items()}
     return _parsed(text, units, "400T, 3.3TB/s")
 
 
@@ -45,9 +46,7 @@ def size(text: str) -> int:
     >>> size("80GiB"), size("141GB")
     (85899345920, 141000000000)
     """
-    units = {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
-    units |= _DECIMAL | _BINARY
-    return int(_parsed(text, units, "80GiB, 141GB"))
+    return _understood(lambda: size_of(text))
 
 
 def seconds(text: str) -> float:
@@ -81,10 +80,12 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def _parsed(text: str, units: dict[str, float], examples: str) -> float:
-    found = _QUANTITY.fullmatch(text)
-    if found is None or found[2] not in units:
-        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write e.g. {examples}")
+    return _understood(lambda: parsed(text, units, examples))
+
+
+def _understood(read: Callable[[], Number]) -> Number:
+    """An error of a command line, not of a library."""
     try:
-        return round(float(found[1]) * units[found[2]], 12)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{found[1]!r} is not a number") from None
+        return read()
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

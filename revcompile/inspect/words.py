@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from revcompile.ir import TensorType
+from revcompile.quantities import readable as size
 
 __all__ = ["amount", "bytes_of", "counted", "dtype", "listed", "shape", "share", "size", "span"]
 
@@ -20,18 +21,6 @@ def amount(count: float) -> str:
         if count >= 0.9995 * scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.0f}"
-
-
-def size(count: int) -> str:
-    """Bytes.
-
-    >>> size(6_422_528), size(200)
-    ('6.1 MiB', '200 B')
-    """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"
 
 
 def share(part: float, whole: float) -> str:

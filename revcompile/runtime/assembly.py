@@ -46,6 +46,7 @@ def make_actor(
         check_finite=settings.check_finite,
         buffers=settings.buffers,
     )
+    stage.sums_in_place = guarded
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
         f"stage {index}",

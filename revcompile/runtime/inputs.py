@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,26 @@ from revcompile.program import Partition
 from revcompile.runtime.objective import described
 from revcompile.runtime.reversible import bind
 
-__all__ = ["Intake", "batch_pair", "called_with"]
+__all__ = ["Intake", "Planned", "batch_pair", "called_with", "check_planned"]
+
+
+class Planned(Protocol):
+    """What the memory of a run was planned for."""
+
+    @property
+    def batch(self) -> int:
+        """Samples a micro-batch."""
+        ...
+
+
+def check_planned(plan: Planned, samples: int) -> None:
+    """Say that a micro-batch is larger than memory was planned for."""
+    if samples > plan.batch:
+        warnings.warn(
+            f"memory=: planned for micro-batches of {plan.batch} samples, but one has {samples} "
+            f"and takes more memory; give batch_size={samples} beside memory=",
+            stacklevel=4,
+        )
 
 
 class Intake:

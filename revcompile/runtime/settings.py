@@ -30,6 +30,8 @@ class Settings:
     backend: Backend = Backend.AUTO
     buffers: Buffers = field(default_factory=Buffers)
     loss_scale: LossScale | None = None
+    memory: int | None = None
+    """Bytes a device may hold."""
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
 from revcompile.coupling import relative_error
@@ -21,13 +20,15 @@ from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.buffers import Buffers, Keeper
 from revcompile.runtime.casts import Casts, castable
 from revcompile.runtime.code import compile_graph
+from revcompile.runtime.finite import all_finite
 from revcompile.runtime.scaling import unscaled
-from revcompile.runtime.stash import Slots, Stash
-from revcompile.schedule import Keep, Order, Weights
+from revcompile.runtime.stash import Slots, Stash, as_of
+from revcompile.runtime.traits import candidates, moves_early, outlives_updates, statistics_of
+from revcompile.schedule import Keep, Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
 from revcompile.tree import device_of_model
 
-__all__ = ["InFlight", "Observer", "Programs", "Stage", "all_finite"]
+__all__ = ["InFlight", "Observer", "Programs", "Stage"]
 
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
@@ -43,6 +44,8 @@ class InFlight:
     buffers: list[Snapshot] = field(default_factory=list)
     versions: tuple[int, ...] = ()
     original: Mapping[str, Tensor] = field(default_factory=dict)
+    read_at: tuple[int, ...] = ()
+    """Versions of the parameters that its graph has saved by reference."""
 
 
 class Observer(Protocol):
@@ -96,8 +99,8 @@ class Stage:
         names = castable(program, root, self.parameters) if autocast is not None else []
         self.casts = Casts(self.parameters, names, autocast)
         self._random = any(unit.random for unit in program.units)
-        self._stateful = StatefulBuffers(_candidates(program, root))
-        self._statistics = _statistics(program, root) if _moves_early(program) else []
+        self._stateful = StatefulBuffers(candidates(program, root))
+        self._statistics = statistics_of(program, root) if moves_early(program) else []
         self._plain = (
             compile_graph(program.forward, f"stage {program.index} forward"),
             compile_graph(program.backward, f"stage {program.index} backward"),
@@ -108,6 +111,8 @@ class Stage:
         self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
+        self.sums_in_place = False
+        """Will nobody want back what was gathered before?"""
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, for the micro-batches that were to be measured."""
 
@@ -134,6 +139,7 @@ class Stage:
             buffers=self._stateful.after(before),
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.returned} if measure else {},
+            read_at=tuple(p._version for p in self._referenced()),
         )
         for observer in self.observers:
             observer.forwarded(self, microbatch)
@@ -152,7 +158,7 @@ class Stage:
 
     def statistics(self) -> list[Tensor]:
         """The running statistics of the stage's batch norms."""
-        found = (module._buffers[name] for module, name in _statistics(self.program, self.root))
+        found = (module._buffers[name] for module, name in statistics_of(self.program, self.root))
         return [buffer for buffer in found if buffer is not None]
 
     def bookmark(self) -> list[Snapshot]:
@@ -214,6 +220,8 @@ class Stage:
         with (
             self._running(held.weights, microbatch),
             self._stateful.replayed(held.buffers),
+            self._noticing(microbatch),
+            as_of(self._referenced(), held.read_at),
         ):
             returned, of_inputs, of_parameters = self._backward(
                 self.root, mix(self.seed, microbatch), *arguments
@@ -239,7 +247,7 @@ class Stage:
         return len(versions)
 
     def gather(self, found: Mapping[str, Tensor | None], sent: Mapping[str, Tensor | None]) -> None:
-        """Add gradients up, out of place: what was gathered before may be taken back.
+        """Add gradients up; out of place where what was gathered before may be taken back.
 
         Autograd may hand out one tensor twice (`p + q`), also as the gradient of an input, or
         one whose elements share memory. What is gathered is the stage's own.
@@ -248,7 +256,9 @@ class Stage:
         for name, gradient in found.items():
             if gradient is None:
                 continue
-            if name in self.gradients:
+            if name in self.gradients and self.sums_in_place:
+                gradient = self.gradients[name].add_(gradient)
+            elif name in self.gradients:
                 gradient = self.gradients[name] + gradient
             elif gradient.untyped_storage()._cdata in taken or _overlaps(gradient):
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
@@ -289,6 +299,30 @@ class Stage:
                     "to while it was in flight; hand the trainer a fresh tensor for each step"
                 )
 
+    @contextmanager
+    def _noticing(self, microbatch: int) -> Iterator[None]:
+        """Graphs have saved what the trainer was given, and notice themselves if it changes."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise InputError(
+                f"stage {self.program.index}: what its graph of micro-batch {microbatch} has saved "
+                "was written to while it was in flight; hand the trainer a fresh tensor for each "
+                "step"
+            ) from error
+
+    def _referenced(self) -> tuple[Tensor, ...]:
+        """Parameters that graphs in flight have saved by reference, and that updates change.
+
+        Backward is to use the latest ones: activations are the forward pass's, parameters are
+        not. What the forward pass computed from parameters counts as an activation.
+        """
+        if not self.outlives_updates:
+            return ()
+        return tuple((self.casts.read() or self.reads or self.parameters).values())
+
     # -- circumstances ------------------------------------------------------------------------
 
     @contextmanager
@@ -322,72 +356,17 @@ class Stage:
         return bool(self._stateful.before())
 
     @property
+    def outlives_updates(self) -> bool:
+        """Are parameters updated while graphs that use them are kept?"""
+        return outlives_updates(self.program)
+
+    @property
     def keeps_graphs(self) -> bool:
         """Is something in flight that no checkpoint can hold?"""
         return any(unit.keep is Keep.GRAPH for unit in self.program.units) and bool(self.in_flight)
-
-
-def _moves_early(program: StageProgram) -> bool:
-    """Do running statistics move in forward, or in a backward pass that may be taken back?"""
-    is_last = program.index == program.stages - 1
-    records = any(unit.keep is Keep.GRAPH for unit in program.units)
-    return is_last or records or program.method.order is Order.LOCKED
 
 
 def _overlaps(tensor: Tensor) -> bool:
     """Do elements share memory, as those of an expanded tensor do?"""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(stride == 0 and size > 1 for size, stride in sizes)
-
-
-def _statistics(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Running statistics of the stage's batch norms."""
-    modules: dict[nn.Module, None] = {}
-    for node in program.forward.nodes:
-        if node.op == "call_module":
-            modules |= dict.fromkeys(root.get_submodule(str(node.target)).modules())
-        elif node.op == "get_attr":
-            found = attribute(root, str(node.target))
-            owner = root.get_submodule(str(node.target).rpartition(".")[0])
-            modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
-    norms = (module for module in modules if isinstance(module, _BatchNorm))
-    return [(norm, name) for norm in norms for name in norm._buffers]
-
-
-def all_finite(tensors: list[Tensor]) -> list[bool]:
-    """For each tensor: are all its elements finite? Waits for the device once.
-
-    A finite sum says so at the price of one fast pass; a sum may overflow, so others are looked
-    at again. On a GPU the largest elements of all tensors are one kernel.
-    """
-    if tensors[0].is_cuda:
-        largest = torch._foreach_norm(tensors, float("inf"))
-        return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()
-    sums = torch.isfinite(torch.stack([tensor.sum().double() for tensor in tensors])).tolist()
-    return [
-        fine or bool(torch.isfinite(tensor).all())
-        for fine, tensor in zip(sums, tensors, strict=True)
-    ]
-
-
-def _candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Buffers the stage might write into, other than batch norms' statistics."""
-    found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
-    for node in program.forward.nodes:
-        target = str(node.target)
-        if node.op == "call_module":
-            modules = list(root.get_submodule(target).modules())
-        elif node.op == "get_attr" and not isinstance(attribute(root, target), nn.Module):
-            owner, _, name = target.rpartition(".")
-            module = root.get_submodule(owner)
-            if name in module._buffers and not isinstance(module, _BatchNorm):
-                found[id(module), name] = module, name
-            continue
-        else:
-            continue
-        for module in modules:
-            if not isinstance(module, _BatchNorm):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        found[id(module), name] = module, name
-    return list(found.values())

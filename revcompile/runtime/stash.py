@@ -1,13 +1,14 @@
-"""Other parameters than the model's own, for the time of a call."""
+"""Other parameters than those of the forward pass: for the time of a call, or in its graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Slots", "Stash"]
+__all__ = ["Slots", "Stash", "as_of"]
 
 
 class Slots:
@@ -53,3 +54,26 @@ class Stash:
     def forget(self) -> None:
         """The parameters have changed: the next version is a new one."""
         self._current = None
+
+
+@contextmanager
+def as_of(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Iterator[None]:
+    """Let graphs made when the tensors had these versions be differentiated with them as they are.
+
+    Autograd saves parameters by reference, views of them too, and refuses to use those that were
+    written to since. Here that is meant.
+
+    >>> weight, x = torch.tensor([2.0], requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> y, version = x * weight, weight._version
+    >>> with torch.no_grad():
+    ...     _ = weight.add_(1)
+    >>> with as_of((weight,), (version,)):
+    ...     torch.autograd.grad(y, x)
+    (tensor([3.]),)
+    """
+    now = tuple(tensor._version for tensor in tensors)
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter(tensors, now)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
+from revcompile.program import StageProgram
 from revcompile.replay import Snapshot
 from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.stage import InFlight, Stage
@@ -90,8 +91,8 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
             f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
             f"applied yet in {schedule.stages} stages ({schedule.method.name}), but this trainer "
             f"has {len(trainer.programs)} ({trainer.schedule.method.name}), cut or scheduled "
-            "otherwise; call flush() before state_dict(), or trainer.save(folder, drain=True), to "
-            "move between them"
+            "otherwise, or with another budget of memory; call flush() before state_dict(), or "
+            "trainer.save(folder, drain=True), to move between them"
         )
     with torch.no_grad():
         for name, tensor in trainer.model.state_dict().items():
@@ -142,7 +143,17 @@ def summed_up(problems: Sequence[str], limit: int = 3) -> str:
 def _same(trainer: Trainer, state: Mapping[str, Any]) -> bool:
     mine, found = trainer.schedule.state(), state["schedule"]
     is_same_cut = _cuts(trainer) == [list(cut) for cut in state["cuts"]]
-    return is_same_cut and _method(mine) == _method(found)
+    return is_same_cut and _method(mine) == _method(found) and _keeps_the_same(trainer, state)
+
+
+def _keeps_the_same(trainer: Trainer, state: Mapping[str, Any]) -> bool:
+    """Do stages need of a micro-batch in flight what was saved, under another budget maybe?"""
+    pairs = zip(map(_needs, trainer.programs), state["stages"], strict=True)
+    return all(needs == list(saved.get("needs", needs)) for needs, saved in pairs)
+
+
+def _needs(program: StageProgram) -> list[str]:
+    return [*program.kept, *program.wanted]
 
 
 def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,6 +245,7 @@ def _actor_state(actor: Actor, queues: Queues, copy: Copy) -> dict[str, Any]:
     state: dict[str, Any] = {
         "gradients": copy(stage.gradients),
         "contributed": actor.contributed,
+        "needs": _needs(actor.program),
         "replicas": copy(replicas),
         "in_flight": [[m, _held_state(stage, held, copy)] for m, held in stage.in_flight.items()],
         "versions": _versions(stage, copy),

@@ -27,7 +27,7 @@ from revcompile.runtime.checkpoint import (
 from revcompile.runtime.data import Unread, same_order
 from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.evaluating import evaluating
-from revcompile.runtime.inputs import Intake, batch_pair, called_with
+from revcompile.runtime.inputs import Intake, Planned, batch_pair, called_with, check_planned
 from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible
@@ -87,6 +87,8 @@ class Trainer:
         self._broken: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
+        self.memory_plan: Planned | None = None
+        """What stages keep under a budget of memory, if there is one."""
         self.metrics: Metrics | None = None
         """What the last step returned."""
 
@@ -335,6 +337,8 @@ class Trainer:
         return dict(self.model.named_parameters())
 
     def _metrics(self, microbatch: int, samples: int) -> Metrics:
+        if self.memory_plan is not None:
+            check_planned(self.memory_plan, samples)
         found = {}
         for actor in self.actors:
             for measured in list(actor.stage.reconstruction):

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 
-__all__ = ["OptimizerFactory", "ParamGroups", "ScheduleFactory", "Updater"]
+__all__ = ["OptimizerFactory", "ParamGroups", "ScheduleFactory", "Updater", "state_copies"]
 
 OptimizerFactory = Callable[[Any], Optimizer]
 """From a list of parameters (or of parameter groups) to an optimizer."""
@@ -197,6 +197,41 @@ class Updater:
         saved = (settings.get(names[id(p)]) for p in group["params"])
         found = next((one for one in saved if one is not None), None)
         return found and {key: _copy(value) for key, value in found.items() if key != "params"}
+
+
+def state_copies(
+    parameters: Mapping[str, Tensor], factory: OptimizerFactory, groups: ParamGroups | None
+) -> float:
+    """Bytes of state that an optimizer keeps for a byte of parameters.
+
+    It takes one step on parameters of the same names and dimensions, but of a few elements; what
+    has the shape of its parameter counts.
+
+    >>> weights = {"weight": torch.zeros(300, 200, requires_grad=True)}
+    >>> state_copies(weights, lambda p: torch.optim.SGD(p, lr=0.1), None)
+    0.0
+    >>> state_copies(weights, lambda p: torch.optim.AdamW(p), None)
+    2.0
+    """
+    small = {
+        name: nn.Parameter(torch.zeros([min(size, 3) for size in p.shape], dtype=p.dtype))
+        for name, p in parameters.items()
+        if p.requires_grad
+    }
+    updater = Updater("memory=", small, factory, groups=groups)
+    updater.apply({name: torch.zeros_like(p) for name, p in small.items()})
+    state = updater.optimizer.state if updater.optimizer is not None else {}
+    kept = whole = 0
+    for name, parameter in small.items():
+        size = parameters[name].numel()
+        alike = [
+            value
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+        ]
+        kept += size * sum(value.element_size() for value in alike)
+        whole += size * parameter.element_size()
+    return kept / whole if whole else 0.0
 
 
 def _kind(value: Any) -> str:

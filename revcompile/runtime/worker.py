@@ -16,8 +16,9 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot
+from revcompile.runtime.finite import all_finite
 from revcompile.runtime.scaling import Scaling
-from revcompile.runtime.stage import Stage, all_finite
+from revcompile.runtime.stage import Stage
 from revcompile.runtime.synthesis import Synthesiser
 from revcompile.runtime.trace import Recorder
 from revcompile.runtime.transport import Channel, Message, Transport

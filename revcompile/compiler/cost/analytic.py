@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -65,6 +66,7 @@ class _Analysis:
         self.before: dict[int, int] = {}
         self.held: list[Tensor] = []  # a storage that died could give its address to another
         self.found: list[Cost] = []
+        self.passing = 0
         device = _device(rewired.root)
         with self.mode:
             self.values = {
@@ -79,10 +81,11 @@ class _Analysis:
         return tuple(self.found)
 
     def _code(self, graph: fx.Graph) -> Code:
-        return fx.Interpreter(self.root, graph=graph).run
+        return _Operands(self, graph).run
 
     def _visit(self, piece: Piece, given: Given) -> Ran:
         saved: dict[int, int] = {}
+        self.passing = 0
 
         def pack(tensor: Tensor) -> Tensor:
             key = _storage(tensor)
@@ -105,6 +108,8 @@ class _Analysis:
                 backward=BACKWARD * work,
                 saved=sum(saved.values()),
                 shared=sum(size for key, size in saved.items() if key in self.before),
+                passing=self.passing,
+                unsaved=self._unsaved(ran, saved),
                 weights=sum(p.numel() * p.itemsize for p in new),
                 trained=sum(p.numel() * p.itemsize for p in new if p.requires_grad),
                 batch=self.batch,
@@ -112,6 +117,33 @@ class _Analysis:
         )
         self.before = saved
         return ran
+
+    def _unsaved(self, ran: Ran, saved: Mapping[int, int]) -> int:
+        tensors = [out for out in ran.outputs if isinstance(out, Tensor)]
+        sizes = {_storage(out): out.untyped_storage().nbytes() for out in tensors}
+        return sum(n for key, n in sizes.items() if key not in saved and key not in self.own)
+
+
+class _Operands(fx.Interpreter):
+    """Runs a graph, and notes the most that one of its operations and its operands take."""
+
+    def __init__(self, analysis: _Analysis, graph: fx.Graph) -> None:
+        super().__init__(analysis.root, graph=graph)
+        self.analysis = analysis
+
+    def run_node(self, n: fx.Node) -> Any:
+        """A node; parameters do not count."""
+        result = super().run_node(n)
+        made = self._size(result)
+        if made and n.op.startswith("call"):
+            read = sum(self._size(self.env[operand]) for operand in n.all_input_nodes)
+            self.analysis.passing = max(self.analysis.passing, made + read)
+        return result
+
+    def _size(self, value: Any) -> int:
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        own = self.analysis.own
+        return sum(t.numel() * t.itemsize for t in tensors if _storage(t) not in own)
 
 
 def _device(root: nn.Module) -> torch.device:

@@ -63,6 +63,8 @@ def sum_costs(costs: Sequence[Cost]) -> Cost:
         backward=math.fsum(cost.backward for cost in costs),
         saved=first.saved + sum(cost.saved - cost.shared for cost in rest),
         shared=first.shared,
+        passing=max(cost.passing for cost in costs),
+        unsaved=costs[-1].unsaved,
         weights=sum(cost.weights for cost in costs),
         trained=sum(cost.trained for cost in costs),
         batch=first.batch,

@@ -29,7 +29,7 @@ import torch
 
 from revcompile.compiler.cost.reads import Reads, running, runs_of, size_at
 from revcompile.ir import TYPE, Cost, Coupling
-from revcompile.program import Piece
+from revcompile.program import Partition, Piece
 from revcompile.schedule import Keep, Method, Weights, delay, window
 
 __all__ = ["MemoryModel", "StageMemory", "stage_memory"]
@@ -58,6 +58,8 @@ class StageMemory:
     """Backward messages of micro-batches that the next stage is done with and this one is not."""
     between: int = 0
     """Values and gradients on their way back from one piece of the stage to the one before."""
+    ends: int = 0
+    """Where kept graphs begin and end: inputs they have not saved, and outputs."""
 
     @property
     def total(self) -> int:
@@ -105,7 +107,9 @@ class MemoryModel:
     work next. Sides of couplings stay as they are. `first_input_free` says that
     the first stage can get its input from the dataset again. `lean` counts of a stage that keeps
     its inputs only those its gradients depend on: of a coupling `(a, b) -> (b, a + F(b))` alone
-    that is `b`. Our runtime keeps both; the PETRA paper counts one.
+    that is `b`. Our runtime keeps both; the PETRA paper counts one. `low` is the precision of
+    autocast: stages that keep graphs have their weights in it as well. Activations are counted as
+    if there were no autocast.
     """
 
     def __init__(
@@ -117,12 +121,13 @@ class MemoryModel:
         stages: int,
         *,
         batch: int,
-        optimizer_copies: int = 1,
+        optimizer_copies: float = 1,
         buffer_dtype: torch.dtype | None = None,
         buffer_bytes: int | None = None,
         group: int = 1,
         first_input_free: bool = True,
         lean: bool = False,
+        low: torch.dtype | None = None,
     ) -> None:
         self.pieces = tuple(pieces)
         self.method = method
@@ -130,6 +135,7 @@ class MemoryModel:
         self.optimizer_copies = optimizer_copies
         self.first_input_free = first_input_free
         self.lean = lean
+        self.low = low
         self._windows = [window(method, stages, j, group) for j in range(stages)]
         self._versions = [0] * stages
         if method.weights is Weights.STASHED:
@@ -138,12 +144,20 @@ class MemoryModel:
         self._trained = running([cost.trained for cost in costs])
         self._saved = [cost.saved_at(batch) for cost in costs]
         self._shared = [cost.shared_at(batch) for cost in costs]
+        self._unsaved = [cost.unsaved_at(batch) for cost in costs]
         self._alone = running(self._saved), running(self._shared)
-        self._passing = [_passing(piece, batch) for piece in self.pieces]
+        # Layers that rewiring has widened make more than the types in their graph say.
+        self._passing = [
+            max(_passing(piece, batch), cost.passing_at(batch))
+            for piece, cost in zip(self.pieces, costs, strict=True)
+        ]
+        self._streams = [_stream(piece, types, batch) for piece in self.pieces]
         # The stream a branch reads has come back already, with the message or from behind.
         self._branches = [
-            saved + max(passing - _stream(piece, types, batch), 0)
-            for saved, passing, piece in zip(self._saved, self._passing, self.pieces, strict=True)
+            saved + max(passing - stream, 0)
+            for saved, passing, stream in zip(
+                self._saved, self._passing, self._streams, strict=True
+            )
         ]
         self._runs = runs_of(self.pieces)
         self._reads = self._narrow = Reads(self.pieces, types, batch)
@@ -153,31 +167,56 @@ class MemoryModel:
         if buffer_bytes is not None:
             self._narrow = Reads(self.pieces, types, batch, buffer_bytes)
 
-    def stage(self, index: int, start: int, end: int) -> StageMemory:
-        """The memory of stage `index` if it is `pieces[start:end]`."""
+    @classmethod
+    def of(
+        cls, partition: Partition, method: Method, stages: int | None = None, **options: Any
+    ) -> MemoryModel:
+        """The pieces of a partition, in a trainer, which keeps what it is fed."""
+        parts = partition.parts
+        return cls(
+            [piece for part in parts for piece in part.pieces],
+            partition.types,
+            [cost for part in parts for cost in part.costs],
+            method,
+            stages or len(parts),
+            first_input_free=False,
+            **options,
+        )
+
+    def stage(self, index: int, start: int, end: int, keep: Keep | None = None) -> StageMemory:
+        """The memory of stage `index` if it is `pieces[start:end]`.
+
+        `keep` is what it keeps, if not what the method says.
+        """
+        keep = keep or self.method.keep
         weights = self._weights[end] - self._weights[start]
         trained = self._trained[end] - self._trained[start]
-        buffers, working = self._activations(index, start, end)
+        buffers, working = self._activations(index, start, end, keep)
         return StageMemory(
-            parameters=weights,
+            parameters=weights + self._low(weights),
             gradients=trained,
-            optimizer=self.optimizer_copies * trained,
+            optimizer=round(self.optimizer_copies * trained),
             stashed=self._versions[index] * weights,
             buffers=buffers,
-            messages=self._messages(index, start, end),
+            messages=self._messages(index, start, end, keep),
             working=working,
-            waiting=self._waiting(index, end),
-            between=self._between_pieces(start, end),
+            waiting=self._waiting(index, end, keep),
+            between=self._between_pieces(start, end, keep),
+            ends=self._ends(index, start, end, keep),
         )
+
+    def _low(self, weights: int) -> int:
+        """Copies of float32 weights in the precision of autocast."""
+        return weights * self.low.itemsize // 4 if self.low is not None else 0
 
     def read(self, index: int, start: int, end: int) -> int:
         """The inputs of a stage that its gradients depend on, for one micro-batch."""
         return self._reads.needed(start, end) - self._free(self._reads, index, start, end)
 
-    def _activations(self, index: int, start: int, end: int) -> tuple[int, int]:
+    def _activations(self, index: int, start: int, end: int, keep: Keep) -> tuple[int, int]:
         """Bytes kept from forward to backward, and bytes of the graph at work."""
         in_flight = self._windows[index]
-        match self.method.keep:
+        match keep:
             case Keep.GRAPH:
                 return in_flight * self._graph(start, end), max(self._passing[start:end])
             case Keep.INPUT:
@@ -221,40 +260,51 @@ class MemoryModel:
         saved, shared = self._alone
         return saved[end] - saved[start] - (shared[end] - shared[min(start + 1, end)])
 
+    def _ends(self, index: int, start: int, end: int, keep: Keep) -> int:
+        """Inputs that a kept graph has not saved, and its outputs.
+
+        A coupling at the beginning saves the sum `a + F(b)`, if anything, but not `a`.
+        """
+        if keep is not Keep.GRAPH:
+            return 0
+        unread = self._reads.inputs(start, end) - self._reads.needed(start, end)
+        inputs = max(unread, self._streams[start])
+        return self._windows[index] * (inputs + self._unsaved[end - 1])
+
     def _at_work(self, start: int, end: int) -> int:
         """A graph and the gradients inside it; the inputs it saved are counted where kept."""
         graph, passing = self._graph(start, end), max(self._passing[start:end])
         return graph + max(passing - min(self._reads.needed(start, end), graph), 0)
 
-    def _messages(self, index: int, start: int, end: int) -> int:
+    def _messages(self, index: int, start: int, end: int, keep: Keep) -> int:
         """A stage that ends in a coupling is sent its outputs back along with their gradients."""
         arriving = self._reads.crossing(start) if index > 0 else 0
-        return arriving + (self._back(end) if index < self.stages - 1 else 0)
+        return arriving + (self._back(end, keep) if index < self.stages - 1 else 0)
 
-    def _waiting(self, index: int, end: int) -> int:
+    def _waiting(self, index: int, end: int, keep: Keep) -> int:
         """The next stage sends a micro-batch back this many rounds before this stage needs it."""
         if index == self.stages - 1:
             return 0
-        return (self._windows[index] - self._windows[index + 1]) * self._back(end)
+        return (self._windows[index] - self._windows[index + 1]) * self._back(end, keep)
 
-    def _between_pieces(self, start: int, end: int) -> int:
+    def _between_pieces(self, start: int, end: int, keep: Keep) -> int:
         """Where a stage goes back piece by piece, what it hands from one to the one before.
 
         A coupling hands on one stream and one gradient as they came, in the message at first.
         """
-        if self.method.keep is not Keep.NOTHING:
+        if keep is not Keep.NOTHING:
             return 0
         reversible = [self.pieces[place].reversible for place in range(start, end)]
         found = 0
         for place in range(start + 1, end):
             if any(reversible[place - start - 1 : place - start + 1]):
                 came = place == end - 1 and reversible[-1]
-                found = max(found, self._back(place) // (2 if came else 1))
+                found = max(found, self._back(place, keep) // (2 if came else 1))
         return found
 
-    def _back(self, place: int) -> int:
+    def _back(self, place: int, keep: Keep) -> int:
         """What comes back to the pieces before a place: a coupling needs its outputs' values."""
-        rebuilds = self.method.keep is Keep.NOTHING and self.pieces[place - 1].reversible
+        rebuilds = keep is Keep.NOTHING and self.pieces[place - 1].reversible
         return (2 if rebuilds else 1) * self._reads.crossing(place)
 
     def _runs_in(self, start: int, end: int) -> list[tuple[bool, int, int]]:

@@ -5,6 +5,8 @@ The order matters: what a stage wants back from the next one, the next one has t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from revcompile.compiler.lower.backward import backward
 from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.lower.forward import forward_graph
@@ -12,13 +14,16 @@ from revcompile.compiler.lower.inverse import inverse_graph
 from revcompile.compiler.lower.units import groups
 from revcompile.ir import TensorType
 from revcompile.program import Partition, Port, StageProgram
-from revcompile.schedule import Method
+from revcompile.schedule import Keep, Method
 
 __all__ = ["lower"]
 
 
-def lower(partition: Partition, method: Method) -> tuple[StageProgram, ...]:
-    """The programs of all stages for a method."""
+def lower(
+    partition: Partition, method: Method, keeps: Sequence[Keep] | None = None
+) -> tuple[StageProgram, ...]:
+    """The programs of all stages for a method; `keeps` has stages keep something else than it."""
+    keeps = keeps or [method.keep] * len(partition.parts)
     programs: list[StageProgram] = []
     returned: tuple[str, ...] = ()
     emitter = Emitter(partition)
@@ -27,8 +32,8 @@ def lower(partition: Partition, method: Method) -> tuple[StageProgram, ...]:
         kind = partition.types.get(name)
         return Port(name, kind if isinstance(kind, TensorType) else None, emitter.graded(name))
 
-    for part in partition.parts:
-        units = groups(partition, part, method)
+    for part, keep in zip(partition.parts, keeps, strict=True):
+        units = groups(partition, part, keep)
         back = backward(partition, part, units, returned)
         programs.append(
             StageProgram(

@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from revcompile.compiler.flow import draws_random
 from revcompile.compiler.partition.cuts import graphs_of, parameter_names
 from revcompile.program import Part, Partition, Piece, Unit
-from revcompile.schedule import Keep, Method
+from revcompile.schedule import Keep
 
 __all__ = ["Group", "groups"]
 
@@ -76,15 +76,15 @@ class Group:
         return Unit(label, names, reversible, self.keep, bool(self.random), self.inputs)
 
 
-def groups(partition: Partition, part: Part, method: Method) -> tuple[Group, ...]:
-    """A stage's units for a method.
+def groups(partition: Partition, part: Part, keep: Keep) -> tuple[Group, ...]:
+    """A stage's units for what it is to keep.
 
     If nothing is to be kept, couplings stand alone and opaque pieces in a row are one unit that
     keeps its input; at the last stage, where backward follows forward at once, its graph.
     Otherwise the stage is one unit.
     """
-    if method.keep is not Keep.NOTHING:
-        return (_group(partition, part.pieces, method.keep),)
+    if keep is not Keep.NOTHING:
+        return (_group(partition, part.pieces, keep),)
     is_last = part.index == len(partition.parts) - 1
     opaque = Keep.GRAPH if is_last else Keep.INPUT
     found: list[Group] = []

@@ -79,7 +79,10 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
     for actor in actors:
         count = window(method, schedule.stages, actor.index, schedule.accumulate)
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in actor.program.units):
-            yield f"stage {actor.index} keeps graphs of micro-batches in flight"
+            yield (
+                f"stage {actor.index} keeps graphs of micro-batches in flight, which its memory "
+                "budget allows; leave out memory= to have rounds recorded"
+            )
         if actor.updater.optimizer is not None and (why := unfit(actor.updater.optimizer)):
             yield why
 

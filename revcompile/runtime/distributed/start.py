@@ -18,14 +18,19 @@ from revcompile.runtime.distributed.layout import Layout
 from revcompile.runtime.distributed.link import Link
 from revcompile.schedule import Tie
 
-__all__ = ["Ranks", "join", "many_ranks", "new_group", "open_links"]
+__all__ = ["Ranks", "join", "many_ranks", "new_group", "open_links", "world_size"]
 
 
 def many_ranks() -> bool:
     """Is this process one of several: has somebody joined them, or did torchrun start it?"""
+    return world_size() > 1
+
+
+def world_size() -> int:
+    """How many processes train together."""
     if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size() > 1
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        return distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def join(model: nn.Module, wanted: torch.device | str | None, timeout: timedelta) -> torch.device:
