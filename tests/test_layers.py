@@ -19,6 +19,7 @@ GROUND = {
     "growth",
     "grid",
     "replay",
+    "overlap",
     "coupling",
     "schedule",
     "steps",

@@ -17,6 +17,7 @@ from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Live, Opaque, Rewired, Signature
 from revcompile.ops import is_autocasting
+from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.code import compile_graph
 from revcompile.tree import LOW_PRECISION, convolves, modules_called, parameters_read
@@ -24,7 +25,16 @@ from revcompile.tree import LOW_PRECISION, convolves, modules_called, parameters
 __all__ = ["Reversible"]
 
 _RESERVED = frozenset(
-    {"rewired", "tolerance", "reversible", "check_every", "inversion_errors", "summary", "_plans"}
+    {
+        "rewired",
+        "tolerance",
+        "reversible",
+        "check_every",
+        "overlap",
+        "inversion_errors",
+        "summary",
+        "_plans",
+    }
 )
 
 
@@ -45,7 +55,12 @@ class Reversible(nn.Module):
     or under `no_grad` everything is a plain forward.
     """
 
-    def __init__(self, rewired: Rewired, tolerance: float | None = None) -> None:
+    def __init__(
+        self,
+        rewired: Rewired,
+        tolerance: float | None = None,
+        overlap: Overlap = Overlap.OFF,
+    ) -> None:
         super().__init__()
         root = rewired.root
         taken = _RESERVED & {*root._modules, *root._parameters, *root._buffers}
@@ -69,6 +84,7 @@ class Reversible(nn.Module):
         self.__dict__["tolerance"] = tolerance
         self.__dict__["reversible"] = True
         self.__dict__["check_every"] = 50
+        self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
@@ -78,6 +94,8 @@ class Reversible(nn.Module):
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
     """How often, in forward passes, a chain compares its reconstructed input with the original."""
+    overlap: Overlap
+    """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
     _plans: dict[int, tuple[_Step, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +246,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
             has_convolutions = any(convolves(c.branch, root) for c in couplings)
-            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions)
+            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
         steps.append(_Step(code, inputs, outputs, drop))
     return tuple(steps)
