@@ -18,6 +18,7 @@ GROUND = {
     "ops",
     "growth",
     "grid",
+    "kernels",
     "replay",
     "overlap",
     "coupling",
