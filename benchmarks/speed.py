@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed                        # small stacks on the CPU
     python -m benchmarks.speed --device cuda --dtype bf16
+    python -m benchmarks.speed --device cuda --dtype bf16 --model resnet152    # see whole.py
 
 `reversify` evaluates each branch twice and differentiates it once, as checkpointing does; memcnn
 evaluates it three times. By default checkpointing leaves out what no gradient needs of the second
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import revcompile
 from benchmarks.harness import autocast, count_flops, interleave, ratio, save, show
 from benchmarks.stacks import KINDS, Block, Sizes, Stack, batch_of
+from benchmarks.whole import Setting, fit_models, time_models
 
 CPU = {
     "transformer": Sizes(depth=6, width=128, side=64, batch=8),
@@ -176,8 +178,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    for name in ("depth", "width", "side", "batch"):
-        parser.add_argument(f"--{name}", type=int, help="another size")
+    for name in ("depth", "width", "side"):
+        parser.add_argument(f"--{name}", type=int, help="another size of the stacks")
+    parser.add_argument("--batch", type=int, action="append", help="another batch; several: models")
+    parser.add_argument("--model", action="append", help="a timm model instead of the stacks")
+    parser.add_argument("--recorded", action="store_true", help="models as CUDA graphs")
+    parser.add_argument("--fit", type=float, help="models' largest batch in so many GiB instead")
     parser.add_argument("--tolerance", type=float, help="of the reconstruction; see reversify")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args(argv)
@@ -189,8 +195,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(args.device)
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
+    if args.model:
+        setting = Setting(device, args.dtype, args.rounds, args.warmup, args.recorded)
+        found = (
+            time_models(args.model, args.batch or [8], setting)
+            if args.fit is None
+            else (fit_models(args.model, args.fit, setting))
+        )
+        save(args.json, f"models, {args.dtype}", device, found)
+        return
+    save(args.json, f"step time, {args.dtype}", device, time_stacks(args, device))
+
+
+def time_stacks(args: argparse.Namespace, device: torch.device) -> dict[str, object]:
+    """The stacks' tables."""
     memcnn = import_memcnn(args.dtype)
     result: dict[str, object] = {}
+    if args.batch:
+        args.batch = args.batch[-1]
     for kind in args.kind or KINDS:
         default = (CUDA if device.type == "cuda" else CPU)[kind]
         sizes = Sizes(
@@ -204,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         flops = {name: count_flops(step) for name, step in steps.items()}
         figures = report(f"{kind}: {sizes}, {args.dtype}", seconds, flops)
         result[kind] = {"sizes": sizes, **figures}
-    save(args.json, f"step time, {args.dtype}", device, result)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,0 +1,215 @@
+"""Step time and activation memory of whole timm models, and the largest batch that fits.
+
+    python -m benchmarks.speed --model vit_tiny_patch16_224 --batch 2       # on the CPU
+    python -m benchmarks.speed --device cuda --dtype bf16 --model swin_base_patch4_window7_224 \
+        --batch 16 --batch 256 [--recorded]
+    python -m benchmarks.speed --device cuda --dtype bf16 --model vit_large_patch16_224 --fit 16
+
+`--recorded` runs every variant's step as a CUDA graph, so that starting kernels costs nothing and
+what is left is what the GPU itself cannot hide.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from benchmarks.harness import autocast, interleave, ratio, show
+from benchmarks.memory import memory_of
+from revcompile.overlap import Overlap
+
+OFF, ON = "reversify, overlap off", "reversify, overlap on"
+PLAIN_BAR, SMALL_BAR, CHECKPOINT_BAR, FIT_BAR = 1.33, 1.15, 1.0, 5.0
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How models are run."""
+
+    device: torch.device
+    dtype: str
+    rounds: int
+    warmup: int
+    recorded: bool = False
+
+
+def create(name: str) -> nn.Module:
+    """A timm model without anything random: masks cannot be repeated inside a CUDA graph."""
+    import timm
+
+    options = {} if name.startswith("resnet") else {"drop_path_rate": 0.0}
+    model: nn.Module = timm.create_model(name, **options)
+    return model
+
+
+def variants(name: str) -> dict[str, nn.Module]:
+    """The same model trained in every way, on the CPU; convolutions in channels_last."""
+    plain = create(name)
+    nets = {"plain": plain}
+    if hasattr(plain, "set_grad_checkpointing"):
+        nets["checkpoint"] = create(name)
+        nets["checkpoint"].set_grad_checkpointing(True)  # type: ignore[operator]
+    ours = revcompile.reversify(plain, policy="pretrained", check="off")
+    for variant, overlap in ((OFF, Overlap.OFF), (ON, Overlap.ON)):
+        nets[variant] = copy.deepcopy(ours)
+        nets[variant].overlap = overlap  # type: ignore[assignment]
+    layout = torch.channels_last if has_convolutions(plain) else torch.preserve_format
+    return {variant: net.train().to(memory_format=layout) for variant, net in nets.items()}
+
+
+def has_convolutions(net: nn.Module) -> bool:
+    """Is a model more than one convolution (that of a ViT's patches)?"""
+    return sum(isinstance(module, nn.Conv2d) for module in net.modules()) > 1
+
+
+def batch_for(net: nn.Module, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images as the model wants them, and labels."""
+    size = tuple(getattr(net, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
+    x = torch.randn(batch, *size, device=device)
+    if has_convolutions(net):
+        x = x.to(memory_format=torch.channels_last)
+    return x, torch.zeros(batch, device=device).long()
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def step_of(net: nn.Module, x: Tensor, y: Tensor, setting: Setting) -> Callable[[], None]:
+    """Forward and backward."""
+
+    def step() -> None:
+        net.zero_grad()
+        with autocast(setting.device, setting.dtype):
+            loss = F.cross_entropy(net(x), y)
+        loss.backward()
+
+    return step
+
+
+def record(step: Callable[[], None], net: nn.Module) -> Callable[[], None] | None:
+    """A step as a CUDA graph; None, with the reason printed, if it cannot be one."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    net.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        torch.cuda.set_stream(current)  # which a recording that fails does not do
+        print(f"cannot be recorded: {str(error).splitlines()[0]}")
+        return None
+    return graph.replay
+
+
+def timed(
+    nets: Mapping[str, nn.Module], batch: int, setting: Setting
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of every round, and the peak of activation memory, of every variant."""
+    x, y = batch_for(nets["plain"], batch, setting.device)
+    peaks = {}
+    steps: dict[str, Callable[[], None]] = {}
+    for name, net in nets.items():
+        net.to(setting.device)
+        peaks[name] = memory_of(net, x, y, setting.device, setting.dtype).peak
+        made: Callable[[], None] | None = step_of(net, x, y, setting)
+        if setting.recorded and made is not None:
+            made = record(made, net)
+        if made is not None:
+            steps[name] = made
+    return interleave(steps, setting.rounds, setting.warmup, setting.device), peaks
+
+
+def report(
+    title: str, seconds: Mapping[str, Sequence[float]], peaks: Mapping[str, int]
+) -> dict[str, Any]:
+    """Print one table and what it says of the bars; returns the figures."""
+    of_plain = {name: ratio(times, seconds["plain"]) for name, times in seconds.items()}
+    rows = [
+        (name, f"{median(times) * 1e3:.2f} ms", f"{peaks[name] / GIB:.2f} GiB", of_plain[name])
+        for name, times in seconds.items()
+    ]
+    show(title, ("training", "step", "activations", "time / plain"), rows)
+    best = min((OFF, ON), key=lambda name: of_plain[name].median)
+    bars = {f"plain {PLAIN_BAR}": of_plain[best].median / PLAIN_BAR}
+    if "checkpoint" in seconds:
+        bars["checkpoint"] = ratio(seconds[best], seconds["checkpoint"]).median
+    gained = ratio(seconds[ON], seconds[OFF])
+    said = ", ".join(f"{share:.3f} of {bar}" for bar, share in bars.items())
+    print(f"{best}: {said}; overlap on / off {gained}\n")
+    return {"seconds": seconds, "peaks": peaks, "best": best, "bars": bars}
+
+
+def time_models(names: Sequence[str], batches: Sequence[int], setting: Setting) -> dict[str, Any]:
+    """One table for every model and batch."""
+    found: dict[str, Any] = {}
+    how = ", recorded" if setting.recorded else ""
+    for name in names:
+        nets = variants(name)
+        for batch in batches:
+            title = f"{name}, batch {batch}, {setting.dtype}{how}"
+            found[title] = report(title, *timed(nets, batch, setting))
+    return found
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+def largest_batch(net: nn.Module, setting: Setting, step: int = 8) -> int:
+    """The largest multiple of `step` that trains in the memory there is."""
+    low, high = 0, step
+    while fits(net, high, setting):
+        low, high = high, 2 * high
+    while high - low > max(step, low // 16):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(net, middle, setting) else (low, middle)
+    return low
+
+
+def fits(net: nn.Module, batch: int, setting: Setting) -> bool:
+    """Does one step run?"""
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        step_of(net, *batch_for(net, batch, setting.device), setting)()
+        torch.cuda.synchronize(setting.device)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        net.zero_grad()
+    return True
+
+
+def fit_models(names: Sequence[str], gib: float, setting: Setting) -> dict[str, dict[str, int]]:
+    """The largest batch of plain and of reversible training on a device of `gib`."""
+    total = torch.cuda.get_device_properties(setting.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(gib * GIB / total, setting.device)
+    found: dict[str, dict[str, int]] = {}
+    for name in names:
+        found[name] = {}
+        for variant, net in variants(name).items():
+            if variant != "checkpoint":
+                found[name][variant] = largest_batch(net.to(setting.device), setting)
+                net.to("meta")
+        times = found[name][OFF] / max(1, found[name]["plain"])
+        verdict = "meets" if times >= FIT_BAR else "MISSES"
+        rows = list(found[name].items())
+        show(f"{name} in {gib:g} GiB, {setting.dtype}", ("training", "largest batch"), rows)
+        print(f"{times:.1f} times plain's ({verdict} the bar of {FIT_BAR:.0f})\n")
+    torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
+    return found
