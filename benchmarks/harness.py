@@ -229,7 +229,7 @@ class LiveStorages(TorchDispatchMode):
         self.live -= size
 
 
-def slope(depths: Sequence[int], values: Sequence[float]) -> float:
+def slope(depths: Sequence[float], values: Sequence[float]) -> float:
     """Growth per added block: the least-squares line through all depths.
 
     >>> slope([2, 4, 8], [7.0, 11.0, 19.0])

@@ -52,12 +52,13 @@ def create(name: str) -> nn.Module:
     return model
 
 
-def variants(name: str) -> dict[str, nn.Module]:
-    """The same model trained in every way, on the CPU; convolutions in channels_last."""
-    plain = create(name)
+def variants(name: str, device: torch.device) -> dict[str, nn.Module]:
+    """The same model trained in every way; convolutions in channels_last."""
+    with device:
+        plain = create(name)
     nets = {"plain": plain}
     if hasattr(plain, "set_grad_checkpointing"):
-        nets["checkpoint"] = create(name)
+        nets["checkpoint"] = copy.deepcopy(plain)
         nets["checkpoint"].set_grad_checkpointing(True)  # type: ignore[operator]
     ours = revcompile.reversify(plain, policy="pretrained", check="off")
     for variant, overlap in ((OFF, Overlap.OFF), (ON, Overlap.ON)):
@@ -125,7 +126,6 @@ def timed(
     peaks = {}
     steps: dict[str, Callable[[], None]] = {}
     for name, net in nets.items():
-        net.to(setting.device)
         peaks[name] = memory_of(net, x, y, setting.device, setting.dtype).peak
         made: Callable[[], None] | None = step_of(net, x, y, setting)
         if setting.recorded and made is not None:
@@ -160,7 +160,7 @@ def time_models(names: Sequence[str], batches: Sequence[int], setting: Setting) 
     found: dict[str, Any] = {}
     how = ", recorded" if setting.recorded else ""
     for name in names:
-        nets = variants(name)
+        nets = variants(name, setting.device)
         for batch in batches:
             title = f"{name}, batch {batch}, {setting.dtype}{how}"
             found[title] = report(title, *timed(nets, batch, setting))
@@ -202,10 +202,9 @@ def fit_models(names: Sequence[str], gib: float, setting: Setting) -> dict[str, 
     found: dict[str, dict[str, int]] = {}
     for name in names:
         found[name] = {}
-        for variant, net in variants(name).items():
+        for variant, net in variants(name, setting.device).items():
             if variant != "checkpoint":
-                found[name][variant] = largest_batch(net.to(setting.device), setting)
-                net.to("meta")
+                found[name][variant] = largest_batch(net, setting)
         times = found[name][OFF] / max(1, found[name]["plain"])
         verdict = "meets" if times >= FIT_BAR else "MISSES"
         rows = list(found[name].items())

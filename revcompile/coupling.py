@@ -232,7 +232,8 @@ class _Reversible(torch.autograd.Function):
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
         replay = Replay(block.circumstances, a)
-        a, b, ctx.shapes, extras = couple(call.root, block, a, b, sides, call.cast, call.grid)
+        with replay.watching():
+            a, b, ctx.shapes, extras = couple(call.root, block, a, b, sides, call.cast, call.grid)
         ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
         used = [sides[i] for i in block.sides]
         count = sum(isinstance(side, Tensor) for side in used)

@@ -7,7 +7,7 @@ alone, so that they move once a step however often a branch is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
-from revcompile.errors import InputError
+from revcompile.masks import Masks
 
 __all__ = ["Circumstances", "Replay", "StatefulBuffers", "is_recorded"]
 
@@ -67,20 +67,12 @@ class StatefulBuffers:
                 module._buffers[name] = buffer
 
 
-@dataclass
-class Draws:
-    """Does a branch draw random numbers? Known from its latest run."""
-
-    any: bool | None = None
-
-
 @dataclass(frozen=True)
 class Circumstances:
-    """What a branch touches besides its inputs: batch norms, other buffers, random numbers."""
+    """What a branch touches besides its inputs: batch norms and other stateful buffers."""
 
     norms: tuple[nn.Module, ...] = ()
     stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers(()))
-    draws: Draws = field(default_factory=Draws)
 
 
 class Replay:
@@ -94,19 +86,18 @@ class Replay:
             for device in {"cpu", self.device.type} - {"meta"}
         ]
         self.cached = torch.is_autocast_cache_enabled()
-        self.random: tuple[Tensor, Tensor | None] | None = None
-        if is_recorded(self.device):
-            _refuse_recorded_draws(branch.draws)
-        else:
-            self.random = _random_state(self.device)
+        self.masks = Masks() if is_recorded(self.device) else None
+        self.random = _random_state(self.device) if self.masks is None else None
         self.buffers = branch.stateful.before()
+
+    def watching(self) -> AbstractContextManager[None]:
+        """The first run."""
+        return nullcontext() if self.masks is None else self.masks.kept()
 
     def settle(self) -> Replay:
         """Forget the random state if the branch drew nothing."""
-        if self.random is not None:
-            self.branch.draws.any = not _same_state(self.random, _random_state(self.device))
-            if not self.branch.draws.any:
-                self.random = None
+        if self.random is not None and _same_state(self.random, _random_state(self.device)):
+            self.random = None
         self.buffers = self.branch.stateful.after(self.buffers)
         return self
 
@@ -121,6 +112,8 @@ class Replay:
                     )
             if self.random is not None:
                 stack.enter_context(_random_set(self.device, self.random))
+            if self.masks is not None:
+                stack.enter_context(self.masks.repeated())
             stack.enter_context(self.branch.stateful.replayed(self.buffers))
             stack.enter_context(_statistics_frozen(self.branch.norms))
             yield
@@ -129,20 +122,6 @@ class Replay:
 def is_recorded(device: torch.device) -> bool:
     """Is a CUDA graph of the caller's being recorded, which cannot be waited for or looked into?"""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _refuse_recorded_draws(draws: Draws) -> None:
-    if draws.any is None:
-        raise InputError(
-            "reversify: a CUDA graph is recorded of a module that has not run yet; run the "
-            "training step a few times on another stream first, as torch.cuda.graph asks anyway"
-        )
-    if draws.any:
-        raise InputError(
-            "reversify: a CUDA graph is recorded of a branch that draws random numbers (dropout, "
-            "stochastic depth), whose masks could not be repeated in backward; set these rates to "
-            "0, or leave the step unrecorded"
-        )
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ GROUND = {
     "growth",
     "grid",
     "kernels",
+    "masks",
     "replay",
     "overlap",
     "coupling",
