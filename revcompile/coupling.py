@@ -212,6 +212,7 @@ class _Call:
 class _Rebuilt:
     """A block computed again: the input it was given, and the graph of its branch."""
 
+    index: int
     a: Tensor
     b: Tensor
     leaf: Tensor
@@ -248,7 +249,7 @@ class _Reversible(torch.autograd.Function):
     def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
         rebuilt, call.rebuilt = call.rebuilt, None
-        if rebuilt is None:
+        if rebuilt is None or rebuilt.index != ctx.index:
             rebuilt = _rebuild(ctx, call.handed_on)
         call.handed_on = None
         with side_by_side(grad_y.device, call.ahead) as lanes:
@@ -269,8 +270,6 @@ class _Reversible(torch.autograd.Function):
 
 def _block_before(node: Any) -> Any:
     """The node of the block before, if gradients are wanted that far."""
-    if node.index == 0 or not any(node.needs_input_grad[3:5]):
-        return None
     found = node.next_functions[0][0]
     return found if getattr(found, "call", None) is node.call else None
 
@@ -308,7 +307,7 @@ def _rebuild(node: Any, output: tuple[Tensor, ...] | None, lane: int = 0) -> _Re
         addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
     with torch.no_grad():
         a = subtract(y, addend.detach(), call.grid)
-    return _Rebuilt(a, b, leaf, live, (addend, *extras), lane)
+    return _Rebuilt(node.index, a, b, leaf, live, (addend, *extras), lane)
 
 
 def _differentiate(
