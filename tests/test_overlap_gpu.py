@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.stacks import KINDS, Sizes, batch_of
+from benchmarks.whole import record
 from revcompile import grid, kernels, overlap
 from revcompile.overlap import Overlap
 from tests.helpers import gradients, worst
@@ -124,26 +125,12 @@ def _updated(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _recorded(net: nn.Module, x: Tensor, y: Tensor) -> torch.cuda.CUDAGraph:
+def _recorded(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     def step() -> None:
         net.zero_grad()
         _step(net, x, y)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    net.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    current = torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    finally:
-        torch.cuda.set_stream(current)
-    return graph
+    return record(step, net)
 
 
 @pytest.mark.parametrize("choice", ["on", "off"])
@@ -152,10 +139,10 @@ def test_a_step_recorded_by_the_user(choice: str) -> None:
     eager = copy.deepcopy(net)
     eager.overlap = Overlap.OFF
     x, y = batch_of("transformer", SIZES, torch.device("cuda"))
-    graph = _recorded(net, x, y)
+    replay = _recorded(net, x, y)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
-        graph.replay()
+        replay()
         eager.zero_grad()
         _step(eager, x, y)
         pairs = zip(net.parameters(), eager.parameters(), strict=True)
@@ -168,10 +155,10 @@ def _recorded_bytes(choice: str, depth: int) -> int:
     net = _stack("transformer", choice, depth)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    graph = _recorded(net, *batch_of("transformer", sizes, torch.device("cuda")))
+    replay = _recorded(net, *batch_of("transformer", sizes, torch.device("cuda")))
     weights = sum(p.numel() * p.element_size() for p in net.parameters())
     found = torch.cuda.max_memory_allocated() - before - weights
-    del graph
+    del replay
     return found
 
 
@@ -192,12 +179,12 @@ def test_stochastic_depth_is_repeated_in_a_recording() -> None:
     net = revcompile.reversify(_vit(drop_path_rate=0.5), x, check="off", overlap="on").train()
     stored = copy.deepcopy(net)
     stored.reversible = False
-    graphs = [_recorded(module, x, y) for module in (net, stored)]
+    replays = [_recorded(module, x, y) for module in (net, stored)]
     norms = []
     for _ in range(4):
-        for graph in graphs:
+        for replay in replays:
             torch.manual_seed(len(norms))
-            graph.replay()
+            replay()
         found = [{n: p.grad for n, p in m.named_parameters()} for m in (stored, net)]
         assert worst(*found)[0] < 1e-2
         norms.append(float(net.get_parameter("blocks.3.mlp.fc1.weight").grad.norm()))
@@ -240,8 +227,9 @@ def test_dropout_cannot_be_repeated_in_a_recording() -> None:
     x = torch.randn(4, 3, 32, 32, device="cuda")
     net = revcompile.reversify(_vit(proj_drop_rate=0.3), x, check="off").train()
     generator = torch.cuda.default_generators[0]
-    before = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(before.clone_state())  # a recording that fails would keep it
+    before, stream = generator.graphsafe_get_state(), torch.cuda.current_stream()
+    generator.graphsafe_set_state(before.clone_state())  # a recording that fails keeps both
     with pytest.raises(revcompile.RevcompileError, match="native_dropout, whose random numbers"):
         _recorded(net, x, torch.zeros(4, device="cuda").long())
     generator.graphsafe_set_state(before)
+    torch.cuda.set_stream(stream)
