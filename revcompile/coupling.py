@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from revcompile.errors import InversionError
 from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract
+from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap, side_by_side
 from revcompile.replay import Circumstances, Replay, is_recorded
 
@@ -41,7 +42,8 @@ class Block:
     `branch(root, b, *sides)` is F. `sides` are the positions of the block's side values among
     the chain's. With `has_extras` it returns `(F(b), *extras)`: values read outside the block,
     which end a chain. `link(root, stream, *sizes) -> (stream, shapes)` and
-    `unlink(root, stream, shapes)` rearrange a stream, where needed.
+    `unlink(root, stream, shapes)` rearrange a stream, where needed. `reads_cast` if all that F does
+    with `b` is to give it to a layer that autocast casts it for.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Block:
     link_sides: tuple[int, ...] = ()
     parameters: tuple[nn.Parameter, ...] = ()
     circumstances: Circumstances = field(default_factory=Circumstances)
+    reads_cast: bool = False
 
 
 def couple(
@@ -302,12 +305,22 @@ def _rebuild(node: Any, output: tuple[Tensor, ...] | None, lane: int = 0) -> _Re
     sides = iter(live)
     used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
     with torch.enable_grad(), node.replay.playing():
-        leaf = b.detach().requires_grad_()
+        leaf = _as_read(b.detach(), block, call.cast).requires_grad_()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
         addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
     with torch.no_grad():
         a = subtract(y, addend.detach(), call.grid)
     return _Rebuilt(node.index, a, b, leaf, live, (addend, *extras), lane)
+
+
+def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
+    """`b` in the precision F reads it in.
+
+    Its gradient then comes in that precision and is widened on being added, not before.
+    """
+    if cast is None and block.reads_cast and is_autocasting(b.device):
+        cast = torch.get_autocast_dtype(b.device.type)
+    return b if cast is None or b.dtype != torch.float32 else b.to(cast)
 
 
 def _differentiate(

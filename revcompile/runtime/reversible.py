@@ -20,7 +20,13 @@ from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.code import compile_graph
-from revcompile.tree import LOW_PRECISION, convolves, modules_called, parameters_read
+from revcompile.tree import (
+    LOW_PRECISION,
+    convolves,
+    modules_called,
+    parameters_read,
+    reads_cast,
+)
 
 __all__ = ["Reversible"]
 
@@ -294,6 +300,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         link_sides=tuple(position[name] for name in link.sides) if link else (),
         parameters=parameters_read(coupling.branch, root),
         circumstances=_circumstances(modules),
+        reads_cast=reads_cast(coupling.branch, root),
     )
 
 
