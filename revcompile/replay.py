@@ -7,7 +7,7 @@ alone, so that they move once a step however often a branch is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -90,9 +90,19 @@ class Replay:
         self.random = _random_state(self.device) if self.masks is None else None
         self.buffers = branch.stateful.before()
 
-    def watching(self) -> AbstractContextManager[None]:
-        """The first run."""
-        return nullcontext() if self.masks is None else self.masks.kept()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The first run.
+
+        Autocast would keep every weight it has cast until the model is through, though a branch
+        reads each once.
+        """
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with nullcontext() if self.masks is None else self.masks.kept():
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(self.cached)
 
     def settle(self) -> Replay:
         """Forget the random state if the branch drew nothing."""
