@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from revcompile.errors import InversionError
-from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract
+from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, widening_sum
 from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap, side_by_side
 from revcompile.replay import Circumstances, Replay, is_recorded
@@ -335,7 +335,7 @@ def _differentiate(
         ends, starts = zip(*seeded, strict=True)
         inputs = [rebuilt.leaf, *wanted]
         of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-        grad_b = grad_b if of_b is None else grad_b + of_b
+        grad_b = grad_b if of_b is None else widening_sum(grad_b, of_b)
     each = iter(found)
     of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
     return grad_b, [*of_sides, *each]

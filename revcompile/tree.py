@@ -12,6 +12,7 @@ from revcompile.ops import attribute
 
 __all__ = [
     "LOW_PRECISION",
+    "casts_input",
     "convolves",
     "device_of_model",
     "modules_called",
@@ -55,9 +56,14 @@ def reads_cast(graph: fx.Graph, root: nn.Module) -> bool:
     """Is a graph's first input read once, by a layer that autocast casts it for?"""
     first = next(iter(graph.nodes))
     users = list(first.users)
-    if len(users) != 1 or users[0].op != "call_module" or users[0].args != (first,):
+    return len(users) == 1 and casts_input(users[0], first, root)
+
+
+def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
+    """Is a reader of a value a layer that autocast casts it for, and no hook looks on?"""
+    if user.op != "call_module" or user.args != (value,) or user.kwargs:
         return False
-    layer = root.get_submodule(str(users[0].target))
+    layer = root.get_submodule(str(user.target))
     return type(layer) in _CASTING and not (layer._forward_pre_hooks or layer._forward_hooks)
 
 
