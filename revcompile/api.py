@@ -72,7 +72,7 @@ def reversify(
     `Policy`. `check` says how much of the capture is compared with the original: "full",
     "fast" or "off". A chain that reconstructs its input worse than `tolerance` (relative;
     1e-3 for float32) is refused. `overlap` says whether a block is rebuilt while the next one is
-    differentiated ("on", "off"; "auto": on a GPU, where kernels are too small to fill it).
+    differentiated ("on", "off"; "auto": in steps recorded as CUDA graphs, if kernels are small).
 
     >>> import torch, revcompile
     >>> class Block(torch.nn.Module):

@@ -19,18 +19,20 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
+from revcompile.replay import is_recorded
 
 __all__ = ["Lanes", "Overlap", "side_by_side"]
 
 SMALL: Final = 2**25
-"""Elements of a stream above which one block's kernels fill a large GPU on their own."""
+"""Elements of a stream above which a block's kernels fill a large GPU on their own."""
 
 
 class Overlap(enum.Enum):
     """Is a block rebuilt while the next one is differentiated?
 
-    It hides time that small kernels leave unused and keeps the graphs of two blocks instead of
-    one. `AUTO` does it on CUDA devices where kernels are small.
+    It fills what small kernels leave unused of a GPU, and keeps the graphs of two blocks instead
+    of one. `AUTO` does it where steps are recorded as CUDA graphs and kernels are small: of a
+    step that is not recorded small kernels take less time than starting them does.
     """
 
     AUTO = "auto"
@@ -53,7 +55,7 @@ class Overlap(enum.Enum):
     def applies_to(self, stream: Tensor) -> bool:
         """Does a chain with this stream overlap?"""
         if self is Overlap.AUTO:
-            return stream.is_cuda and stream.numel() <= SMALL
+            return is_recorded(stream.device) and stream.numel() <= SMALL
         return self is Overlap.ON
 
 

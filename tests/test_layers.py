@@ -20,7 +20,6 @@ GROUND = {
     "grid",
     "kernels",
     "masks",
-    "norms",
     "replay",
     "overlap",
     "coupling",

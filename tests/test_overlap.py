@@ -196,11 +196,15 @@ def test_memory_does_not_grow_with_depth(overlap: str, dtype: str) -> None:
 SIZES = Sizes(depth=0, width=32, side=16, batch=2)
 
 
-def test_only_small_kernels_on_a_gpu_overlap_by_themselves() -> None:
-    assert not Overlap.AUTO.applies_to(torch.empty(1))
-    assert Overlap.ON.applies_to(torch.empty(1))
-    assert not Overlap.OFF.applies_to(torch.empty(1))
-    assert SMALL > 0
+def test_small_kernels_of_a_recorded_step_overlap_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = torch.empty(1), torch.empty(SMALL + 1, device="meta")
+    assert not Overlap.AUTO.applies_to(small)
+    monkeypatch.setattr("revcompile.overlap.is_recorded", lambda device: True)
+    assert Overlap.AUTO.applies_to(small)
+    assert not Overlap.AUTO.applies_to(large)
+    assert Overlap.ON.applies_to(large) and not Overlap.OFF.applies_to(small)
 
 
 def test_an_unknown_choice_is_a_clear_error() -> None:

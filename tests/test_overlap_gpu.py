@@ -17,7 +17,6 @@ import revcompile
 from benchmarks.stacks import KINDS, Sizes, batch_of
 from benchmarks.whole import record
 from revcompile import grid, kernels, overlap
-from revcompile.norms import norm_as_read
 from revcompile.overlap import Overlap
 from tests.helpers import gradients, worst
 
@@ -211,24 +210,6 @@ def test_the_kernel_adds_as_torch_does(dtype: torch.dtype) -> None:
             assert there.stride() == stream.stride()
             assert torch.equal(grid.subtract(there, addend, g), stream)
             assert torch.equal(grid._generated("+")(stream, addend, g), want)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(8192, 768), (50000, 128), (1111, 1000)])
-def test_the_norm_kernels_equal_torch(rows: int, columns: int) -> None:
-    x = (torch.randn(rows, columns, device="cuda") * 3 + 1).requires_grad_()
-    layer = nn.LayerNorm(columns).cuda()
-    nn.init.normal_(layer.weight)
-    grad = torch.randn(rows, columns, device="cuda").bfloat16()
-    found = []
-    for run in (layer, lambda x: norm_as_read(layer, x)):
-        with torch.autocast("cuda", torch.bfloat16):
-            out = run(x).bfloat16()
-        of = torch.autograd.grad(out, (x, layer.weight, layer.bias), grad)
-        found.append({"out": out.detach().float(), "x": of[0], "weight": of[1], "bias": of[2]})
-    assert (out.grad_fn is not None) and "NarrowNorm" in out.grad_fn.name()
-    deviation, where = worst({**found[0], "out": found[1]["out"]}, found[1])
-    assert deviation < 1e-4, where
-    assert float((found[0]["out"] - found[1]["out"]).abs().max()) < 0.07
 
 
 def test_gradients_in_bfloat16_equal_stored_activations_to_the_bit() -> None:

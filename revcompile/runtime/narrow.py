@@ -1,8 +1,8 @@
-"""Branches whose layer norms give what autocast would make of their result anyway, but earlier.
+"""Branches that cast a norm's result before they rearrange it, not after.
 
-Between a norm and the layers that read it in low precision there is often nothing but
-rearrangement (windows, rolls, padding), which then moves half the bytes. No bit of the result
-changes by that: rearranging commutes with rounding.
+Autocast lets norms give float32 and casts it for the layer that reads it. Where there is nothing
+but rearrangement in between (windows, rolls, padding), that then moves half the bytes, and so does
+its gradient. No bit of the result changes: rearranging commutes with rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from revcompile.norms import is_layer_norm, norm_as_read
+from revcompile.ops import as_read
 from revcompile.tree import casts_input
 
 __all__ = ["narrowed"]
@@ -24,22 +24,19 @@ _METHODS: Final = frozenset(
 _FUNCTIONS: Final[frozenset[Any]] = frozenset(
     (torch.flatten, torch.permute, torch.reshape, torch.roll, torch.transpose)
 )
+_SIZES: Final = ("shape", "ndim", "device")
 
 
 def narrowed(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A copy of a branch with the norms replaced that are only read in low precision."""
+    """A copy of a branch that casts norms which are rearranged and then read in low precision."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     for node in list(copy.find_nodes(op="call_module")):
-        layer = root.get_submodule(str(node.target))
-        if len(node.args) != 1 or node.kwargs or not _is_read_cast(node, root):
-            continue
-        if is_layer_norm(layer):
-            with copy.inserting_before(node):
-                found = copy.create_node("get_attr", str(node.target))
-                new = copy.call_function(norm_as_read, (found, node.args[0]))
-            node.replace_all_uses_with(new)
-            copy.erase_node(node)
+        is_norm = isinstance(root.get_submodule(str(node.target)), nn.LayerNorm)
+        if is_norm and any(map(_rearranges, node.users)) and _is_read_cast(node, root):
+            with copy.inserting_after(node):
+                cast = copy.call_function(as_read, (node,))
+            node.replace_all_uses_with(cast, lambda user, cast=cast: user is not cast)
     return copy
 
 
@@ -57,9 +54,6 @@ def _asks_for_sizes(user: fx.Node) -> bool:
     if user.op == "call_method":
         return user.target in ("size", "dim")
     return user.op == "call_function" and user.target is getattr and user.args[1] in _SIZES
-
-
-_SIZES: Final = ("shape", "ndim", "device")
 
 
 def _rearranges(user: fx.Node) -> bool:
