@@ -72,11 +72,11 @@ def has_convolutions(net: nn.Module) -> bool:
     return sum(isinstance(module, nn.Conv2d) for module in net.modules()) > 1
 
 
-def batch_for(net: nn.Module, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images as the model wants them, and labels."""
-    size = tuple(getattr(net, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
+def batch_for(plain: nn.Module, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images as a timm model wants them, and labels."""
+    size = tuple(getattr(plain, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
     x = torch.randn(batch, *size, device=device)
-    if has_convolutions(net):
+    if has_convolutions(plain):
         x = x.to(memory_format=torch.channels_last)
     return x, torch.zeros(batch, device=device).long()
 
@@ -175,23 +175,23 @@ def time_models(names: Sequence[str], batches: Sequence[int], setting: Setting) 
 # -- size ------------------------------------------------------------------------------------------
 
 
-def largest_batch(net: nn.Module, setting: Setting, step: int = 8) -> int:
-    """The largest multiple of `step` that trains in the memory there is."""
+def largest_batch(net: nn.Module, plain: nn.Module, setting: Setting, step: int = 8) -> int:
+    """The largest multiple of `step` with which `net`, made of `plain`, trains in the memory."""
     low, high = 0, step
-    while fits(net, high, setting):
+    while fits(net, plain, high, setting):
         low, high = high, 2 * high
     while high - low > max(step, low // 16):
         middle = (low + high) // 2 // step * step
-        low, high = (middle, high) if fits(net, middle, setting) else (low, middle)
+        low, high = (middle, high) if fits(net, plain, middle, setting) else (low, middle)
     return low
 
 
-def fits(net: nn.Module, batch: int, setting: Setting) -> bool:
+def fits(net: nn.Module, plain: nn.Module, batch: int, setting: Setting) -> bool:
     """Does one step run?"""
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        step_of(net, *batch_for(net, batch, setting.device), setting)()
+        step_of(net, *batch_for(plain, batch, setting.device), setting)()
         torch.cuda.synchronize(setting.device)
     except torch.OutOfMemoryError:
         return False
@@ -207,10 +207,11 @@ def fit_models(names: Sequence[str], gib: float, setting: Setting) -> dict[str, 
     found: dict[str, dict[str, int]] = {}
     for name in names:
         found[name] = {}
-        for variant, net in variants(name, torch.device("cpu")).items():
-            if variant != "checkpoint":
-                found[name][variant] = largest_batch(net.to(setting.device), setting)
-                net.to("cpu")
+        nets = variants(name, torch.device("cpu"))
+        for variant in ("plain", OFF, ON):
+            net = nets[variant].to(setting.device)
+            found[name][variant] = largest_batch(net, nets["plain"], setting)
+            net.to("cpu")
         times = found[name][OFF] / max(1, found[name]["plain"])
         enough = "meets" if times >= FIT_BAR else "MISSES"
         rows = list(found[name].items())

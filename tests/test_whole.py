@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import whole
 from benchmarks.whole import OFF, ON, Setting, largest_batch, report, time_models
@@ -15,12 +16,12 @@ SETTING = Setting(torch.device("cpu"), "fp32", rounds=2, warmup=1)
 def test_the_largest_batch_is_found(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def fits(net: torch.nn.Module, batch: int, setting: Setting) -> bool:
+    def fits(net: nn.Module, plain: nn.Module, batch: int, setting: Setting) -> bool:
         tried.append(batch)
         return batch <= room
 
     monkeypatch.setattr(whole, "fits", fits)
-    batch = largest_batch(torch.nn.Identity(), SETTING)
+    batch = largest_batch(nn.Identity(), nn.Identity(), SETTING)
     assert batch <= room < batch + max(8, batch // 16)
     assert len(tried) <= 16
 
