@@ -86,7 +86,7 @@ def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
     from revcompile import kernels  # Triton takes a moment to import
 
     if kernels.fits(stream, addend) and kernels.works_on(stream.device):
-        return kernels.on_grid(stream, addend, grid, sign == "+")
+        return kernels.summed(stream, addend, grid, is_minus=sign == "-")
     return _generated(sign)(stream, addend, grid)
 
 
@@ -96,7 +96,7 @@ def widening_sum(wide: Tensor, narrow: Tensor) -> Tensor:
         from revcompile import kernels
 
         if kernels.fits(wide, narrow) and kernels.works_on(wide.device):
-            return kernels.on_grid(wide, narrow, kernels.nothing(wide.device), True)
+            return kernels.summed(wide, narrow)
     return wide + narrow
 
 

@@ -1,4 +1,4 @@
-"""Sums on the grid as one Triton kernel, at the speed of memory.
+"""Sums of two types, on the grid or not, as one Triton kernel at the speed of memory.
 
 Torch's own generated kernels take mixed types and the grid's single number element by element and
 reach a third of that speed, which costs a step in bfloat16 several per cent.
@@ -18,7 +18,7 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["fits", "nothing", "on_grid", "works_on"]
+__all__ = ["fits", "summed", "works_on"]
 
 _SIZE: Final = 1024
 _FEW: Final = 2**20
@@ -27,25 +27,24 @@ _MANY: Final = 2**31 - _SIZE
 
 
 # Triton reads annotations as code.
-def _on_grid(stream, addend, grid, out, count, is_sum: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
+# fmt: off
+def _sum(  # type: ignore[no-untyped-def]
+    wide, addend, grid, out, count,
+    is_minus: tl.constexpr, is_rounded: tl.constexpr, size: tl.constexpr,
+):
+    # fmt: on
     at = tl.program_id(0) * size + tl.arange(0, size)
     inside = at < count
-    offset = tl.load(grid)
-    wide = tl.load(stream + at, mask=inside)
-    rounded = (tl.load(addend + at, mask=inside).to(tl.float32) + offset) - offset
-    if is_sum:
-        tl.store(out + at, wide + rounded, mask=inside)
-    else:
-        tl.store(out + at, wide - rounded, mask=inside)
+    value = tl.load(addend + at, mask=inside).to(tl.float32)
+    if is_rounded:
+        offset = tl.load(grid)
+        value = (value + offset) - offset
+    if is_minus:
+        value = -value
+    tl.store(out + at, tl.load(wide + at, mask=inside) + value, mask=inside)
 
 
-_kernel = triton.jit(_on_grid) if triton is not None else None
-
-
-@functools.cache
-def nothing(device: torch.device) -> Tensor:
-    """The grid that rounds nothing."""
-    return torch.zeros(1, device=device)
+_kernel = triton.jit(_sum) if triton is not None else None
 
 
 def fits(stream: Tensor, addend: Tensor) -> bool:
@@ -72,17 +71,20 @@ def works_on(device: torch.device) -> bool:
         return False
     one = torch.zeros(1, device=device)
     try:
-        on_grid(one, one, one, True)
+        summed(one, one)
     except Exception:  # whatever a compiler may say: there is another way to the same sum
         return False
     return True
 
 
-def on_grid(stream: Tensor, addend: Tensor, grid: Tensor, is_sum: bool) -> Tensor:
-    """`stream + addend` or `stream - addend`, the addend on the grid."""
+def summed(
+    wide: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
+) -> Tensor:
+    """`wide + addend`, or minus it; the addend on the grid, if there is one."""
     assert _kernel is not None
-    out = torch.empty_like(stream)
-    count = stream.numel()
+    out = torch.empty_like(wide)
+    count = wide.numel()
     launch = _kernel[(triton.cdiv(count, _SIZE),)]
-    launch(stream, addend, grid, out, count, is_sum, _SIZE, enable_fp_fusion=False)
+    given = wide, addend, wide if grid is None else grid, out, count
+    launch(*given, is_minus, grid is not None, _SIZE, enable_fp_fusion=False)
     return out

@@ -134,12 +134,11 @@ def test_only_what_is_merely_rearranged_is_cast_early(
 def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by Triton's interpreter, on the CPU."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    monkeypatch.setattr(kernels, "_kernel", interpreter.InterpretedFunction(kernels._on_grid))
+    monkeypatch.setattr(kernels, "_kernel", interpreter.InterpretedFunction(kernels._sum))
     stream, addend = torch.randn(3, 700), torch.randn(3, 700).to(dtype)
     g = grid.make_grid(stream, stream)
     stream = grid.rounded(stream, g)
-    there = kernels.on_grid(stream, addend, g, True)
+    there = kernels.summed(stream, addend, g)
     assert torch.equal(there, grid.add(stream, addend, g))
-    assert torch.equal(kernels.on_grid(there, addend, g, False), stream)
-    nothing = kernels.nothing(stream.device)
-    assert torch.equal(kernels.on_grid(stream, addend, nothing, True), stream + addend)
+    assert torch.equal(kernels.summed(there, addend, g, is_minus=True), stream)
+    assert torch.equal(kernels.summed(stream, addend), stream + addend)
