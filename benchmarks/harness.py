@@ -1,4 +1,4 @@
-"""What every benchmark here stands on: interleaved timing, peak memory, tables and JSON.
+"""What every benchmark here stands on: interleaved timing, peak memory, growth, tables.
 
 Times are compared only within one run: the variants take turns, round by round, and a ratio is the
 median of the rounds' own ratios, so that a machine that slows down slows all of them.
@@ -6,15 +6,14 @@ median of the rounds' own ratios, so that a machine that slows down slows all of
 
 from __future__ import annotations
 
-import json
-import platform
+import gc
+import math
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, is_dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
@@ -32,11 +31,13 @@ __all__ = [
     "Ratio",
     "autocast",
     "count_flops",
+    "device_bytes",
+    "exponent",
     "interleave",
     "measure_memory",
+    "measure_peak",
     "mib",
     "ratio",
-    "save",
     "show",
     "slope",
     "synchronize",
@@ -96,7 +97,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     2.000 (1.500 – 2.500)
     """
     each = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, _, high = quantiles(each, n=4, method="inclusive")
+    low, _, high = quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
     return Ratio(median(each), low, high)
 
 
@@ -175,6 +176,32 @@ def _measure_cuda(forward: Callable[[], Tensor], device: torch.device) -> Memory
     return Memory(held, torch.cuda.max_memory_allocated(device) - before)
 
 
+def measure_peak(run: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that `run` adds at any moment, what it leaves behind included.
+
+    CUDA graphs keep memory to themselves that the allocator does not count: there it is at least
+    what the device has less afterwards.
+    """
+    if device.type != "cuda":
+        with LiveStorages() as storages:
+            run()
+        return int(storages.peak)
+    taken, before = device_bytes(device), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return max(peak, device_bytes(device) - taken)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that are taken, caches left out."""
+    synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of all storages that operations under it create, while they are alive.
 
@@ -242,6 +269,17 @@ def slope(depths: Sequence[float], values: Sequence[float]) -> float:
     return covariance / sum((d - mean_depth) ** 2 for d in depths)
 
 
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The power that `values` grow with: 1 in proportion, 2 as the square, 0 not at all.
+
+    The slope of the least-squares line through the logarithms.
+
+    >>> round(exponent([1, 2, 4], [3.0, 12.0, 48.0]), 3)
+    2.0
+    """
+    return slope([math.log(size) for size in sizes], [math.log(value) for value in values])
+
+
 def mib(size: float) -> str:
     """Bytes for a table.
 
@@ -251,7 +289,7 @@ def mib(size: float) -> str:
     return f"{size / MIB:,.2f} MiB"
 
 
-# -- settings, tables, files -----------------------------------------------------------------------
+# -- settings, tables ------------------------------------------------------------------------------
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
@@ -269,24 +307,3 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
     for row in rows:
         table.add_row(*map(str, row))
     Console(width=130).print(table)
-
-
-def save(path: Path | None, benchmark: str, device: torch.device, result: object) -> None:
-    """Write a result as JSON, with the machine it was measured on."""
-    if path is None:
-        return
-    cuda = device.type == "cuda"
-    report = {
-        "benchmark": benchmark,
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "result": result,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -54,6 +54,33 @@ class Recipe:
         return SCHEDULES[self.schedule](update / max(1, self.updates))
 
 
+def paper_recipe(
+    steps: int,
+    batch: int,
+    accumulate: int,
+    epochs: int,
+    *,
+    rate: float | None = None,
+    warmup: float | None = None,
+    **options: Any,
+) -> Recipe:
+    """The paper's recipe for so many steps of `batch` samples an epoch.
+
+    Without `rate` it is the paper's, without `warmup` a sixth of all epochs, 5 at most. `options`
+    are further fields of the recipe.
+
+    >>> paper_recipe(100, 128, 2, 12)
+    Recipe(rate=0.1, updates=600, warmup=100, weight_decay=0.0005, kind='sgd', schedule='steps')
+    """
+    leading = min(5, epochs / 6) if warmup is None else warmup
+    return Recipe(
+        rate=rate or paper_rate(batch * accumulate),
+        updates=epochs * steps // accumulate,
+        warmup=max(1, round(leading * steps / accumulate)),
+        **options,
+    )
+
+
 def paper_rate(samples: int) -> float:
     """0.1 for 256 samples an update, in proportion: 0.1 x 64k / 256 with batches of 64.
 

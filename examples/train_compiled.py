@@ -22,7 +22,7 @@ import timm
 import torch
 import torchvision
 from images import DATASETS, Images
-from recipe import SCHEDULES, Recipe, paper_rate, small_stem
+from recipe import SCHEDULES, paper_recipe, small_stem
 from report import Report
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,7 +43,17 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     copies = max(1, int(os.environ.get("WORLD_SIZE", "1")) // args.stages)
     steps = math.ceil(len(data.train) // copies / args.batch_size)  # type: ignore[arg-type]
-    recipe = make_recipe(args, steps, copies)
+    recipe = paper_recipe(
+        steps,
+        args.batch_size * copies,
+        args.accumulate,
+        args.epochs,
+        rate=args.lr,
+        warmup=args.warmup,
+        weight_decay=args.weight_decay,
+        kind=args.optimizer,
+        schedule=args.schedule,
+    )
     trainer = net.trainer(
         optimizer=recipe.optimizer,
         lr_schedule=recipe.lr_schedule,
@@ -110,21 +120,6 @@ def create_model(args: argparse.Namespace, data: Images) -> nn.Module:
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model.to(args.device)
-
-
-def make_recipe(args: argparse.Namespace, steps: int, copies: int) -> Recipe:
-    """The paper's recipe for so many steps an epoch, unless options say otherwise."""
-    updates = args.epochs * steps // args.accumulate + 1
-    warmup = args.warmup if args.warmup is not None else min(5, args.epochs / 6)
-    rate = args.lr or paper_rate(args.batch_size * args.accumulate * copies)
-    return Recipe(
-        rate=rate,
-        updates=updates,
-        warmup=max(1, round(warmup * steps / args.accumulate)),
-        weight_decay=args.weight_decay,
-        kind=args.optimizer,
-        schedule=args.schedule,
-    )
 
 
 def is_reporter(trainer: Trainer) -> bool:

@@ -14,9 +14,13 @@ def grow(tensor: torch.Tensor, how: Growth) -> torch.Tensor:
 
     >>> grow(torch.tensor([[2.0, 4.0]]), Growth.HALVE)
     tensor([[1., 2., 1., 2.]])
+    >>> grow(torch.zeros(2), Growth.WAKE)
+    tensor([1., 1.])
     """
     if how is Growth.COPY:
         return tensor.clone()
+    if how is Growth.WAKE:
+        return tensor.clone() if tensor.any() else torch.ones_like(tensor)
     if how is Growth.TILE:
         return torch.cat([tensor, tensor]) if tensor.dim() else tensor.clone()
     return torch.cat([tensor / 2, tensor / 2], dim=1)

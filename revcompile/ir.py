@@ -271,6 +271,8 @@ class Growth(enum.Enum):
     """`[W/2, W/2]` along dim 1: the head of two equal streams gives what it gave for one."""
     COPY = "copy"
     """a second tensor equal to the first."""
+    WAKE = "wake"
+    """1 where the original is 0 throughout: behind a ReLU nothing would ever move it."""
 
 
 Growths = Mapping[str, tuple[str, Growth]]

@@ -183,11 +183,13 @@ def forecast(
     alpha: float | None = None,
     memory: int | None = None,
     optimizer_copies: int = 1,
+    buffer_bytes: int | None = None,
 ) -> Forecast:
     """What one method would do with these stages, one a device.
 
     Methods that are never drained get the least alpha that hides the links, unless one is given.
-    `group` is the number of micro-batches an update.
+    `group` is the number of micro-batches an update, `buffer_bytes` what an element of a float32
+    input takes that waits for its backward pass.
     """
     bound = method == "zero-bubble"
     chosen = choose("1f1b" if bound else method)
@@ -203,7 +205,7 @@ def forecast(
         pace = max((zero_bubble_period(costs, group), *occupied))
     else:
         pace = period(chosen, costs, group, occupied)
-    held = _memory(cut, chosen, batch, group, optimizer_copies)
+    held = _memory(cut, chosen, batch, group, optimizer_copies, buffer_bytes)
     return Forecast(
         method=method + (" (bound)" if bound else ""),
         stages=len(cut.parts),
@@ -238,7 +240,9 @@ def _limit(
     return "bubbles"
 
 
-def _memory(cut: Partition, method: Method, batch: int, group: int, copies: int) -> int:
+def _memory(
+    cut: Partition, method: Method, batch: int, group: int, copies: int, buffer_bytes: int | None
+) -> int:
     """The most that one device holds."""
     model = MemoryModel(
         [piece for part in cut.parts for piece in part.pieces],
@@ -248,6 +252,7 @@ def _memory(cut: Partition, method: Method, batch: int, group: int, copies: int)
         len(cut.parts),
         batch=batch,
         optimizer_copies=copies,
+        buffer_bytes=buffer_bytes,
         group=group,
         first_input_free=False,
     )
@@ -277,6 +282,7 @@ def plan(
     methods: Sequence[str] = METHODS,
     memory: int | None = None,
     optimizer_copies: int = 1,
+    buffer_bytes: int | None = None,
 ) -> tuple[Partition, tuple[Forecast, ...]]:
     """Cut a model for so many devices and predict each method; returns the cut as well.
 
@@ -306,6 +312,7 @@ def plan(
                 alpha=alpha,
                 memory=memory,
                 optimizer_copies=optimizer_copies,
+                buffer_bytes=buffer_bytes,
             )
             for method in methods
         )

@@ -106,6 +106,8 @@ class Unit:
     reversible: bool
     keep: Keep
     random: bool
+    inputs: tuple[str, ...] = ()
+    """Live values it reads."""
 
 
 @dataclass(frozen=True)

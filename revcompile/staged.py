@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -22,6 +22,7 @@ from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
 from revcompile.program import Part, Partition, StageProgram
 from revcompile.runtime.backend import Backend, backend_of
+from revcompile.runtime.buffers import BuffersLike, buffers_of
 from revcompile.runtime.checkpoint import export_weights, load_into
 from revcompile.runtime.distributed.share import whole
 from revcompile.runtime.distributed.start import many_ranks
@@ -29,6 +30,7 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.objective import Loss
 from revcompile.runtime.pipelining import StageModule, pipeline_stages
 from revcompile.runtime.reversible import Reversible
+from revcompile.runtime.scaling import LossScale, loss_scale_of
 from revcompile.runtime.settings import Settings
 from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory
@@ -183,12 +185,13 @@ class StagedModel:
         lr_schedule: ScheduleFactory | None = None,
         param_groups: ParamGroups | None = None,
         autocast: torch.dtype | None = None,
+        loss_scale: LossScale | float | Literal["dynamic"] | None = None,
         clip_grad_norm: float | None = None,
         seed: int = 0,
         check_finite: bool = True,
         measure_every: int | None = None,
         backend: str | Backend = "auto",
-        buffers: torch.dtype | None = None,
+        buffers: BuffersLike = None,
         places: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
@@ -202,15 +205,19 @@ class StagedModel:
         update. `method` is a row of the methods' table ("petra", "backprop", "1f1b",
         "pipedream", ...); `order` "half" (the default) or "paper", the paper's, with twice the
         delay; `alpha` anything in between or beyond. `param_groups` turns a stage's named
-        parameters into torch's parameter groups. `clip_grad_norm` clips the norm over the whole
+        parameters into torch's parameter groups. `autocast` computes branches in torch.bfloat16
+        or torch.float16; with float16 the loss is scaled as torch.amp.GradScaler does, and
+        micro-batches whose gradients overflow are left out (`loss_scale` "dynamic", a number that
+        stays, or a `LossScale`). `clip_grad_norm` clips the norm over the whole
         model where all stages update together, and each stage's own norm where they do not.
         `measure_every` has every n-th micro-batch's reconstruction error measured. `backend` is
         how a full pipeline is run: "eager", action by action; "cudagraphs", a whole round as one
         CUDA graph, which reports bad gradients some steps late (they are never applied);
         "inductor", the same with what surrounds convolutions and products compiled; or "auto",
-        eager on the CPU and CUDA graphs on a GPU. `buffers` is the precision in which stages that
-        are not reversible keep their float32 inputs (torch.bfloat16 halves them; backward then
-        computes with rounded values).
+        eager on the CPU and CUDA graphs on a GPU. `buffers` is how stages that are not reversible
+        keep their float32 inputs: in a smaller precision (torch.bfloat16 halves them,
+        torch.float8_e4m3fn with a scale for each tensor quarters them; backward then computes
+        with rounded values), or, with "offload", on a GPU's host; a `Buffers` says both.
 
         In a script started by torchrun (or with a process group of several ranks) this is the
         trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
@@ -226,12 +233,13 @@ class StagedModel:
             lr_schedule=lr_schedule,
             param_groups=param_groups,
             autocast=autocast,
+            loss_scale=loss_scale_of(loss_scale, autocast),
             clip_grad_norm=clip_grad_norm,
             seed=seed,
             check_finite=check_finite,
             measure_every=measure_every,
             backend=backend_of(backend),
-            buffers=buffers,
+            buffers=buffers_of(buffers),
         )
         chosen = choose(method, order=order, alpha=alpha)
         self._proved(chosen, accumulate)
@@ -275,14 +283,21 @@ class StagedModel:
         count = self.num_stages
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
-    def memory(self, batch: int | None = None) -> tuple[StageMemory, ...]:
-        """What each stage holds at its peak, in bytes, at so many samples a micro-batch."""
-        model = self._memory_model(self.method, self.num_stages, batch)
+    def memory(
+        self, batch: int | None = None, *, buffers: BuffersLike = None
+    ) -> tuple[StageMemory, ...]:
+        """What each stage holds at its peak, in bytes, at so many samples a micro-batch.
+
+        `buffers` as the trainer will be given it.
+        """
+        model = self._memory_model(self.method, self.num_stages, batch, buffers)
         counts = [len(part.pieces) for part in self.partition.parts]
         ranges = itertools.pairwise(itertools.accumulate(counts, initial=0))
         return tuple(model.stage(j, *ends) for j, ends in enumerate(ranges))
 
-    def _memory_model(self, method: Method, stages: int, batch: int | None) -> MemoryModel:
+    def _memory_model(
+        self, method: Method, stages: int, batch: int | None, buffers: BuffersLike = None
+    ) -> MemoryModel:
         parts = self.partition.parts
         return MemoryModel(
             [piece for part in parts for piece in part.pieces],
@@ -291,6 +306,7 @@ class StagedModel:
             method,
             stages,
             batch=batch or self.batch,
+            buffer_bytes=buffers_of(buffers).bytes_each,
             first_input_free=False,  # the trainer keeps what it is fed
         )
 
@@ -299,20 +315,24 @@ class StagedModel:
         """The batch size of the example the model was captured with."""
         return self.partition.parts[0].costs[0].batch
 
-    def facts(self, batch: int | None = None) -> tuple[StageFacts, ...]:
+    def facts(
+        self, batch: int | None = None, *, buffers: BuffersLike = None
+    ) -> tuple[StageFacts, ...]:
         """What the summary tells, stage by stage, as numbers."""
-        size = batch or self.batch
-        return stage_facts(self.partition, self._programs(self.method), self.memory(size), size)
+        size, programs = batch or self.batch, self._programs(self.method)
+        return stage_facts(self.partition, programs, self.memory(size, buffers=buffers), size)
 
-    def summary(self, batch: int | None = None) -> str:
+    def summary(self, batch: int | None = None, *, buffers: BuffersLike = None) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
-        `batch` is the size of a micro-batch (the example's if not given).
+        `batch` is the size of a micro-batch (the example's if not given); `buffers` is how the
+        trainer will keep inputs.
         """
-        facts = self.facts(batch)
+        facts = self.facts(batch, buffers=buffers)
         model = self._memory_model(choose("backprop"), 1, batch)
         plain = model.stage(0, 0, len(model.pieces))
-        return stage_table(self.partition, facts, self.method.name, plain)
+        how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
+        return stage_table(self.partition, facts, self.method.name + how, plain)
 
     def explain(self, path: str) -> Explanation:
         """The story of a module: how it was found, by which rule rewired, and where it runs.

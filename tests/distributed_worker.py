@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from distributed_models import MODELS
-from distributed_models import ResNet as ResNet
-from torch import Tensor
+from nets import ResNet, ViT, Words
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
@@ -26,6 +25,12 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.trainer import Trainer
 
 STEPS: Final = 20
+MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
+    "resnet": ResNet,
+    "vit": ViT,
+    "words": Words,
+    "wide": functools.partial(ViT, 512, 4),
+}
 
 
 # -- a run ----------------------------------------------------------------------------------------

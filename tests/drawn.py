@@ -14,8 +14,9 @@ from zoo import TinyGPT, words
 import revcompile
 from revcompile.compiler.lower import lower
 from revcompile.inspect.drawing import picture
-from revcompile.inspect.drawing.facts import Picture, Stage
+from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.network import network_svg
+from revcompile.inspect.facts import Stage
 from revcompile.program import Partition, StageProgram
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -22,7 +22,7 @@ from distributed_worker import Run, batches, fed, free_port, trainer_of
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks.victim import at_every_touch, digests
+from benchmarks.ranks.victim import at_every_touch, digests
 
 Note = Callable[[dict[str, Any]], None]
 

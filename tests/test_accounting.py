@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 import revcompile
-from benchmarks.accounting import ROWS, revnet50, table3
+from benchmarks.stages.accounting import ROWS, revnet50, table3
 from revcompile.compiler.cost import MemoryModel, StageMemory, stage_memory
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition

@@ -364,7 +364,10 @@ def test_shared_parameters_are_not_recorded() -> None:
 # -- compiled stretches ---------------------------------------------------------------------------
 
 
-def test_stretches_compute_what_programs_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"method": "backprop", "accumulate": 2}], ids=str)
+def test_stretches_compute_what_programs_do(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
     def plain(*args: Any, **options: Any) -> Engine:
         return Engine(*args, **{**options, "fused": Fused(lambda function: function)})
 
@@ -372,7 +375,7 @@ def test_stretches_compute_what_programs_do(monkeypatch: pytest.MonkeyPatch) -> 
     for backend in ("eager", "recorded"):
         if backend == "recorded":
             monkeypatch.setattr(fast, "Engine", plain)
-        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16)
+        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16, **settings)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
     assert is_active(trainer)

@@ -47,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": adam},
     "accumulate": {"accumulate": 3},
     "paper order": {"order": "paper"},
+    "rounds without updates": {"order": "paper", "accumulate": 2},
+    "backprop, accumulated": {"method": "backprop", "accumulate": 2},
     "schedule": {"lr_schedule": SCHEDULES["cosine"]},
     "clipped": {"clip_grad_norm": 0.1},
     "unchecked": {"check_finite": False},

@@ -178,15 +178,14 @@ def test_saved_bytes_are_those_of_a_real_run(name: str, batch: int) -> None:
 # -- other sources of cost -------------------------------------------------------------------------
 
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HOW = [
+    ("measured", "cpu"),
+    pytest.param("measured", "cuda", marks=ON_CUDA),
+    pytest.param("replayed", "cuda", marks=ON_CUDA),
 ]
 
 
@@ -200,15 +199,15 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     return {"tensors": tensors, "grads": grads, "modes": modes, "random": torch.cat(random)}
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how, device", HOW)
 @pytest.mark.parametrize("training", [True, False])
-def test_measuring_changes_nothing(training: bool, device: str) -> None:
+def test_measuring_changes_nothing(training: bool, how: str, device: str) -> None:
     model = timm.create_model("resnet18", num_classes=3, drop_path_rate=0.2).to(device)
     example = torch.randn(2, 3, 32, 32, device=device)
     net = revcompile.reversify(model, example, check="off").train(training)
     rewired = net.rewired
     before = snapshot(net)
-    found = piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
+    found = piece_costs(rewired, pieces_of(rewired), rewired.body.types, how)
     after = snapshot(net)
     assert all(torch.equal(t, after["tensors"][n]) for n, t in before["tensors"].items())
     assert before["grads"] == after["grads"]
@@ -242,6 +241,12 @@ def test_measuring_needs_a_real_device() -> None:
         rewired = rewired_of(Small(), torch.randn(2, 3))
     with pytest.raises(InputError, match="meta device"):
         piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
+
+
+def test_kernels_are_replayed_on_cuda_devices_alone() -> None:
+    rewired, _ = small()
+    with pytest.raises(InputError, match=r"is on cpu, where no kernels can be replayed"):
+        piece_costs(rewired, pieces_of(rewired), rewired.body.types, "replayed")
 
 
 def test_given_numbers_are_forward_and_backward_together() -> None:

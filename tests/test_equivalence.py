@@ -14,6 +14,7 @@ from typing import Any, Final
 import pytest
 import torch
 from helpers import worst
+from nets import Arranged, GatedWords, Mlp, Offsets, ResNet, Skips, images, rows, words
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,161 +40,15 @@ Gradients = Mapping[str, Tensor]
 # -- models ---------------------------------------------------------------------------------------
 
 
-class BasicBlock(nn.Module):
-    def __init__(self, before: int, width: int) -> None:
-        super().__init__()
-        stride = width // before
-        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
-        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.short: nn.Module = nn.Identity()
-        if stride > 1:
-            conv = nn.Conv2d(before, width, 1, stride, bias=False)
-            self.short = nn.Sequential(conv, nn.BatchNorm2d(width))
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(self.short(x) + y)
-
-
-class ResNet(nn.Module):
-    """Batch norms, post-activation blocks, and a transition in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        widths = itertools.pairwise((4, 4, 4, 8, 8, 8))
-        self.blocks = nn.Sequential(*(BasicBlock(a, b) for a, b in widths))
-        self.fc = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.blocks(F.relu(self.bn(self.conv(x))))
-        return self.fc(x.mean((2, 3)))
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(torch.tanh(self.up(x)))
-
-
-class Skips(nn.Module):
-    """A value of the first stage is read at the end; another chain begins after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.down = nn.Linear(7, 6), nn.Linear(6, 6)
-        self.first = nn.ModuleList(Mlp() for _ in range(4))
-        self.merge = nn.Linear(12, 6)
-        self.second = nn.ModuleList(Mlp() for _ in range(2))
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        skip = torch.sin(self.stem(x))
-        x = self.down(skip)
-        for mlp in self.first:
-            x = x + mlp(x)
-        x = torch.tanh(self.merge(torch.cat((x, skip), dim=-1)))
-        for mlp in self.second:
-            x = x + mlp(x)
-        return self.head(x + skip)
-
-
-class Gated(nn.Module):
-    """A branch with a side input that has a gradient."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.mlp = Mlp(width)
-
-    def forward(self, x: Tensor, gate: Tensor) -> Any:
-        return x + self.mlp(x) * torch.sigmoid(gate)
-
-
-class Words(nn.Module):
-    """Side inputs; the embedding is the head; two blocks far apart share a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.gate = nn.Linear(6, 6)
-        blocks = [Gated() for _ in range(6)]
-        blocks[4].mlp.up = blocks[1].mlp.up
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, words: Tensor, weight: Tensor) -> Any:
-        x = self.embed(words)
-        gate = self.gate(x) * weight
-        for block in self.blocks:
-            x = block(x, gate)
-        return F.linear(x, self.embed.weight).mean(1)
-
-
-class Arranged(nn.Module):
-    """Blocks on images, then on tokens of the same elements: a coupling with a link."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 6, 3, 2, 1)
-        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3))
-        self.mlps = nn.ModuleList(Mlp() for _ in range(3))
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        for conv in self.convs:
-            x = x + torch.tanh(conv(x))
-        x = x.flatten(2).transpose(1, 2)
-        for mlp in self.mlps:
-            x = x + mlp(x)
-        return self.head(x.mean(1))
-
-
-class Offset(nn.Module):
-    """Parameters of a sample's own shape are added to the stream."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.mlp, self.offset = Mlp(width), nn.Parameter(torch.zeros(1, width))
-
-    def forward(self, x: Tensor) -> Any:
-        return x + (self.mlp(x) + self.offset)
-
-
-class Offsets(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(7, 6), nn.Linear(6, 5)
-        self.blocks = nn.Sequential(*(Offset() for _ in range(6)))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.blocks(self.stem(x)))
-
-
 def vit() -> nn.Module:
     return VisionTransformer(8, 4, num_classes=5, embed_dim=24, depth=4, num_heads=2, mlp_ratio=2)
 
 
-def images(size: int) -> tuple[Tensor, ...]:
-    return (torch.randn(size, 3, 8, 8, dtype=torch.float64),)
-
-
-def rows(size: int) -> tuple[Tensor, ...]:
-    return (torch.randn(size, 7, dtype=torch.float64),)
-
-
-def words(size: int) -> tuple[Tensor, ...]:
-    return torch.randint(0, 11, (size, 4)), torch.rand(size, 1, 1, dtype=torch.float64)
-
-
 MODELS: Final[dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]]] = {
-    "resnet": (ResNet, images),
+    "resnet": (functools.partial(ResNet, (4, 4, 4, 8, 8, 8), normed=True), images),
     "vit": (vit, images),
     "skips": (Skips, rows),
-    "words": (Words, words),
+    "words": (GatedWords, words),
     "arranged": (Arranged, images),
     "offsets": (Offsets, rows),
 }

@@ -81,6 +81,16 @@ def test_reversible_finetune_carries_weights_over() -> None:
     assert example("reversible_finetune").main(["--model", "resnet10t", "--epochs", "1"]) > 0.6
 
 
+def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:
+    make = example("recipe").paper_recipe
+    long = make(391, 128, 4, 30, schedule="cosine")
+    assert (long.rate, long.updates, long.warmup) == (0.2, 2932, 489)
+    assert long.schedule == "cosine"
+    short = make(10, 64, 1, 3, rate=0.3)
+    assert (short.rate, short.updates, short.warmup) == (0.3, 30, 5)
+    assert make(10, 64, 1, 3, warmup=0.0).warmup == 1
+
+
 def test_the_paper_s_recipe() -> None:
     recipe = example("recipe").Recipe(rate=0.1, updates=100, warmup=4)
     factors = [round(recipe.factor(update), 6) for update in (0, 3, 4, 49, 50, 75)]

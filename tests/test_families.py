@@ -1,10 +1,10 @@
-"""A dozen families petrafied; `python -m benchmarks.families` does all of timm's."""
+"""A dozen families petrafied; `python -m benchmarks run families` does all of timm's."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.families import examine
+from benchmarks.compiler.families import examine
 
 MODELS = [
     "test_byobnet",

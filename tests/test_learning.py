@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
@@ -9,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
 
+import revcompile
 from benchmarks.learning.cifar import Cifar, load
-from benchmarks.learning.experiments import TABLES, Experiment
+from benchmarks.learning.experiments import PARAMETERS_BUFFERED, TABLES, Experiment
+from benchmarks.learning.mixed import rebuild_with_latest
 from benchmarks.learning.results import gather
 from benchmarks.learning.run import OutOfTime, run
 
@@ -37,6 +43,49 @@ def test_a_stopped_training_goes_on(tmp_path: Path, data: Cifar, method: str) ->
     for mine, other in zip(whole, resumed, strict=True):
         assert mine["train_loss"] == other["train_loss"]
         assert mine["test_accuracy"] == other["test_accuracy"]
+
+
+def test_parameters_buffered_inputs_rebuilt_with_the_latest() -> None:
+    """PETRA's Table 4, row 4."""
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(Block() for _ in range(3))).double()
+    net = revcompile.petrafy(chain, 3, torch.randn(2, 4, dtype=torch.double), check="off")
+    experiment = Experiment(PARAMETERS_BUFFERED)
+    found = {}
+    for variant in ("delayed", "latest", "mixed"):
+        method = "petra" if variant == "latest" else experiment.chosen
+        trainer = copy.deepcopy(net).trainer(
+            lambda p: torch.optim.SGD(p, lr=0.0), F.mse_loss, method=method, seed=0
+        )
+        first, stage, _ = (actor.stage for actor in trainer.actors)
+        if variant == "mixed":
+            rebuild_with_latest(stage)
+        generator = torch.Generator().manual_seed(1)
+        x, da, db = torch.randn(3, 2, 4, generator=generator, dtype=torch.double)
+        entered = first.forward(0, {port.name: x for port in first.program.inputs})
+        outputs = stage.forward(0, entered)
+        with torch.no_grad():
+            for parameter in stage.parameters.values():
+                parameter.mul_(1.5)
+        stage.updated()
+        gradients = dict(zip(stage.program.graded_outputs, (da, db), strict=True))
+        found[variant] = stage.differentiate(0, outputs, gradients)
+    rebuilt, back, of_parameters = found["mixed"]
+    assert_close(rebuilt, found["latest"][0])
+    assert_close(back, found["delayed"][1])
+    assert_close(of_parameters, found["delayed"][2])
+    for kind in (0, 1, 2):
+        with pytest.raises(AssertionError):
+            assert_close(found["latest"][kind], found["delayed"][kind])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x).tanh()
 
 
 def test_an_epoch_sees_every_image_once_shifted_or_flipped(data: Cifar) -> None:

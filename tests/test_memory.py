@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import revcompile
 from benchmarks.harness import LiveStorages, Memory, measure_memory, slope
-from benchmarks.memory import memory_of
+from benchmarks.one_device.memory import memory_of
 from benchmarks.stacks import KINDS, Sizes, batch_of
 
 CPU = torch.device("cpu")

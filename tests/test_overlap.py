@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.memory import memory_of
+from benchmarks.one_device.memory import memory_of
 from benchmarks.stacks import KINDS, Sizes, batch_of
 from revcompile.overlap import SMALL, Overlap
 from tests.helpers import gradients

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
+from benchmarks.one_device.whole import record
 from benchmarks.stacks import KINDS, Sizes, batch_of
-from benchmarks.whole import record
 from revcompile import grid, kernels, overlap
 from revcompile.overlap import Overlap
 from tests.helpers import gradients, worst

@@ -246,7 +246,7 @@ def test_costs_by_name_by_function_and_measured() -> None:
     assert sizes(cut(Chain(), 2, x, cost=lambda name: 9.0 if name == "layers.4" else 1.0)) == [5, 2]
     measured = cut(Chain(), 2, x, cost="measured")
     assert max(work(measured)) == pytest.approx(best(measured))
-    with pytest.raises(InputError, match='expected "analytic", "measured", a mapping'):
+    with pytest.raises(InputError, match='expected "analytic", "measured", "replayed", a mapping'):
         cut(Chain(), 2, x, cost="guess")
     with pytest.raises(InputError, match="nothing is given for stem"):
         cut(Chain(), 2, x, cost={"head": 1.0})

@@ -14,25 +14,21 @@ from typing import Any, Final
 import pytest
 import torch
 from helpers import worst
+from nets import Arranged, ResNet, images, rows, words
 from pipelined import (
     BATCH,
     CASES,
     MICROBATCHES,
     MODELS,
-    Arranged,
     Case,
     Renormed,
-    ResNet,
     Returning,
     Scaled,
     Tied,
     compiled,
     data,
-    images,
-    rows,
     run_rank,
     state_of,
-    words,
 )
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_models import MODELS
-from distributed_worker import Run, inputs, trainer_of
+from distributed_worker import MODELS, Run, inputs, trainer_of
 from restart_worker import (
     TORCHRUN,
     Course,

@@ -67,6 +67,43 @@ def test_a_state_dict_of_the_original_loads_strictly() -> None:
     net.load_state_dict(want.state_dict(), strict=True)
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "seresnet50", "regnety_002"])
+def test_blocks_that_start_as_their_shortcuts_train(name: str) -> None:
+    """timm starts the last norm of a branch as 0; a ReLU that moves behind it is flat there."""
+    model = timm.create_model(name, num_classes=9)
+    x = torch.randn(4, 3, 64, 64)
+    net = revcompile.reversify(model, x)
+    net(x).square().sum().backward()
+    weights = {n: p for n, p in net.named_parameters() if p.dim() > 1}
+    assert [n for n, p in weights.items() if p.grad is None or not p.grad.any()] == []
+    woken = [n for n, (_, how) in net.rewired.growths.items() if how is Growth.WAKE]
+    assert woken
+    for norm in woken:
+        assert not model.get_parameter(norm).any(), "the user's model stays as it is"
+        assert net.get_parameter(norm).eq(1).all()
+
+
+def test_a_state_dict_with_norms_at_zero_wakes_them() -> None:
+    x = torch.randn(2, 3, 64, 64)
+    first, second = (timm.create_model("resnet18", num_classes=9) for _ in range(2))
+    net = revcompile.reversify(first, x)
+    net.load_state_dict(second.state_dict())
+    assert net.get_parameter("layer1.1.bn2.weight").eq(1).all()
+    with torch.no_grad():
+        second.layer1[1].bn2.weight.fill_(0.5)
+    net.load_state_dict(second.state_dict())
+    assert net.get_parameter("layer1.1.bn2.weight").eq(0.5).all()
+
+
+def test_norms_are_left_alone_where_something_reaches_them() -> None:
+    x = torch.randn(2, 3, 64, 64)
+    trained = timm.create_model("resnet18", num_classes=9, zero_init_last=False)
+    before_the_sum = timm.create_model("resnetv2_50", num_classes=9)
+    for model in (trained, before_the_sum):
+        growths = revcompile.reversify(model, x).rewired.growths
+        assert not any(how is Growth.WAKE for _, how in growths.values())
+
+
 def test_names_of_the_original_are_kept() -> None:
     model = timm.create_model("resnet18", num_classes=9)
     net = revcompile.reversify(model, torch.randn(2, 3, 64, 64))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.holding import Bytes
-from benchmarks.stage_memory import BAR, Measured, Setting, images, measure
+from benchmarks.stages.holding import Bytes
+from benchmarks.stages.stage_memory import BAR, Measured, Setting, images, measure
 from revcompile.errors import InputError
 from revcompile.staged import StagedModel
 

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from distributed_models import ResNet, ViT, Words
+from nets import ResNet, ViT, Words
 from torch import Tensor, nn
 
 import revcompile

@@ -496,7 +496,7 @@ def test_bad_arguments() -> None:
         ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"clip_grad_norm": 0.0}, "use a positive norm"),
-        ({"autocast": torch.float16}, "float16 needs loss scaling"),
+        ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
         ({"method": "petre"}, "did you mean 'petra'"),
         ({"method": "backprop", "order": "paper"}, "has a fixed order"),
         ({"order": "third"}, 'use "half" or "paper"'),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import whole
-from benchmarks.whole import OFF, ON, Setting, largest_batch, report, time_models
+from benchmarks.one_device import whole
+from benchmarks.one_device.whole import OFF, ON, Setting, largest_batch, report, time_models
 
 SETTING = Setting(torch.device("cpu"), "fp32", rounds=2, warmup=1)
 
@@ -37,6 +37,6 @@ def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_variant_is_timed() -> None:
-    (figures,) = time_models(["test_vit"], [2], SETTING).values()
+    (figures,) = time_models(["test_vit"], [2], SETTING)
     assert list(figures["seconds"]) == ["plain", "checkpoint", OFF, ON]
     assert figures["peaks"][OFF] < figures["peaks"]["plain"]

@@ -1,1 +1,1 @@
-"""Does delay hurt? Trainings on CIFAR-10, side by side on one GPU."""
+"""Whole trainings: what delay does to accuracy."""

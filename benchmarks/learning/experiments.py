@@ -54,8 +54,13 @@ class Experiment:
         return choose(self.method, order=self.order)
 
 
+PARAMETERS_BUFFERED = "params-buffer"
+"""Gradients with the parameters of the forward pass, inputs rebuilt with the latest ones."""
+
 _ABLATED = {
-    "params-buffer": Method("params-buffer", Order.CONTINUOUS, 2.0, Keep.NOTHING, Weights.STASHED),
+    PARAMETERS_BUFFERED: Method(
+        PARAMETERS_BUFFERED, Order.CONTINUOUS, 2.0, Keep.NOTHING, Weights.STASHED
+    ),
 }
 
 

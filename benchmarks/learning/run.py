@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.learning.cifar import Cifar
-from benchmarks.learning.experiments import PLAIN, Experiment
-from examples.recipe import Recipe, paper_rate, small_stem
+from benchmarks.learning.experiments import PARAMETERS_BUFFERED, PLAIN, Experiment
+from benchmarks.learning.mixed import rebuild_with_latest
+from examples.recipe import Recipe, paper_recipe, small_stem
 from revcompile.schedule import delay
 
 Log = list[dict[str, Any]]
@@ -62,17 +63,15 @@ def create(experiment: Experiment) -> nn.Module:
 
 def recipe_of(experiment: Experiment, samples: int) -> Recipe:
     """The paper's recipe for this many training images."""
-    steps = samples // experiment.batch
-    updates = experiment.epochs * steps // experiment.accumulate
-    rate = experiment.rate or paper_rate(experiment.batch * experiment.accumulate)
-    warmup = min(5, experiment.epochs / 6) * steps / experiment.accumulate
-    return Recipe(
-        rate,
-        updates,
-        max(1, round(warmup)),
-        experiment.weight_decay,
-        experiment.optimizer,
-        experiment.schedule,
+    return paper_recipe(
+        samples // experiment.batch,
+        experiment.batch,
+        experiment.accumulate,
+        experiment.epochs,
+        rate=experiment.rate,
+        weight_decay=experiment.weight_decay,
+        kind=experiment.optimizer,
+        schedule=experiment.schedule,
     )
 
 
@@ -103,6 +102,9 @@ class Staged:
             backend=experiment.backend,
             seed=experiment.seed,
         )
+        if experiment.method == PARAMETERS_BUFFERED:
+            for actor in self.trainer.actors:
+                rebuild_with_latest(actor.stage)
 
     def epoch(self, epoch: int) -> dict[str, float]:
         """Train, then test."""
@@ -153,6 +155,9 @@ class Staged:
                 group["delay"] = late
                 if self.experiment.recipe == "momentum" and late:
                     group["momentum"] = 0.9 ** (1 + late / 4)
+                if self.experiment.recipe == "steady":
+                    group["momentum"] = less_momentum(late)
+                    group["lr"] = recipe.rate * (1 - group["momentum"]) / (1 - MOMENTUM)
             return found
 
         return groups
@@ -166,23 +171,50 @@ class Staged:
             late = optimizer.param_groups[0]["delay"]
             return torch.optim.lr_scheduler.LambdaLR(
                 optimizer,
-                lambda update: recipe.factor(update) * helps(late, update / recipe.updates),
+                lambda update: helps(late, update / recipe.updates, recipe.factor(update)),
             )
 
         return schedule
 
 
-def _t1(delay: int, done: float) -> float:
+MOMENTUM = 0.9
+
+
+def less_momentum(delay: int, momentum: float = MOMENTUM) -> float:
+    """Momentum with which a delayed gradient lags as much as a fresh one with all of it.
+
+    Momentum lets a gradient act `momentum / (1 - momentum)` updates late on average; a delay adds
+    to that.
+
+    >>> [round(less_momentum(delay), 3) for delay in (0, 4, 9, 12)]
+    [0.9, 0.833, 0.0, 0.0]
+    """
+    lag = max(0.0, momentum / (1 - momentum) - delay)
+    return lag / (1 + lag)
+
+
+def _t1(delay: int, done: float, factor: float) -> float:
     """PipeMare's T1: the rate divided by the delay at first, by nothing from a quarter on."""
-    return float(max(1, delay)) ** -max(0.0, 1 - 4 * done)
+    return float(factor * max(1, delay) ** -max(0.0, 1 - 4 * done))
 
 
-def _shrink(delay: int, done: float) -> float:
+def _shrink(delay: int, done: float, factor: float) -> float:
     """A little less for a longer delay, all the time."""
-    return (1 + delay) ** -0.5
+    return float(factor * (1 + delay) ** -0.5)
 
 
-HELPS: dict[str, Callable[[int, float], float]] = {"t1": _t1, "shrink": _shrink}
+def _cap(delay: int, done: float, factor: float) -> float:
+    """A rate that is too high for the delay is cut; one that is low enough is left alone."""
+    return float(min(factor, (1 + delay) ** -0.5))
+
+
+HELPS: dict[str, Callable[[int, float, float], float]] = {
+    "t1": _t1,
+    "shrink": _shrink,
+    "cap": _cap,
+}
+"""What to do about delay: from a stage's delay in updates, the share of the training that is over
+and the schedule's factor to the factor that is used."""
 
 
 def _delays(net: revcompile.StagedModel, experiment: Experiment) -> dict[str, int]:
@@ -216,6 +248,8 @@ class Plain:
         self.experiment, self.data = experiment, data
         self.device = data.train.device
         self.model = create(experiment).to(self.device)
+        if experiment.backend == "inductor":
+            self.model.compile(dynamic=False)
         recipe = recipe_of(experiment, len(data.train))
         groups = recipe.param_groups(self.model.named_parameters())
         self.optimizer = recipe.optimizer(groups)
@@ -264,7 +298,11 @@ class Plain:
     def save(self, folder: Path, log: Log) -> None:
         """Leave what is needed to go on."""
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+        }
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save(state, folder / "plain.pt")
         (folder / "log.json").write_text(json.dumps(log))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from revcompile.cli.models import add_model, load, rewired
 from revcompile.cli.output import say, say_json
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from revcompile.program import Partition
 
 __all__ = ["add", "run"]
+
+_BUFFERS: Final = {"bf16": 2, "fp16": 2, "fp8": 1, "offload": 0}
+"""Bytes an element of an input takes on the device while it waits."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +50,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--alpha", type=float, help="micro-batches in flight (default: chosen)")
     training.add_argument("--methods", help="comma between (petra,1f1b,gpipe,zero-bubble)")
     training.add_argument("--adam", action="store_true", help="two numbers of optimizer state")
+    training.add_argument(
+        "--buffers", choices=tuple(_BUFFERS), help="how inputs wait that cannot be rebuilt"
+    )
     parser.add_argument(
         "--cost",
-        choices=("analytic", "measured"),
+        choices=("analytic", "measured", "replayed"),
         default="analytic",
-        help="counted work on devices of these figures, or times of this machine",
+        help="counted work on devices of these figures, times of this machine, or (CUDA) times "
+        "of kernels alone, as recorded rounds take",
     )
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
 
@@ -61,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from revcompile.planning import METHODS, plan
     from revcompile.schedule import Wire
 
-    measured = args.cost == "measured"
+    measured = args.cost != "analytic"
     loaded = load(
         args,
         batch=args.batch if measured else None,
@@ -81,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         methods=args.methods.split(",") if args.methods else METHODS,
         memory=args.memory,
         optimizer_copies=2 if args.adam else 1,
+        buffer_bytes=_BUFFERS[args.buffers] if args.buffers else None,
     )
     say_json(_facts(loaded.name, args, cut, found)) if args.json else say(
         _table(loaded.name, args, found)
@@ -91,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _seconds(args: argparse.Namespace) -> Seconds:
     from revcompile.planning import Device, Seconds, update_speed
 
-    if args.cost == "measured":
+    if args.cost != "analytic":
         return Seconds.measured(update_speed(args.device))
     return Seconds.on(Device(args.flops, args.memory_bandwidth))
 
@@ -114,7 +122,7 @@ def _table(name: str, args: argparse.Namespace, found: Sequence[Forecast]) -> st
     from rich import box
     from rich.table import Table
 
-    from revcompile.inspect.drawing import words
+    from revcompile.inspect import words
     from revcompile.inspect.tables import render
 
     first = found[0]

@@ -11,8 +11,9 @@ from typing import Final
 from torch import fx
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing.words import bytes_of, size
-from revcompile.inspect.stages import modules_of, short_range, work_of
+from revcompile.inspect.facts import modules_of, work_of
+from revcompile.inspect.stages import short_range
+from revcompile.inspect.words import bytes_of, size
 from revcompile.ir import (
     PATH,
     SOURCE,
@@ -40,6 +41,7 @@ _GROWTHS: Final = {
     Growth.TILE: "twice as wide, starting as [W, W]",
     Growth.HALVE: "reads both streams, starting as [W/2, W/2]",
     Growth.COPY: "a copy of its own",
+    Growth.WAKE: "starts as 1: it was 0, and behind the ReLU in F nothing would ever move it",
 }
 
 

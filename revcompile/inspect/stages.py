@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -12,24 +11,20 @@ from rich import box
 from rich.console import JustifyMethod
 from rich.table import Table
 
-from revcompile.inspect.drawing.words import amount, bytes_of, dtype, shape, size, span
+from revcompile.inspect.facts import Memory, stages_of
 from revcompile.inspect.tables import refusals, render
-from revcompile.ir import PATH, Growth, Opaque, Rewired, TensorType
-from revcompile.program import Part, Partition, Piece, StageProgram
-from revcompile.schedule import delay, window
+from revcompile.inspect.words import amount, bytes_of, counted, size, span
+from revcompile.ir import Growth, Rewired
+from revcompile.program import Partition, StageProgram
 
-__all__ = ["StageFacts", "modules_of", "short_range", "stage_facts", "stage_table", "work_of"]
+__all__ = ["StageFacts", "short_range", "stage_facts", "stage_table"]
 
 
-class Memory(Protocol):
-    """What a stage holds at its peak, in bytes."""
+class Working(Memory, Protocol):
+    """With what a pass needs while it runs."""
 
-    @property
-    def buffers(self) -> int: ...
     @property
     def working(self) -> int: ...
-    @property
-    def total(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -57,32 +52,29 @@ class StageFacts:
 
 
 def stage_facts(
-    partition: Partition, programs: Sequence[StageProgram], memory: Sequence[Memory], batch: int
+    partition: Partition, programs: Sequence[StageProgram], memory: Sequence[Working], batch: int
 ) -> tuple[StageFacts, ...]:
     """The facts of every stage; `memory` at the same batch size."""
-    flops = _total(cost.flops for part in partition.parts for cost in part.costs)
-    work = _total(work_of(part) for part in partition.parts)
+    stages = stages_of(partition, programs, batch, memory)
+    flops = _total(stage.flops for stage in stages)
+    work = _total(stage.work for stage in stages)
     found = []
-    for part, program, held in zip(partition.parts, programs, memory, strict=True):
-        kinds = [port.type for port in program.outputs if port.type is not None]
+    for stage, held in zip(stages, memory, strict=True):
+        kinds = [port.type for port in stage.outputs if port.type is not None]
         found.append(
             StageFacts(
-                index=part.index,
-                pieces=tuple(piece.name for piece in part.pieces),
-                modules=tuple(dict.fromkeys(m for piece in part.pieces for m in modules_of(piece))),
-                reversible=part.reversible,
-                opaque=tuple(
-                    (piece.name, piece.segment.reason)
-                    for piece in part.pieces
-                    if isinstance(piece.segment, Opaque)
-                ),
-                parameters=sum(cost.parameters for cost in part.costs),
-                flops_share=sum(cost.flops for cost in part.costs) / flops,
-                work_share=work_of(part) / work,
-                sends=_counted(kinds),
+                index=stage.index,
+                pieces=tuple(block.name for block in stage.blocks),
+                modules=tuple(dict.fromkeys(m for block in stage.blocks for m in block.modules)),
+                reversible=stage.reversible,
+                opaque=tuple((b.name, b.why) for b in stage.blocks if not b.reversible),
+                parameters=stage.parameters,
+                flops_share=stage.flops / flops,
+                work_share=stage.work / work,
+                sends=counted(kinds),
                 sent_bytes=sum(bytes_of(kind, batch) for kind in kinds),
-                window=window(program.method, len(programs), part.index),
-                delay=delay(program.method, len(programs), part.index),
+                window=stage.window,
+                delay=stage.delay,
                 buffers=held.buffers,
                 working=held.working,
                 memory=held.total,
@@ -92,28 +84,8 @@ def stage_facts(
     return tuple(found)
 
 
-def modules_of(piece: Piece) -> tuple[str, ...]:
-    """Paths of the modules in a piece, in the order they run."""
-    segment = piece.segment
-    graph = segment.graph if isinstance(segment, Opaque) else segment.branch
-    called = (node for node in graph.nodes if node.op.startswith("call"))
-    paths = (str(node.meta.get(PATH, "")) for node in called)
-    return tuple(dict.fromkeys(path for path in paths if path))
-
-
-def work_of(part: Part) -> float:
-    """Forward and backward work of a stage."""
-    return math.fsum(cost.forward + cost.backward for cost in part.costs)
-
-
 def _total(numbers: Iterable[float]) -> float:
     return math.fsum(numbers) or 1.0
-
-
-def _counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
-    """`2×f32[B,64,56,56]` for two equal ones."""
-    counted = Counter(dtype(kind) + shape(kind) for kind in kinds)
-    return tuple(f"{n}×{text}" if n > 1 else text for text, n in counted.items())
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -257,7 +229,7 @@ def plain_parameters(rewired: Rewired) -> int:
     total = 0
     for name, parameter in rewired.root.named_parameters():
         growth = rewired.growths.get(name)
-        if growth is None:
+        if growth is None or growth[1] is Growth.WAKE:
             total += parameter.numel()
         elif growth[1] is not Growth.COPY:
             total += parameter.numel() // 2

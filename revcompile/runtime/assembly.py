@@ -8,6 +8,7 @@ from torch import nn
 
 from revcompile.program import StageProgram
 from revcompile.runtime.objective import Objective
+from revcompile.runtime.scaling import scaling_of
 from revcompile.runtime.settings import Settings
 from revcompile.runtime.stage import Stage
 from revcompile.runtime.synthesis import Synthesiser
@@ -66,4 +67,5 @@ def make_actor(
         held=held,
         owned=owned,
         guarded=guarded,
+        scaling=scaling_of(settings.loss_scale, program.method),
     )

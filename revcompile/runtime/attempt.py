@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.replay import Snapshot
 from revcompile.runtime.objective import Objective
+from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.transport import InProcess
 from revcompile.runtime.worker import Actor, put_back
 from revcompile.schedule import Action, Op, Order, Schedule
 
 __all__ = ["Attempt"]
+
+
+def _noted(actor: Actor) -> Scaling | None:
+    return actor.scaling and replace(actor.scaling)
 
 
 class Attempt:
@@ -32,7 +38,7 @@ class Attempt:
         self._actors, self._transport, self._objective = actors, transport, objective
         self._schedule = schedule.copy()
         self._queues = {key: deque(queue) for key, queue in transport.queues.items()}
-        self._gathered = [(dict(a.stage.gradients), a.contributed) for a in actors]
+        self._gathered = [(dict(a.stage.gradients), a.contributed, _noted(a)) for a in actors]
         self._buffers: list[Snapshot] = [s for a in actors for s in a.stage.bookmark()]
 
     def backward(self, rest: Sequence[deque[Action]]) -> None:
@@ -59,8 +65,11 @@ class Attempt:
     def take_back(self) -> Schedule:
         """Undo everything; returns the schedule to go on with."""
         microbatch, objective = self.microbatch, self._objective
-        for actor, (gradients, contributed) in zip(self._actors, self._gathered, strict=True):
+        for actor, (gradients, contributed, scaling) in zip(
+            self._actors, self._gathered, strict=True
+        ):
             actor.forget(microbatch)
+            actor.scaling = scaling
             actor.measured.discard(microbatch)
             actor.stage.reconstruction.pop(microbatch, None)
             actor.stage.gradients, actor.contributed = gradients, contributed
@@ -75,10 +84,11 @@ class Attempt:
     @staticmethod
     def _untried(error: NonFiniteError) -> NonFiniteError:
         """The same error, from a step of which nothing stays."""
-        found = str(error).split(" The micro-batch was left out", 1)[0]
+        found = str(error).replace(
+            "The micro-batch was left out of the update", "Nothing was changed by this step"
+        )
         return NonFiniteError(
-            f"{found} Nothing was changed by this step; lower the learning rate, clip gradients, "
-            "or look at this batch",
+            found,
             stage=error.stage,
             microbatch=error.microbatch,
         )

@@ -39,6 +39,10 @@ class Metrics:
     output: Any = field(default=None, repr=False)
     reconstruction: Mapping[int, float] = field(default_factory=dict)
     """Relative error of each stage's rebuilt input, when measured in this step."""
+    loss_scale: float | None = None
+    """What the loss was multiplied with before it was differentiated, where that is known."""
+    skipped: int = 0
+    """Micro-batches of this process that overflowed at a stage, and were left out, so far."""
 
     @property
     def loss(self) -> float:

@@ -39,9 +39,16 @@ class Objective:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.check_finite = True
+        self.scale: float | None = None
+        """What the last loss was multiplied with."""
 
-    def __call__(self, microbatch: int, outputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """The gradients of the outputs; the loss and the output stay here to be read."""
+    def __call__(
+        self, microbatch: int, outputs: Mapping[str, Any], scale: float | None = None
+    ) -> dict[str, Tensor | None]:
+        """The gradients of the outputs, of the loss times `scale`.
+
+        The loss itself and the output stay here to be read.
+        """
         target = self.targets.pop(microbatch)
         leaves = {
             name: value.detach().requires_grad_(value.is_floating_point())
@@ -58,7 +65,9 @@ class Objective:
                     "loss: its value does not depend on the model's output, so there is nothing "
                     "to train; do not detach the output or return a plain number"
                 )
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            self.scale = scale
+            seed = None if scale is None else torch.full_like(loss, scale)
+            found = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
         self.losses[microbatch] = loss.detach()
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
         return dict(zip(wanted, found, strict=True))

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
-from revcompile.ir import Body, Coupling, Live, Opaque, Rewired, Signature
+from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signature
 from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
@@ -322,6 +322,6 @@ def _grow_state_dict(
     for name, (source, how) in module.rewired.growths.items():
         have, original = state.get(prefix + name), state.get(prefix + source)
         fits = have is not None and have.shape == own[name].shape
-        if not fits and original is not None:
+        if original is not None and (not fits or how is Growth.WAKE):
             grown[prefix + name] = grow(original, how)
     state.update(grown)

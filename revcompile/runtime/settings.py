@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from revcompile.errors import InputError
 from revcompile.runtime.backend import Backend
+from revcompile.runtime.buffers import Buffers
+from revcompile.runtime.scaling import LossScale
 from revcompile.runtime.update import ParamGroups, ScheduleFactory
 
 __all__ = ["Settings"]
@@ -26,19 +28,21 @@ class Settings:
     check_finite: bool = True
     measure_every: int | None = None
     backend: Backend = Backend.AUTO
-    buffers: torch.dtype | None = None
+    buffers: Buffers = field(default_factory=Buffers)
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise InputError(f"accumulate={self.accumulate}; an update needs at least 1")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise InputError(f"clip_grad_norm={self.clip_grad_norm}; use a positive norm or None")
-        if self.autocast not in (None, torch.bfloat16):
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise InputError(
-                f"autocast={self.autocast}; use torch.bfloat16 or None (float16 needs loss "
-                "scaling, which delayed gradients do not survive)"
+                f"autocast={self.autocast}; use torch.bfloat16, torch.float16 (with a scaled "
+                "loss) or None"
             )
-        if self.buffers not in (None, torch.bfloat16, torch.float16):
+        if self.loss_scale is not None and self.loss_scale.dynamic and not self.check_finite:
             raise InputError(
-                f"buffers={self.buffers}; use torch.bfloat16, torch.float16 or None (as they are)"
+                "check_finite=False: a scale that follows overflows has to look for them; leave "
+                "it out, or give loss_scale= a number"
             )

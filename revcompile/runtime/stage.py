@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,10 @@ from revcompile.errors import InputError, NonFiniteError
 from revcompile.ops import attribute
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
+from revcompile.runtime.buffers import Buffers, Keeper
+from revcompile.runtime.casts import Casts, castable
 from revcompile.runtime.code import compile_graph
+from revcompile.runtime.scaling import unscaled
 from revcompile.runtime.stash import Slots, Stash
 from revcompile.schedule import Keep, Order, Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
@@ -71,15 +75,14 @@ class Stage:
         autocast: torch.dtype | None = None,
         replicas: Sequence[str] = (),
         check_finite: bool = True,
-        buffers: torch.dtype | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         self.program = program
         self.root = root
         self.seed = mix(seed, program.index)
         self.autocast = autocast
         self.check_finite = check_finite
-        self._buffers = buffers
-        self._narrow = _inputs_kept(program) if buffers is not None else frozenset()
+        self.keeper = Keeper(program, buffers or Buffers())
         self.parameters: dict[str, Tensor] = {
             name: attribute(root, name) for name in program.parameters
         }
@@ -90,6 +93,8 @@ class Stage:
         self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
         """What its modules compute with, if not with the parameters they hold."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None
+        names = castable(program, root, self.parameters) if autocast is not None else []
+        self.casts = Casts(self.parameters, names, autocast)
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(_candidates(program, root))
         self._statistics = _statistics(program, root) if _moves_early(program) else []
@@ -122,7 +127,7 @@ class Stage:
         before = self._stateful.before()
         with self._running(weights, microbatch):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
-            kept = self._converted(kept, torch.float32, self._buffers)
+            kept = self.keeper.stored(kept)
         self.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=weights,
@@ -162,17 +167,24 @@ class Stage:
     # -- backward -----------------------------------------------------------------------------
 
     def backward(
-        self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
+        self,
+        microbatch: int,
+        values: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        scale: float | None = None,
     ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
         """Rebuild or recompute, and differentiate; returns values and gradients of the inputs.
 
-        The gradient of the parameters is added to what the stage has gathered. If it is not
-        finite nothing is added, and `NonFiniteError` is raised.
+        The gradient of the parameters is added to what the stage has gathered, divided by the
+        `scale` that the given ones have. If it is not finite nothing is added, and
+        `NonFiniteError` is raised.
         """
         original = self.in_flight[microbatch].original
         rebuilt, back, found = self.differentiate(microbatch, values, gradients)
         if self.check_finite:
-            self._finite(microbatch, found, back)
+            self._finite(microbatch, found, back, scale)
+        if scale is not None:
+            found = unscaled(found, scale)
         for observer in self.observers:
             observer.differentiated(self, microbatch, found)
         self.gather(found, back)
@@ -191,11 +203,14 @@ class Stage:
         """Values and gradients of the inputs, and gradients of the parameters, not gathered."""
         program, held = self.program, self.in_flight.pop(microbatch)
         self._unwritten(microbatch, held)
+        kept, held.kept = self.keeper.taken(held.kept), ()  # not held any longer than they wait
         arguments = (
-            *self._converted(held.kept, self._buffers, torch.float32),
+            *kept,
             *(values[name] for name in program.wanted),
             *(gradients.get(name) for name in program.graded_outputs),
         )
+        for following in itertools.islice(self.in_flight.values(), 1):
+            self.keeper.announce(following.kept)
         with (
             self._running(held.weights, microbatch),
             self._stateful.replayed(held.buffers),
@@ -204,22 +219,9 @@ class Stage:
                 self.root, mix(self.seed, microbatch), *arguments
             )
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
-        found = dict(zip(program.parameters, dense, strict=True))
+        found = self.casts.widened(dict(zip(program.parameters, dense, strict=True)))
         back = dict(zip(program.graded_inputs, of_inputs, strict=True))
         return dict(zip(program.returned, returned, strict=True)), back, found
-
-    def _converted(
-        self, kept: tuple[Any, ...], source: torch.dtype | None, target: torch.dtype | None
-    ) -> tuple[Any, ...]:
-        """What is kept, with inputs in the precision in which they are kept or computed with."""
-        if not self._narrow:
-            return kept
-        return tuple(
-            value.to(target)
-            if name in self._narrow and isinstance(value, Tensor) and value.dtype == source
-            else value
-            for name, value in zip(self.program.kept, kept, strict=True)
-        )
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gathered gradient (a sum over micro-batches); gathering starts anew."""
@@ -254,7 +256,11 @@ class Stage:
             self.gradients[name] = gradient
 
     def _finite(
-        self, microbatch: int, found: Mapping[str, Tensor | None], back: Mapping[str, Any]
+        self,
+        microbatch: int,
+        found: Mapping[str, Tensor | None],
+        back: Mapping[str, Any],
+        scale: float | None,
     ) -> None:
         there = {n: g for n, g in {**back, **found}.items() if g is not None and g.numel()}
         if not there:
@@ -266,10 +272,11 @@ class Stage:
         of_parameters = [name for name in bad if name in found]
         where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        lower = "the learning rate" if scale is None else f"the loss scale ({scale:g})"
         raise NonFiniteError(
             f"stage {self.program.index}, micro-batch {microbatch}: the gradient of {where}{more} "
-            "is not finite. The micro-batch was left out of the update; lower the learning rate, "
-            "clip gradients, or look at this batch",
+            f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
+            "gradients, or look at this batch",
             stage=self.program.index,
             microbatch=microbatch,
         )
@@ -296,7 +303,7 @@ class Stage:
             stack.enter_context(torch.no_grad())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self.autocast))
-            chosen = weights if weights is not None else self.reads
+            chosen = weights if weights is not None else self.casts.read() or self.reads
             if chosen is not None:
                 stack.enter_context(self._slots.filled(chosen))
             try:
@@ -325,13 +332,6 @@ def _moves_early(program: StageProgram) -> bool:
     is_last = program.index == program.stages - 1
     records = any(unit.keep is Keep.GRAPH for unit in program.units)
     return is_last or records or program.method.order is Order.LOCKED
-
-
-def _inputs_kept(program: StageProgram) -> frozenset[str]:
-    """Inputs that the stage keeps while other micro-batches pass."""
-    if program.index == program.stages - 1 or program.method.order is Order.LOCKED:
-        return frozenset()
-    return frozenset(port.name for port in program.inputs) & frozenset(program.kept)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.replay import Snapshot
+from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.stage import InFlight, Stage
 from revcompile.runtime.transport import Channel, InProcess, Message
 from revcompile.runtime.worker import Actor
@@ -106,6 +107,7 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
             trainer.transport.send(source, target, Channel(channel), _message(message))
     else:
         trainer.schedule = _moved(trainer.schedule, schedule)
+    _load_scalings(trainer, state, same)
 
 
 def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
@@ -155,6 +157,25 @@ def _load_updaters(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
         schedules = [first] * len(trainer.programs)
     for actor in trainer.actors:
         actor.updater.load(state["optimizer"], _settings(state), schedules[actor.index])
+
+
+def _load_scalings(trainer: Trainer, state: Mapping[str, Any], same: bool) -> None:
+    """Each stage's; with other cuts the last stage has the scale, and hears what all had to tell.
+
+    A run that has not scaled its loss before begins to, if this one does; a scale that was given as
+    a number is that number.
+    """
+    saved = [found for stage in state["stages"] if (found := stage.get("scaling")) is not None]
+    for actor in trainer.actors:
+        if actor.scaling is None:
+            continue
+        how = actor.scaling.how
+        actor.scaling = Scaling(how, how.init_scale)
+        if saved and how.dynamic and same:
+            actor.scaling.load(saved[actor.index])
+        elif saved and how.dynamic and actor.objective is not None:
+            untold = min(found["overflow"] for found in saved)
+            actor.scaling.load(saved[-1] | {"overflow": untold})
 
 
 def _moved(mine: Schedule, other: Schedule) -> Schedule:
@@ -218,6 +239,7 @@ def _actor_state(actor: Actor, queues: Queues, copy: Copy) -> dict[str, Any]:
         "versions": _versions(stage, copy),
         "incoming": [_message_state(message, copy) for message in actor.incoming.values()],
         "outputs": [[m, copy(values and dict(values))] for m, values in actor.outputs.items()],
+        "scaling": actor.scaling and actor.scaling.state(),
     }
     if actor.synthesiser is not None:
         state["synthesiser"] = copy(actor.synthesiser.layers.state_dict())
@@ -235,7 +257,7 @@ def _held_state(stage: Stage, held: InFlight, copy: Copy) -> dict[str, Any]:
     ids = [id(h.weights) for h in stage.in_flight.values() if h.weights is not None]
     versions = list(dict.fromkeys(ids))
     return {
-        "kept": copy(list(held.kept)),
+        "kept": copy(stage.keeper.plain(held.kept)),
         "version": versions.index(id(held.weights)) if held.weights is not None else None,
         "buffers": [[_path(stage, s), copy(s[4])] for s in held.buffers],
     }
@@ -258,7 +280,7 @@ def _load_actor(actor: Actor, saved: Mapping[str, Any]) -> None:
         for version in saved["versions"]
     ]
     for microbatch, held in saved["in_flight"]:
-        kept = tuple(_copied(list(held["kept"])))
+        kept = stage.keeper.restored(_copied(list(held["kept"])), stage._device())
         stage.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=versions[held["version"]] if held["version"] is not None else None,
@@ -291,6 +313,7 @@ def _message_state(message: Message, copy: Copy) -> dict[str, Any]:
         "values": copy(dict(message.values)),
         "gradients": copy(dict(message.gradients)),
         "void": message.void,
+        "scale": message.scale,
     }
 
 
@@ -300,6 +323,7 @@ def _message(state: Mapping[str, Any]) -> Message:
         _copied(dict(state["values"])),
         _copied(dict(state["gradients"])),
         state["void"],
+        scale=state.get("scale"),
     )
 
 

@@ -340,6 +340,7 @@ class Trainer:
             for measured in list(actor.stage.reconstruction):
                 found[actor.index] = actor.stage.reconstruction.pop(measured)
         elapsed = max(time.perf_counter() - self._started, 1e-9)
+        scalings = [actor.scaling for actor in self.actors if actor.scaling is not None]
         return Metrics(
             microbatch=microbatch,
             samples=samples,
@@ -350,6 +351,8 @@ class Trainer:
             loss_tensor=self.objective.losses.pop(microbatch, None),
             output=self.objective.outputs.pop(microbatch, None),
             reconstruction=found,
+            loss_scale=self.objective.scale,
+            skipped=sum(scaling.skipped for scaling in scalings),
         )
 
     def watch(self) -> Probe:

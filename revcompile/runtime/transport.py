@@ -31,7 +31,9 @@ class Message:
     """Values and gradients by name; `index` is the micro-batch or the update they belong to.
 
     A `void` message says that its micro-batch was lost on the way; `bad`, a flag on the device,
-    says it where nobody waits for the device to find out.
+    says it where nobody waits for the device to find out. `scale` belongs to the scaling of the
+    loss: on the way back, what the gradients are multiplied with; on the way forward, the least
+    scale at which gradients have overflowed since the message before.
     """
 
     index: int
@@ -39,6 +41,7 @@ class Message:
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     void: bool = False
     bad: Tensor | None = None
+    scale: float | None = None
 
 
 class Transport(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot
+from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.stage import Stage, all_finite
 from revcompile.runtime.synthesis import Synthesiser
 from revcompile.runtime.trace import Recorder
@@ -27,8 +28,8 @@ __all__ = ["Actor", "Worker", "put_back"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
-Objective = Callable[[int, Mapping[str, Any]], dict[str, Tensor | None]]
-"""From a micro-batch and the last stage's outputs to the gradients of these."""
+Objective = Callable[[int, Mapping[str, Any], float | None], dict[str, Tensor | None]]
+"""From a micro-batch, the last stage's outputs and a scale to the gradients of these."""
 
 
 _DOES: Final = {
@@ -63,9 +64,10 @@ class Actor:
         held: Mapping[int, tuple[str, ...]] | None = None,
         owned: Mapping[int, tuple[str, ...]] | None = None,
         guarded: bool = False,
+        scaling: Scaling | None = None,
     ) -> None:
         self.stage, self.updater, self.transport = stage, updater, transport
-        self.objective, self.synthesiser = objective, synthesiser
+        self.objective, self.synthesiser, self.scaling = objective, synthesiser, scaling
         self.clip_grad_norm = clip_grad_norm
         self.held, self.owned = held or {}, owned or {}
         self.guarded = guarded
@@ -119,6 +121,8 @@ class Actor:
         if message is None:
             return False
         self.inputs[action.index] = None if message.void else message.values
+        if self.scaling is not None:
+            self.scaling.hear(message.scale)
         return True
 
     def _forward(self, action: Action) -> bool:
@@ -135,8 +139,9 @@ class Actor:
         measure = microbatch in self.measured
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
         if self.objective is not None:
-            gradients = self.objective(microbatch, outputs)
-            self.incoming[microbatch] = Message(microbatch, {}, gradients)
+            scale = None if self.scaling is None else self.scaling.settle()
+            gradients = self.objective(microbatch, outputs, scale)
+            self.incoming[microbatch] = Message(microbatch, {}, gradients, scale=scale)
         else:
             self.outputs[microbatch] = outputs
 
@@ -169,8 +174,9 @@ class Actor:
     def _send_y(self, action: Action) -> bool:
         keep = self.synthesiser is not None
         outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
-        lost = outputs is None
-        self._send(self.index + 1, Channel.X, Message(action.index, outputs or {}, void=lost))
+        lost, heard = outputs is None, None if self.scaling is None else self.scaling.tell()
+        message = Message(action.index, outputs or {}, void=lost, scale=heard)
+        self._send(self.index + 1, Channel.X, message)
         return True
 
     # -- backward -----------------------------------------------------------------------------
@@ -197,19 +203,22 @@ class Actor:
 
     def _differentiate(self, message: Message) -> Message:
         """What goes back; a micro-batch that is lost here or was lost before goes back void."""
-        lost = Message(message.index, void=True)
+        index, scale = message.index, message.scale
         if message.void:
-            self._undo(message.index)
-            return lost
+            if scale is None:
+                self._undo(index)
+            else:  # only its gradient is missing: what its forward pass moved stays
+                self.stage.drop(index)
+            return message
         try:
-            values, gradients = self.stage.backward(
-                message.index, message.values, message.gradients
-            )
+            values, gradients = self.stage.backward(index, message.values, message.gradients, scale)
         except NonFiniteError as error:
+            if self.scaling is not None and self.scaling.overflowed(scale):
+                return Message(index, void=True, scale=scale)
             self.failures.append(error)
-            return lost
+            return Message(index, void=True)
         self.contributed += 1
-        return Message(message.index, values, gradients)
+        return Message(index, values, gradients, scale=scale)
 
     def _send_dx(self, action: Action) -> bool:
         self._send(self.index - 1, Channel.DY, self.outgoing.pop(action.index))
@@ -240,6 +249,8 @@ class Actor:
             limit = self.clip_grad_norm / (squared.sqrt() + 1e-6)
             scale = limit.clamp(max=1.0)
         self.updater.apply(gradients, scale)
+        if self.scaling is not None and self.objective is not None and self.contributed:
+            self.scaling.updated()
         self.gradients, self.contributed = None, 0
         self.stage.updated()
         return True

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from revcompile.compiler.cost.analytic import analytic_costs
-from revcompile.compiler.cost.measured import measured_costs
+from revcompile.compiler.cost.measured import Clock, measured_costs
 from revcompile.errors import InputError
 from revcompile.ir import Cost, Rewired
 from revcompile.program import Piece
@@ -16,7 +16,8 @@ from revcompile.program import Piece
 __all__ = ["How", "costs", "piece_costs", "sum_costs"]
 
 How = str | Mapping[str, float] | Callable[[str], float]
-"""Where work comes from: "analytic", "measured", or numbers by name (a mapping, a function)."""
+"""Where work comes from: "analytic", "measured", "replayed" (as recorded rounds on a GPU take it),
+or numbers by name (a mapping, a function)."""
 
 
 def costs(rewired: Rewired) -> tuple[Cost, ...]:
@@ -33,17 +34,17 @@ def piece_costs(
     Numbers of the user's own stand for forward and backward work together, in any unit. They may
     be given for pieces, or for whole segments, whose parts then share them.
     """
-    if isinstance(how, str) and how not in ("analytic", "measured"):
+    clocks = {clock.value: clock for clock in Clock}
+    if isinstance(how, str) and how not in ("analytic", *clocks):
         raise InputError(
-            f'cost: expected "analytic", "measured", a mapping of names to numbers, or a function '
-            f"of a name, got {how!r}"
+            'cost: expected "analytic", "measured", "replayed", a mapping of names to numbers, or '
+            f"a function of a name, got {how!r}"
         )
     found = analytic_costs(rewired, pieces, types)
     if how == "analytic":
         return found
-    if how == "measured":
-        return measured_costs(rewired, pieces, types, found)
-    assert not isinstance(how, str)
+    if isinstance(how, str):
+        return measured_costs(rewired, pieces, types, found, clocks[how])
     return _given_costs(rewired, pieces, found, how)
 
 

@@ -1,7 +1,12 @@
-"""Costs by the clock: every piece runs a few times on real tensors, on the model's own device."""
+"""Costs by the clock: every piece runs a few times on real tensors, on the model's own device.
+
+A GPU may spend less time on a piece than Python does on starting its kernels. What Python needs
+counts where stages run action by action; where whole rounds are recorded only the kernels do.
+"""
 
 from __future__ import annotations
 
+import enum
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +32,25 @@ from revcompile.ir import Cost, Rewired, TensorType
 from revcompile.program import Piece
 from revcompile.tree import device_of_model, parameters_read
 
-__all__ = ["measured_costs"]
+__all__ = ["Clock", "measured_costs"]
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
+IN_A_ROW: Final = 4
+"""Calls in one graph: starting the graph itself must not count."""
+BESIDE: Final = 2
+"""Backward passes side by side in a recorded round."""
+
+Run = Callable[[], object]
+
+
+class Clock(enum.Enum):
+    """What is timed."""
+
+    CALL = "measured"
+    """A call from Python, until the device has done it."""
+    REPLAY = "replayed"
+    """The kernels of a call, repeated as a CUDA graph, forward passes beside backward passes."""
 
 
 def measured_costs(
@@ -38,7 +58,7 @@ def measured_costs(
     pieces: Sequence[Piece],
     types: Mapping[str, Any],
     analytic: Sequence[Cost],
-    repeats: int = REPEATS,
+    clock: Clock = Clock.CALL,
 ) -> tuple[Cost, ...]:
     """The analytic costs with seconds as work. The model is left exactly as it was."""
     root = bare(rewired.root)
@@ -48,6 +68,12 @@ def measured_costs(
             f"cost: {rewired.name} is on the meta device, where nothing can be measured; move it "
             'to a real device first, or use how="analytic"'
         )
+    if clock is Clock.REPLAY and device.type != "cuda":
+        raise InputError(
+            f"cost: {rewired.name} is on {device}, where no kernels can be replayed; move it to "
+            'a CUDA device first, or use how="measured"'
+        )
+    timed = _called if clock is Clock.CALL else _replayed
     seconds: list[tuple[float, float]] = []
 
     def visit(piece: Piece, given: Given) -> Ran:
@@ -62,7 +88,7 @@ def measured_costs(
             with torch.enable_grad():
                 _differentiate(given.forward().results, wanted)
 
-        seconds.append((_median(forward, device, repeats), _median(backward, device, repeats)))
+        seconds.append(timed(forward, backward, device))
         return forward()
 
     with model_unchanged(root), attributes_kept(root):
@@ -109,11 +135,56 @@ def _differentiate(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> None:
         torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
 
 
-def _median(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    for _ in range(WARM_UP):
-        run()
+def _called(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
+    """Seconds of each, with a warm cache."""
+    found = []
+    for run in (forward, backward):
+        for _ in range(WARM_UP):
+            run()
+        found.append(_median(run, device))
+    return found[0], found[1]
+
+
+def _replayed(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
+    """Seconds of the kernels, where backward passes run in pairs, beside forward passes.
+
+    That is how recorded rounds use the device. What forward passes add counts as theirs.
+    """
+    here, *lanes = (torch.cuda.Stream(device) for _ in range(1 + BESIDE))
+    here.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(here):
+        for _ in range(WARM_UP):
+            forward()
+            backward()
+
+    def pair(ahead: int) -> None:
+        for lane in lanes:
+            lane.wait_stream(here)
+            with torch.cuda.stream(lane):
+                backward()
+        for _ in range(ahead):
+            forward()
+        for lane in lanes:
+            here.wait_stream(lane)
+
+    alone = _recorded(lambda: pair(0), here, device) / BESIDE
+    together = _recorded(lambda: pair(BESIDE), here, device) / BESIDE
+    return max(together - alone, 0.0), alone
+
+
+def _recorded(run: Run, stream: torch.cuda.Stream, device: torch.device) -> float:
+    _wait(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(IN_A_ROW):
+            run()
+    graph.replay()
+    return _median(graph.replay, device) / IN_A_ROW
+
+
+def _median(run: Run, device: torch.device) -> float:
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         _wait(device)
         start = time.perf_counter()
         run()

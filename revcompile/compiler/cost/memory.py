@@ -13,6 +13,10 @@ graphs as well, all of them.
 
 Beside the graph at work there are the gradients inside it, and, where a stage goes back piece by
 piece, what it hands from one to the other. All that is measured in `benchmarks/stage_memory.py`.
+
+Recorded rounds keep the same inputs and waiting messages, at fixed places. They add the batch that
+enters and, in the memory of a CUDA graph, what a stage keeps of the newest micro-batch and the
+messages it has just sent: one micro-batch of `buffers`, and `waiting`, once more.
 """
 
 from __future__ import annotations
@@ -95,8 +99,10 @@ class MemoryModel:
     """The memory of every stage that could be cut out of a row of pieces.
 
     `batch` is the size of a micro-batch, and `group` the number of them between two updates.
-    `optimizer_copies` is 1 for SGD with momentum, 2 for Adam. With a `buffer_dtype`, micro-batches
-    that wait are kept in it; the one at work is in full precision. `first_input_free` says that
+    `optimizer_copies` is 1 for SGD with momentum, 2 for Adam. With a `buffer_dtype`, or so many
+    `buffer_bytes` an element, inputs of micro-batches that wait are kept in it; those of the one at
+    work are in full precision. With 0 bytes they are elsewhere, but for the one that is to be at
+    work next. Sides of couplings stay as they are. `first_input_free` says that
     the first stage can get its input from the dataset again. `lean` counts of a stage that keeps
     its inputs only those its gradients depend on: of a coupling `(a, b) -> (b, a + F(b))` alone
     that is `b`. Our runtime keeps both; the PETRA paper counts one.
@@ -113,6 +119,7 @@ class MemoryModel:
         batch: int,
         optimizer_copies: int = 1,
         buffer_dtype: torch.dtype | None = None,
+        buffer_bytes: int | None = None,
         group: int = 1,
         first_input_free: bool = True,
         lean: bool = False,
@@ -139,10 +146,12 @@ class MemoryModel:
             for saved, passing, piece in zip(self._saved, self._passing, self.pieces, strict=True)
         ]
         self._runs = runs_of(self.pieces)
-        self._reads = Reads(self.pieces, types, batch, None)
-        self._narrow = self._reads
-        if buffer_dtype is not None:
-            self._narrow = Reads(self.pieces, types, batch, buffer_dtype)
+        self._reads = self._narrow = Reads(self.pieces, types, batch)
+        if buffer_bytes is None and buffer_dtype is not None:
+            buffer_bytes = buffer_dtype.itemsize
+        self._is_away = buffer_bytes == 0
+        if buffer_bytes is not None:
+            self._narrow = Reads(self.pieces, types, batch, buffer_bytes)
 
     def stage(self, index: int, start: int, end: int) -> StageMemory:
         """The memory of stage `index` if it is `pieces[start:end]`."""
@@ -177,15 +186,14 @@ class MemoryModel:
                     - self._free(reads, index, start, end)
                     for reads in (self._reads, self._narrow)
                 )
-                return kept + (in_flight - 1) * narrow, self._at_work(start, end)
+                return self._waiting_inputs(index, kept, narrow), self._at_work(start, end)
             case Keep.NOTHING:
                 return self._between_couplings(index, start, end)
 
     def _between_couplings(self, index: int, start: int, end: int) -> tuple[int, int]:
         last = index == self.stages - 1
-        kept = self._reads.sides(start, end)
-        narrow = self._narrow.sides(start, end)
-        working = graphs = 0
+        sides = self._windows[index] * self._reads.sides(start, end)
+        kept = narrow = working = graphs = 0
         for reversible, first, behind in self._runs_in(start, end):
             if reversible:
                 working = max(working, graphs + max(self._branches[first:behind]))
@@ -197,8 +205,13 @@ class MemoryModel:
             narrow += self._narrow.inputs(first, behind)
             kept -= self._free(self._reads, index, first, behind)
             narrow -= self._free(self._narrow, index, first, behind)
+        return sides + self._waiting_inputs(index, kept, narrow), working
+
+    def _waiting_inputs(self, index: int, kept: int, narrow: int) -> int:
+        """Inputs of the micro-batch at work, and of those that wait in their buffers."""
         waiting = self._windows[index] - 1
-        return kept + waiting * narrow, working
+        ahead = min(waiting, 1) * (kept - narrow) if self._is_away else 0
+        return kept + waiting * narrow + ahead
 
     def _free(self, reads: Reads, index: int, start: int, end: int) -> int:
         return reads.given(start, end) if index == 0 and self.first_input_free else 0

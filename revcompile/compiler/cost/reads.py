@@ -25,10 +25,10 @@ class Reads:
         pieces: Sequence[Piece],
         types: Mapping[str, Any],
         batch: int,
-        dtype: torch.dtype | None,
+        bytes_each: int | None = None,
     ) -> None:
         names = {name for piece in pieces for name in (*piece.inputs, *piece.outputs)}
-        size = {name: size_at(types.get(name), batch, dtype) for name in names}
+        size = {name: size_at(types.get(name), batch, bytes_each) for name in names}
         made = {name for piece in pieces for name in piece.outputs}
         read = {name for piece in pieces for name in piece.inputs}
         self._sides = _Sides(pieces, size)
@@ -162,12 +162,18 @@ def runs_of(pieces: Sequence[Piece]) -> list[tuple[bool, int, int]]:
     return found
 
 
-def size_at(kind: Any, batch: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a value at a batch size; floating ones in `dtype`, if given. Plain values: 0."""
+def size_at(kind: Any, batch: int, bytes_each: int | None = None) -> int:
+    """Bytes of a value at a batch size; of float32 with so many an element. Plain values: 0.
+
+    With 0 bytes no floating number takes any.
+    """
     total = 0
     for leaf in pytree.tree_leaves(kind, is_leaf=lambda x: isinstance(x, TensorType)):
         if isinstance(leaf, TensorType):
-            narrow = dtype is not None and leaf.dtype.is_floating_point
-            itemsize = dtype.itemsize if narrow and dtype else leaf.dtype.itemsize
-            total += torch.Size(leaf.at(batch)).numel() * itemsize
+            takes = leaf.dtype.itemsize
+            if bytes_each == 0 and leaf.dtype.is_floating_point:
+                takes = 0
+            elif bytes_each is not None and leaf.dtype == torch.float32:
+                takes = bytes_each
+            total += torch.Size(leaf.at(batch)).numel() * takes
     return total

@@ -20,6 +20,7 @@ __all__ = [
     "drop_entangled",
     "drop_useless",
     "is_activation",
+    "is_flat_at_zero",
     "ready_times",
     "resolve_nesting",
 ]
@@ -64,6 +65,15 @@ def is_activation(node: fx.Node, root: nn.Module) -> bool:
         return (in_torch and name not in excluded) or name.lower() in ACTIVATIONS
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
     return node.op in ("call_function", "call_method") and name in ACTIVATIONS
+
+
+def is_flat_at_zero(node: fx.Node, root: nn.Module) -> bool:
+    """Is the node an activation function whose derivative at 0 is 0?"""
+    if node.op == "call_module":
+        name = type(root.get_submodule(str(node.target))).__name__.lower()
+    else:
+        name = getattr(node.target, "__name__", str(node.target))
+    return name.rstrip("_") in ("relu", "relu6")
 
 
 def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:

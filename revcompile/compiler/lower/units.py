@@ -73,7 +73,7 @@ class Group:
         names = tuple(piece.name for piece in self.pieces)
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         reversible = all(piece.reversible for piece in self.pieces)
-        return Unit(label, names, reversible, self.keep, bool(self.random))
+        return Unit(label, names, reversible, self.keep, bool(self.random), self.inputs)
 
 
 def groups(partition: Partition, part: Part, method: Method) -> tuple[Group, ...]:

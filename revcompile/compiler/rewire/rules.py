@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from revcompile.compiler.find.together import is_flat_at_zero
 from revcompile.compiler.flow import Flow, tensor_type
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
@@ -65,6 +66,7 @@ class Couple:
         b = region.keep = region.input("b", like=x)
         region.bind(x, b)
         value = place.side_reader(region)
+        _wake(flow, block, surgeon)
         _copy_all(region, block.branch, value)
         terms = [region.value(flow.by_name[term], value) for term in block.terms]
         addend = terms[0]
@@ -110,6 +112,7 @@ class Transition:
             a, b = (_linked(region, streams.link, stream) for stream in (a, b))
         value = place.side_reader(region)
         region.bind(x, b)
+        _wake(flow, block, surgeon)
         _copy_all(region, block.branch, value)
         shaped = _first_shaped(flow, block)
         if shaped is not None:
@@ -147,6 +150,19 @@ def _post(
     for name in block.post:
         addend = region.copy(region.flow.by_name[name], value)
     return addend
+
+
+def _wake(flow: Flow, block: Residual, surgeon: Surgeon) -> None:
+    """Let norms train that start as 0, so that a block starts as its shortcut.
+
+    With `relu(x + F(x))` they get a gradient through the sum. With `a + relu(F(b))` they stand
+    alone before a function that is flat at 0.
+    """
+    if not any(is_flat_at_zero(flow.by_name[name], flow.root) for name in block.post):
+        return
+    for node in flow.in_order(block.branch):
+        if node.op == "call_module" and "Norm" in flow.module_name(node):
+            surgeon.wake(str(node.target))
 
 
 def _linked(region: Region, link: Link, stream: fx.Node) -> fx.Node:

@@ -80,6 +80,16 @@ class Surgeon:
             module.in_channels *= 2
         self._grow(path, module, "weight", Growth.HALVE)
 
+    def wake(self, path: str) -> None:
+        """A norm that was 0 throughout, weight and bias, starts with weight 1."""
+        module = self.root.get_submodule(path)
+        affine = [getattr(module, name, None) for name in ("weight", "bias")]
+        there = [tensor for tensor in affine if tensor is not None]
+        if affine[0] is None or any(t.is_meta or bool(t.any()) for t in there):
+            return
+        if self._first(path, "wake"):
+            self._grow(path, self._replace(path), "weight", Growth.WAKE)
+
     def duplicate(self, path: str) -> str:
         """A second, equal module beside the first; returns its path."""
         parent_path, _, name = path.rpartition(".")

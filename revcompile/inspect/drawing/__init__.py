@@ -1,6 +1,6 @@
 """Drawings of what the compiler did: the model as stages, and the pipeline in time.
 
-facts.py     what there is to show, from a partition and its programs
+facts.py     what there is to show: stages (inspect/facts.py), what passes them, what they share
 tiles.py     one stage (glyphs.py: its blocks; lanes.py: what travels past it)
 network.py   all stages as one SVG
 page.py      the same as one HTML file (contents.py: what opens behind a stage)
@@ -13,10 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing.facts import Memory, Picture, picture
+from revcompile.inspect.drawing.facts import Picture, picture
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.timeline import timeline_svg
+from revcompile.inspect.facts import Memory
 from revcompile.program import Partition, StageProgram
 from revcompile.schedule import Costs, Method
 

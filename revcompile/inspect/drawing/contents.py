@@ -9,11 +9,12 @@ from itertools import pairwise
 from typing import Any, Final
 
 from revcompile.inspect.code import code_text
-from revcompile.inspect.drawing.facts import Picture, Stage
+from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.graphs import drawn_graph, operation
 from revcompile.inspect.drawing.layout import placed
 from revcompile.inspect.drawing.orders import Rounds, action_rounds
-from revcompile.inspect.drawing.words import amount, listed, share, size, span
+from revcompile.inspect.facts import Stage
+from revcompile.inspect.words import amount, listed, share, size, span
 from revcompile.ir import PATH
 from revcompile.program import Port, StageProgram
 from revcompile.schedule import Tie

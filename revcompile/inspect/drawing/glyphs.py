@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from revcompile.inspect.drawing.facts import Block
 from revcompile.inspect.drawing.svg import comment, element, fitted, path, text
 from revcompile.inspect.drawing.theme import SMALL
-from revcompile.inspect.drawing.words import amount, share
+from revcompile.inspect.facts import Block
+from revcompile.inspect.words import amount, share
 
 __all__ = ["BAND", "GAP", "LANES", "Bar", "bars", "draw_bar", "lane_heights", "shape_of"]
 

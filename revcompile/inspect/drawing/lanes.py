@@ -9,7 +9,7 @@ from typing import Final
 from revcompile.inspect.drawing.facts import Picture, Traveller, Treaty
 from revcompile.inspect.drawing.svg import comment, element, path, text, width_of
 from revcompile.inspect.drawing.theme import SMALL
-from revcompile.inspect.drawing.words import listed, size
+from revcompile.inspect.words import listed, size
 
 __all__ = ["LANE", "Lanes", "assigned"]
 

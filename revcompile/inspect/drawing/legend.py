@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from revcompile.inspect.drawing.facts import Block, Picture
+from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.glyphs import Bar, shape_of
 from revcompile.inspect.drawing.svg import element, path, text, width_of
 from revcompile.inspect.drawing.theme import SMALL
+from revcompile.inspect.facts import Block
 
 __all__ = ["GLYPH", "legend", "legend_items"]
 

@@ -10,7 +10,7 @@ from revcompile.inspect.drawing.legend import legend
 from revcompile.inspect.drawing.svg import document, element
 from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.drawing.tiles import Tile, Tiles
-from revcompile.inspect.drawing.words import amount, share
+from revcompile.inspect.words import amount, share
 
 __all__ = ["WIDTH", "headline", "network_svg", "scale_of", "totals"]
 

@@ -12,13 +12,14 @@ from importlib.resources import files
 from typing import Final
 
 from revcompile.inspect.drawing.contents import contents, embedded
-from revcompile.inspect.drawing.facts import Picture, Stage
+from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.legend import GLYPH, legend_items
 from revcompile.inspect.drawing.network import headline, scale_of, totals
 from revcompile.inspect.drawing.svg import element, escape
 from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.drawing.tiles import Tile, Tiles
-from revcompile.inspect.drawing.words import listed, share, size, span
+from revcompile.inspect.facts import Stage
+from revcompile.inspect.words import listed, share, size, span
 
 __all__ = ["page"]
 

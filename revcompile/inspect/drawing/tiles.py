@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from revcompile.inspect.drawing.facts import Picture, Stage
+from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.glyphs import BAND, GAP, Bar, bars, draw_bar, lane_heights
 from revcompile.inspect.drawing.lanes import Lanes
 from revcompile.inspect.drawing.svg import comment, element, fitted, path, text, width_of
 from revcompile.inspect.drawing.theme import LABEL, SMALL
-from revcompile.inspect.drawing.words import amount, dtype, listed, shape, share, size, span
+from revcompile.inspect.facts import Stage
+from revcompile.inspect.words import amount, dtype, listed, shape, share, size, span
 from revcompile.ir import TensorType
 from revcompile.program import Port
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from revcompile.runtime.backend.boxes import Post
-from revcompile.runtime.backend.casts import Casts
 from revcompile.runtime.backend.flags import Statistics, judge, unless
 from revcompile.runtime.backend.fuse import Fused, fuse
 from revcompile.runtime.backend.lanes import Lanes
@@ -54,7 +53,7 @@ class RecordedActor(Actor):
         )
         self.accumulate, self.check_finite = accumulate, check_finite
         self._lanes = lanes
-        self.casts = Casts(actor.stage)
+        self.casts = actor.stage.casts
         self._programs = _fused(actor.stage, fused) if fused is not None else None
         self._losses = objective.losses if objective is not None else {}
         self._statistics = Statistics(actor.stage.statistics())
@@ -68,7 +67,6 @@ class RecordedActor(Actor):
 
     def use(self, on: bool) -> None:
         """Let the stage compute as recorded rounds do, or as it did before."""
-        self.casts.use(on)
         self.stage.run_with(self._programs if on else None)
 
     def perform(self, action: Action) -> bool:
@@ -103,7 +101,6 @@ class RecordedActor(Actor):
         values, back, found = self.stage.differentiate(
             message.index, message.values, message.gradients
         )
-        found = self.casts.widened(found)
         bad = self._judged(message, found) if self.check_finite else None
         if bad is not None:
             self._statistics.settle(self._noted, bad)

@@ -206,7 +206,8 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     small: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
         for mine, other in pairs:
-            if mine.numel() <= _SMALL and mine.device == other.device:
+            alike = mine.device == other.device and mine.dtype is not torch.float8_e4m3fn
+            if mine.numel() <= _SMALL and alike:
                 small.setdefault(mine.device, []).append((mine, other))
             else:
                 mine.copy_(other, non_blocking=True)

@@ -267,6 +267,8 @@ class Engine:
             self._recorder.run(kind, body, self._keys(entering, due))
         except CannotRecord:
             self._clear()
+            if self._lanes is not None:
+                self._lanes.forget()
             raise
         if trial is not schedule:
             schedule.inject()

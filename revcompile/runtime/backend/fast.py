@@ -24,6 +24,8 @@ __all__ = ["Fast"]
 
 MOST_CHANGES: Final = 3
 """So often rounds are recorded anew because optimizers' settings have changed."""
+MOST_FAILURES: Final = 2
+"""So often a recording may fail before no more is tried: a device that others use may be busy."""
 
 
 class Fast:
@@ -46,7 +48,7 @@ class Fast:
             self._backend = Backend.CUDAGRAPHS if device.type == "cuda" else Backend.EAGER
         self._engine: Engine | None = None
         self._like: Box | None = None
-        self._alike = self._changes = 0
+        self._alike = self._changes = self._failures = 0
         self._is_on = self._backend is not Backend.EAGER
         if self._is_on and (why := obstacle(actors, schedule, self._backend)):
             self._give_up(why)
@@ -100,7 +102,10 @@ class Fast:
             return engine.step(schedule, batch)
         except CannotRecord as error:
             engine.leave(schedule, transport)
-            self._give_up(str(error))
+            engine.forget()
+            self._failures += 1
+            if self._failures >= MOST_FAILURES:
+                self._give_up(str(error))
             return None
 
     def _made(self, schedule: Schedule) -> Engine | None:

@@ -46,6 +46,8 @@ class Fused:
         self, a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As `steps.enter_chain`, with one pass over each stream after the grid is known."""
+        if torch.is_grad_enabled():  # where a graph is kept these steps are a part of it
+            return steps.enter_chain(a, b, cast, convolves)
         if not is_imprecise(steps.wide(a.new_empty(0)), cast, convolves):
             return steps.wide(a), steps.wide(b), None
         grid = make_grid(steps.largest(a).float(), steps.largest(b).float())
@@ -61,7 +63,7 @@ class Fused:
 
     def _on_grid(self, sum_up: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
         def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
-            if grid is None:
+            if grid is None or torch.is_grad_enabled():
                 return plain(stream, addend, grid)
             return sum_up(stream.detach(), addend.detach(), grid)
 

@@ -45,7 +45,7 @@ def held_by(actors: Sequence[Actor], transport: InProcess, flag: Tensor | None) 
             found.kept.setdefault(actor.index, {})[microbatch] = held.kept
     for (source, target, channel), queue in transport.queues.items():
         for message in queue:
-            if message.void or channel is not Channel.DY:
+            if message.void or message.scale is not None or channel is not Channel.DY:
                 return None
             bad = None if flag is None else torch.zeros_like(flag)
             marked = Message(message.index, message.values, message.gradients, bad=bad)

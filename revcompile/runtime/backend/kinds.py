@@ -72,6 +72,10 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
         yield "stages share parameters; compile with fewer stages, or so that they share a stage"
     if schedule.accumulate > MOST_KINDS:
         yield f"accumulate={schedule.accumulate}; at most {MOST_KINDS} kinds of rounds are recorded"
+    if any(actor.scaling is not None for actor in actors):
+        yield "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
+    if any(actor.stage.keeper.offloads for actor in actors):
+        yield "buffers='offload' has inputs come and go, and a recorded round finds all in place"
     for actor in actors:
         count = window(method, schedule.stages, actor.index, schedule.accumulate)
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in actor.program.units):

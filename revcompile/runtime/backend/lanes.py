@@ -26,6 +26,7 @@ class Lanes:
         self._updates = torch.cuda.Stream(device)
         self._forward: dict[int, torch.cuda.Event] = {}
         self._backward: dict[int, torch.cuda.Event] = {}
+        self._used: set[torch.cuda.Stream] = set()
         self._held: list[Tensor] = []
 
     def forwarded(self, stage: int) -> None:
@@ -40,6 +41,7 @@ class Lanes:
             return
         stream = self._beside[stage % len(self._beside)]
         stream.wait_event(self._forward[stage])
+        self._used.add(stream)
         with torch.cuda.stream(stream):
             yield
         self._backward[stage] = stream.record_event()
@@ -65,13 +67,22 @@ class Lanes:
         # Memory that is given back is used again by whoever had it, which here is another stream.
         self._held += used
         self._updates.wait_event(self._backward[stage])
+        self._used.add(self._updates)
         with torch.cuda.stream(self._updates):
             yield
 
     def join(self) -> None:
-        """All that comes after waits for everything."""
-        for stream in (*self._beside, self._updates):
+        """All that comes after waits for everything.
+
+        A stream that had nothing to do (in a round without updates) is none of the recording's.
+        """
+        for stream in self._used:
             torch.cuda.current_stream().wait_stream(stream)
+        self.forget()
+
+    def forget(self) -> None:
+        """The round is over, or was broken off."""
+        self._used.clear()
         self._forward.clear()
         self._backward.clear()
         self._held.clear()

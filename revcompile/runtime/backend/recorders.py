@@ -148,6 +148,7 @@ class CudaGraphs:
                 body()
         except Exception as error:
             torch.cuda.set_stream(stream)  # which a recording that fails does not do
+            self._pool = torch.cuda.graph_pool_handle()  # the old one may still be recorded to
             raise CannotRecord(f"{type(error).__name__}: {error}") from error
         finally:
             default.graphsafe_set_state(before)

@@ -10,6 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class Outgoing:
             text, tensors = describer.describe(message)
             flags = Flag.DESCRIBED if text else Flag(0)
         event = torch.cuda.current_stream().record_event() if self.link.uses_cuda else None
-        self._put(Header(channel, message.index, flags, len(text)), text, tensors, event)
+        header = Header(channel, message.index, flags, len(text), scale=message.scale)
+        self._put(header, text, tensors, event)
 
     def end(self, cause: str | None = None) -> None:
         """The last word: nothing comes any more, because all is done or because of `cause`."""
@@ -75,7 +77,7 @@ class Outgoing:
         tensors: list[tuple[Form, Tensor]] | None = None,
         event: Any = None,
     ) -> None:
-        numbered = Header(header.channel, header.index, header.flags, header.length, self._sent)
+        numbered = replace(header, sequence=self._sent)
         self._sent += 1
         self._waiting.put(Parcel(numbered, text, tensors or [], event))
 
@@ -143,7 +145,7 @@ class Incoming:
         if header.flags & Flag.DESCRIBED:
             self._known[header.channel] = Description(text)
         if header.flags & Flag.VOID:
-            arrival = Arrival(header.channel, Message(header.index, void=True))
+            arrival = Arrival(header.channel, Message(header.index, void=True, scale=header.scale))
         else:
             arrival = self.end.arrival(header, self._known[header.channel])
         self._deliver(self.link, arrival)

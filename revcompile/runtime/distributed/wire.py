@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,7 +24,7 @@ from revcompile.runtime.transport import Channel, Message
 
 __all__ = ["HEADER", "Describer", "Description", "Flag", "Form", "Header", "described"]
 
-HEADER: Final = 5
+HEADER: Final = 6
 """How many int64 a header has."""
 _CHANNELS: Final = tuple(Channel)
 _NOTHING: Final = Names(())
@@ -58,17 +59,21 @@ class Header:
     """Bytes of the description."""
     sequence: int = 0
     """The number of the message on its link."""
+    scale: float | None = None
+    """The message's."""
 
     def numbers(self) -> list[int]:
         """As int64."""
         code = _CHANNELS.index(self.channel)
-        return [code, self.index, int(self.flags), self.length, self.sequence]
+        (scale,) = struct.unpack("q", struct.pack("d", self.scale or 0.0))
+        return [code, self.index, int(self.flags), self.length, self.sequence, scale]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Header:
         """Read what `numbers` gave."""
-        code, index, flags, length, sequence = numbers
-        return cls(_CHANNELS[code], index, Flag(flags), length, sequence)
+        code, index, flags, length, sequence, bits = numbers
+        (scale,) = struct.unpack("d", struct.pack("q", bits))
+        return cls(_CHANNELS[code], index, Flag(flags), length, sequence, scale or None)
 
 
 @dataclass(frozen=True)
@@ -240,7 +245,7 @@ class Description:
 
         special = {"tensor": tensor, "device": here}
         values, gradients = (decode(part, _NOTHING, special) for part in self._parts)
-        return Message(header.index, values, gradients)
+        return Message(header.index, values, gradients, scale=header.scale)
 
 
 def _forms(part: Any) -> Iterator[Form]:

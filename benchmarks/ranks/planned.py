@@ -1,32 +1,35 @@
 """Plan against reality: predicted throughput beside the measured one, in the same run.
 
-    taskset -c 0,1 python -m benchmarks.planned
-    python -m benchmarks.planned --device cuda
+    taskset -c 0,1 python -m benchmarks run planned
+    python -m benchmarks run planned --device cuda
 
 On the CPU two ranks over gloo train, one thread each: pieces are measured on both at once, a rank's
 throughput is that of its steps, and a trace of the run says which share of the time each rank
 computed, beside the share it did not spend waiting for messages. On a GPU all stages are in this
-process: pieces are measured alone, the engine runs eagerly.
+process: once with recorded rounds, against the time of the pieces' kernels, and once action by
+action, against the time of calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from statistics import median
 from typing import Any
 
-import timm
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.harness import save, show, synchronize
+from benchmarks.harness import ratio, show, synchronize
+from benchmarks.models import Case
+from benchmarks.ranks.launch import RANKS, on_ranks
+from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
 from revcompile.planning import Seconds, stage_costs, update_speed
 from revcompile.program import Partition
@@ -34,32 +37,19 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.schedule import Costs, Wire, choose, in_one_process, period
 from revcompile.staged import StagedModel
 
-RANKS = 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and what it is fed."""
-
-    model: str
-    size: int
-    batch: int
-    stages: int
-
-    def __str__(self) -> str:
-        return f"{self.model}, {self.size} px, batch {self.batch}, {self.stages} stages"
-
-
+CLOCKS = {"cudagraphs": "replayed", "eager": "measured"}
+"""By backend: how pieces are timed."""
 CPU = (
-    Case("resnet18", 64, 16, 2),
-    Case("vit_tiny_patch16_224", 96, 12, 2),
-    Case("mixer_s32_224", 224, 4, 2),
+    Case("resnet18", 64, 16),
+    Case("vit_tiny_patch16_224", 96, 12),
+    Case("mixer_s32_224", 224, 4),
 )
-CUDA = (
-    Case("resnet18", 64, 256, 10),
-    Case("resnet50", 224, 64, 18),
-    Case("vit_small_patch16_224", 224, 64, 8),
-)
+CUDA = {
+    Case("resnet18", 64, 256): 10,
+    Case("resnet50", 224, 64): 18,
+    Case("vit_small_patch16_224", 224, 64): 8,
+}
+"""Each with its number of stages."""
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -67,40 +57,33 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
 
 
-def made(case: Case, device: str) -> tuple[StagedModel, Tensor, Tensor]:
+def made(case: Case, stages: int, device: str) -> tuple[StagedModel, Tensor, Tensor]:
     """The staged model, captured at its real batch size, and a micro-batch."""
-    torch.manual_seed(0)
-    extra = {"img_size": case.size} if "vit" in case.model else {}
-    model = timm.create_model(case.model, num_classes=10, **extra).to(device)
-    x = torch.randn(case.batch, 3, case.size, case.size, device=device)
-    y = torch.randint(0, 10, (case.batch,), device=device)
-    return revcompile.petrafy(model, case.stages, x, check="off"), x, y
+    x, y = case.data(device)
+    return revcompile.petrafy(case.create().to(device), stages, x, check="off"), x, y
 
 
-def measured(cut: Partition) -> Partition:
+def measured(cut: Partition, how: str) -> Partition:
     """The same stages with times of this machine as their costs."""
     pieces = [piece for part in cut.parts for piece in part.pieces]
-    found = iter(piece_costs(cut.rewired, pieces, cut.types, "measured"))
+    found = iter(piece_costs(cut.rewired, pieces, cut.types, how))
     parts = tuple(replace(p, costs=tuple(next(found) for _ in p.pieces)) for p in cut.parts)
     return replace(cut, parts=parts)
 
 
-def costs_here(cut: Partition, case: Case, wire: Wire, device: str) -> Costs:
+def costs_here(cut: Partition, case: Case, wire: Wire, device: str, how: str = "measured") -> Costs:
     """What the planner would say of these stages on this machine."""
     seconds = Seconds.measured(update_speed(device))
-    return stage_costs(measured(cut), choose("petra"), seconds, batch=case.batch, wire=wire)
+    return stage_costs(measured(cut, how), choose("petra"), seconds, batch=case.batch, wire=wire)
 
 
 # -- two ranks ------------------------------------------------------------------------------------
 
 
-def work(rank: int, case: Case, options: argparse.Namespace, place: str, results: Any) -> None:
+def work(rank: int, case: Case, options: argparse.Namespace, place: str) -> dict[str, Any]:
     """One rank: predict, train, predict, train, ...; then a traced run."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
-    distributed.init_process_group("gloo", f"file://{place}/store", rank=rank, world_size=RANKS)
-    net, x, y = made(case, "cpu")
-    plain, _, _ = made(case, "cpu")
+    net, x, y = made(case, RANKS, "cpu")
+    plain, _, _ = made(case, RANKS, "cpu")
     trainer = net.trainer(sgd, F.cross_entropy)
     assert isinstance(trainer, DistributedTrainer)
     for _ in range(2 * RANKS):
@@ -116,9 +99,7 @@ def work(rank: int, case: Case, options: argparse.Namespace, place: str, results
             trainer.step(x, y)
         distributed.barrier()
         found["measured"].append((time.perf_counter() - start) / options.steps)
-    results[rank] = found | _traced(trainer, x, y, options.steps, place)
-    distributed.barrier()
-    os._exit(0)
+    return found | _traced(trainer, x, y, options.steps, place)
 
 
 def _traced(
@@ -147,40 +128,32 @@ def _traced(
 
 
 def on_two_ranks(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """The medians over rounds: seconds a micro-batch, predicted and measured; shares by rank."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as place, context.Manager() as manager:
-        results = manager.dict()
-        arguments = (case, options, place, results)
-        ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        found = dict(results)
-    pairs = zip(*(found[rank]["predicted"] for rank in range(RANKS)), strict=True)
+    """Round by round: seconds a micro-batch, predicted and measured; shares by rank."""
+    with tempfile.TemporaryDirectory() as place:
+        found = on_ranks(work, case, options, place)
+    pairs = zip(*(one["predicted"] for one in found), strict=True)
     return {
         "predicted": [max(pair) for pair in pairs],
         "measured": found[0]["measured"],
-        "busy": [found[rank]["busy"] for rank in range(RANKS)],
-        "working": [found[rank]["working"] for rank in range(RANKS)],
+        "busy": [one["busy"] for one in found],
+        "working": [one["working"] for one in found],
     }
 
 
 # -- one process ----------------------------------------------------------------------------------
 
 
-def in_process(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def in_process(case: Case, options: argparse.Namespace, backend: str) -> dict[str, Any]:
     """All stages on one device, one after the other."""
-    device = torch.device(options.device)
-    net, x, y = made(case, options.device)
-    plain, _, _ = made(case, options.device)
-    trainer = net.trainer(sgd, F.cross_entropy, **_eager())
-    for _ in range(2 * case.stages):
+    device, stages = torch.device(options.device), CUDA.get(case, 8)
+    net, x, y = made(case, stages, options.device)
+    plain, _, _ = made(case, stages, options.device)
+    trainer = net.trainer(sgd, F.cross_entropy, backend=backend)
+    for _ in range(2 * stages + 4):
         trainer.step(x, y)
     found: dict[str, list[float]] = {"predicted": [], "measured": []}
     for _ in range(options.rounds):
-        costs = costs_here(plain.partition, case, Wire(1e12), options.device)
+        costs = costs_here(plain.partition, case, Wire(1e12), options.device, CLOCKS[backend])
         found["predicted"].append(period("petra", in_one_process(costs)))
         synchronize(device)
         start = time.perf_counter()
@@ -191,39 +164,38 @@ def in_process(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _eager() -> dict[str, Any]:
-    """The backend whose actions are what the planner counts."""
-    return {"backend": "eager"} if "backend" in StagedModel.trainer.__annotations__ else {}
-
-
-def main() -> None:
-    """Every case, one table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("cases", nargs="*", type=Case.parse, help="model:pixels:batch")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backends", nargs="+", choices=CLOCKS, default=list(CLOCKS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Every case, one table."""
     cpu = options.device == "cpu"
-    results, rows = {}, []
-    for case in CPU if cpu else CUDA:
-        found = results[str(case)] = (on_two_ranks if cpu else in_process)(case, options)
-        pairs = zip(found["measured"], found["predicted"], strict=True)
-        ratio = median(real / said for real, said in pairs)  # of throughputs: predicted / measured
+    rows = []
+    cases = options.cases or (CPU if cpu else CUDA)
+    for case, backend in product(cases, ("",) if cpu else options.backends):
+        name = f"{case}, {backend}" if backend else str(case)
+        found = on_two_ranks(case, options) if cpu else in_process(case, options, backend)
+        off = ratio(found["measured"], found["predicted"])  # of throughputs: predicted / measured
         rows.append(
             (
-                case,
+                name,
                 *(f"{1e3 * median(found[kind]):.1f}" for kind in ("predicted", "measured")),
-                f"{ratio:.2f}",
+                f"{off.median:.2f}",
                 " ".join(f"{share:.3f}" for share in found.get("busy", ())),
                 " ".join(f"{share:.3f}" for share in found.get("working", ())),
                 f"{sum(found['busy']) / sum(found['working']):.3f}" if cpu else "",
             )
         )
+        yield {"case": case, "backend": backend, "ratio": off, **found}
     columns = ("case", "plan ms", "real ms", "ratio", "busy", "not waiting", "busy / that")
     show("plan against reality: ratio of throughputs, predicted / measured", columns, rows)
-    save(options.json, "planned", torch.device(options.device), results)
 
 
-if __name__ == "__main__":
-    main()
+SMALLEST = ("test_vit:160:2", "--rounds", "1", "--steps", "2")
+BENCHMARK = Benchmark("planned", arguments, main, smallest=SMALLEST)

@@ -1,7 +1,7 @@
 """Does delay hurt? Trainings on CIFAR-10, several side by side on one GPU.
 
-    python -m benchmarks.learning orders --data data/cifar10 --out out/orders --jobs 8
-    python -m benchmarks.learning orders --out out/orders --show
+    python -m benchmarks run learning orders --data data/cifar10 --out out/orders --jobs 8
+    python -m benchmarks run learning orders --out out/orders --show
 
 The first command trains whatever of the table has no result yet; stopped (or out of `--minutes`)
 and given again it goes on from the last checkpoints. `results.json` in the folder holds all results
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -29,18 +30,23 @@ from benchmarks.learning.experiments import TABLES, Experiment
 from benchmarks.learning.pictures import draw_curves, draw_gradients
 from benchmarks.learning.results import gather
 from benchmarks.learning.workers import train
+from benchmarks.registry import Benchmark, Row
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(options: argparse.Namespace) -> Iterator[Row]:
     """Train what is missing, or show what is there."""
-    options = parse(argv)
-    experiments = list(TABLES[options.table](options.seeds, options.epochs))
+    experiments = [
+        replace(experiment, backend=options.backend)
+        for experiment in TABLES[options.table](options.seeds, options.epochs)
+    ]
     if not options.show:
         known = gather(options.out)
         missing = [experiment for experiment in experiments if experiment.name not in known]
         data = load(options.data).cut(options.samples or 10**9)
         train(missing, data, options.device, options.out, options.jobs, 60 * options.minutes)
     report(experiments, options)
+    known = gather(options.out)
+    yield from (known[experiment.name] for experiment in experiments if experiment.name in known)
 
 
 def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> None:
@@ -76,11 +82,8 @@ def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> No
             draw_gradients(results[0]["log"], options.out / f"gradients-{setting}.svg")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10", default=Path("data"))
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
@@ -90,9 +93,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop and save after")
     parser.add_argument("--samples", type=int, help="use only so many images, to try it out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto", help="all train alike; inductor is fastest")
     parser.add_argument("--show", action="store_true", help="train nothing")
-    return parser.parse_args(argv)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "learning", arguments, main, smallest=None, needs="CIFAR-10 in a folder, and some minutes"
+)

@@ -1,7 +1,7 @@
 """Does the memory accounting of stages tell the truth? Training in one process, bytes counted.
 
-    python -m benchmarks.stage_memory --model resnet18 --stages 10 --batch 4 --size 64
-    python -m benchmarks.stage_memory --device cuda --model resnet50 --stages 18 --batch 64
+    python -m benchmarks run stage_memory --model resnet18 --stages 10 --batch 4 --size 64
+    python -m benchmarks run stage_memory --device cuda --model resnet50 --stages 18 --batch 64
 
 Each stage is measured as if it had a device of its own: what it holds when an action of its list
 begins (parameters, optimizer state, older versions, micro-batches in flight, messages), and how
@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.harness import LiveStorages, mib, save, show
-from benchmarks.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
+from benchmarks.harness import LiveStorages, mib, show
+from benchmarks.models import create
+from benchmarks.registry import Benchmark, Row
+from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.ir import TensorType
 from revcompile.program import Partition
+from revcompile.runtime.buffers import BuffersLike, buffers_of
 from revcompile.schedule import Method, Weights, choose, window
 from revcompile.staged import StagedModel
 
@@ -37,6 +39,12 @@ OPTIMIZERS: Final[dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]]]
     "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-5), 2),
 }
 """By name: the optimizer, and how many numbers it keeps for a parameter."""
+_BUFFERS: Final[dict[str, BuffersLike]] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "offload": "offload",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Setting:
     order: str | None = None
     optimizer: str = "sgd"
     accumulate: int = 1
+    buffers: BuffersLike = None
 
     @property
     def chosen(self) -> Method:
@@ -109,6 +118,7 @@ def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]
         len(parts),
         batch=setting.batch,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
+        buffer_bytes=buffers_of(setting.buffers).bytes_each,
         group=setting.accumulate,
         first_input_free=False,
     )
@@ -197,6 +207,7 @@ def _trained(
         method=setting.method,
         order=setting.order,
         accumulate=setting.accumulate,
+        buffers=setting.buffers,
     )
     watch = Watch(trainer, meter)
     # Versions differ from the first update on, which comes when the pipeline is full.
@@ -231,11 +242,8 @@ def report(title: str, found: Measured) -> None:
 
 
 def staged(name: str, stages: int, size: int, device: torch.device) -> StagedModel:
-    """A timm model, cut."""
-    import timm
-
-    options: dict[str, Any] = {"img_size": size} if name.startswith("vit") else {}
-    model = timm.create_model(name, **options).to(device)
+    """A model, cut."""
+    model = create(name, size, 1000).to(device)
     example = torch.zeros(2, 3, size, size, device=device)
     return revcompile.petrafy(model, stages, example, check="off")
 
@@ -262,12 +270,8 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="resnet18", help="a timm model")
     parser.add_argument("--stages", type=int, default=5)
@@ -277,28 +281,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--order", nargs="+", choices=("half", "paper"), help="one run for each")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd")
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser.parse_args(argv)
+    parser.add_argument("--buffers", choices=tuple(_BUFFERS), help="offload: on a GPU only")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for."""
-    args = parse_args(argv)
+def main(args: argparse.Namespace) -> Iterator[Row]:
+    """Measure and print."""
     device = torch.device(args.device)
     torch.manual_seed(0)
     base = allocated(device)
     net = staged(args.model, args.stages, args.size, device)
-    result: dict[str, object] = {}
     for order in args.order or [None]:
-        setting = Setting(args.batch, args.method, order, args.optimizer, args.accumulate)
+        how = (args.batch, args.method, order, args.optimizer, args.accumulate)
+        setting = Setting(*how, _BUFFERS.get(args.buffers))
         found = measure(net, setting, images(args.batch, args.size, device), base=base)
         gc.collect()
         name = f"{args.method}, {order}" if order else args.method
         title = f"{args.model}, {args.stages} stages, batch {args.batch}, {name}, {args.optimizer}"
+        title += f", buffers {args.buffers}" if args.buffers else ""
         report(f"{title}, {device}", found)
-        result[title] = {"measured": found, "ratio": found.ratio, "worst": found.worst}
-    save(args.json, "memory of stages", device, result)
+        yield {"title": title, "measured": found, "ratio": found.ratio, "worst": found.worst}
 
 
-if __name__ == "__main__":
-    main()
+SMALLEST = ("--model", "conv-2x4", "--size", "8", "--stages", "2", "--batch", "2")
+BENCHMARK = Benchmark("stage_memory", arguments, main, smallest=SMALLEST)

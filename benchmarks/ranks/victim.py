@@ -1,4 +1,4 @@
-"""The ranks of `benchmarks.kills`: they train, save, and write down every step.
+"""The ranks of `benchmarks.ranks.kills`: they train, save, and write down every step.
 
 After each step a rank adds a line to a file of its own: the loss, and for each of its stages a
 digest of all that training has come to. Two runs that went the same way have the same lines.
@@ -184,7 +184,7 @@ class Plain:
 
     def __init__(self, run: Run, ranks: int, folder: Path) -> None:
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.victim"])
+        context.set_forkserver_preload(["benchmarks.ranks.victim"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -215,7 +215,7 @@ class Torchrun:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={ranks}", "--max-restarts=3", "--monitor-interval=0.2"]
         command += [__file__, str(folder), run.method, f"{run.accumulate}"]
-        environment = os.environ | _environment() | {"PYTHONPATH": f"{Path(__file__).parents[1]}"}
+        environment = os.environ | _environment() | {"PYTHONPATH": f"{Path(__file__).parents[2]}"}
         with (folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 

@@ -1,9 +1,9 @@
 """Step time and activation memory of whole timm models, and the largest batch that fits.
 
-    python -m benchmarks.speed --model vit_tiny_patch16_224 --batch 2       # on the CPU
-    python -m benchmarks.speed --device cuda --dtype bf16 --model swin_base_patch4_window7_224 \
-        --batch 16 --batch 256 [--recorded]
-    python -m benchmarks.speed --device cuda --dtype bf16 --model vit_large_patch16_224 --fit 16
+    python -m benchmarks run whole --model vit_tiny_patch16_224 --batch 2       # on the CPU
+    python -m benchmarks run whole --device cuda --dtype bf16 --batch 16 256 \
+        --model swin_base_patch4_window7_224 [--recorded]
+    python -m benchmarks run whole --device cuda --dtype bf16 --model vit_large_patch16_224 --fit 16
 
 `--recorded` runs every variant's step as a CUDA graph, so that starting kernels costs nothing and
 what is left is what the GPU itself cannot hide.
@@ -11,9 +11,10 @@ what is left is what the GPU itself cannot hide.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -24,7 +25,8 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.harness import autocast, interleave, ratio, show
-from benchmarks.memory import memory_of
+from benchmarks.one_device.memory import memory_of
+from benchmarks.registry import Benchmark, Row
 from revcompile.overlap import Overlap
 
 OFF, ON = "reversify, overlap off", "reversify, overlap on"
@@ -160,16 +162,17 @@ def verdict(share: float, bar: float) -> str:
     return f"{share:.3f} ({'meets' if share <= bar else 'MISSES'} the bar of {bar})"
 
 
-def time_models(names: Sequence[str], batches: Sequence[int], setting: Setting) -> dict[str, Any]:
+def time_models(
+    names: Sequence[str], batches: Sequence[int], setting: Setting
+) -> Iterator[dict[str, Any]]:
     """One table for every model and batch."""
-    found: dict[str, Any] = {}
     how = ", recorded" if setting.recorded else ""
     for name in names:
         nets = variants(name, setting.device)
         for batch in batches:
             title = f"{name}, batch {batch}, {setting.dtype}{how}"
-            found[title] = report(title, *timed(nets, batch, setting), setting.recorded)
-    return found
+            figures = report(title, *timed(nets, batch, setting), setting.recorded)
+            yield {"model": name, "batch": batch, **figures}
 
 
 # -- size ------------------------------------------------------------------------------------------
@@ -200,22 +203,51 @@ def fits(net: nn.Module, plain: nn.Module, batch: int, setting: Setting) -> bool
     return True
 
 
-def fit_models(names: Sequence[str], gib: float, setting: Setting) -> dict[str, dict[str, int]]:
+def fit_models(names: Sequence[str], gib: float, setting: Setting) -> Iterator[dict[str, Any]]:
     """The largest batch of plain and of reversible training on a device of `gib`."""
     total = torch.cuda.get_device_properties(setting.device).total_memory
     torch.cuda.set_per_process_memory_fraction(gib * GIB / total, setting.device)
-    found: dict[str, dict[str, int]] = {}
     for name in names:
-        found[name] = {}
+        found: dict[str, int] = {}
         nets = variants(name, torch.device("cpu"))
         for variant in ("plain", OFF, ON):
             net = nets[variant].to(setting.device)
-            found[name][variant] = largest_batch(net, nets["plain"], setting)
+            found[variant] = largest_batch(net, nets["plain"], setting)
             net.to("cpu")
-        times = found[name][OFF] / max(1, found[name]["plain"])
+        times = found[OFF] / max(1, found["plain"])
         enough = "meets" if times >= FIT_BAR else "MISSES"
-        rows = list(found[name].items())
-        show(f"{name} in {gib:g} GiB, {setting.dtype}", ("training", "largest batch"), rows)
+        columns = ("training", "largest batch")
+        show(f"{name} in {gib:g} GiB, {setting.dtype}", columns, list(found.items()))
         print(f"{times:.1f} times plain's ({enough} the bar of {FIT_BAR:.0f})\n")
+        yield {"model": name, "gib": gib, "largest": found}
     torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
-    return found
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--model", nargs="+", default=["vit_tiny_patch16_224"], help="of timm's")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
+    parser.add_argument("--recorded", action="store_true", help="steps as CUDA graphs")
+    parser.add_argument("--fit", type=float, help="the largest batch in so many GiB instead")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2)
+
+
+def main(args: argparse.Namespace) -> Iterator[Row]:
+    """Measure and print."""
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    setting = Setting(device, args.dtype, args.rounds, args.warmup, args.recorded)
+    if args.fit is not None:
+        yield from fit_models(args.model, args.fit, setting)
+    else:
+        yield from time_models(args.model, args.batch, setting)
+
+
+SMALLEST = ("--model", "test_vit", "--batch", "2", "--rounds", "2", "--warmup", "1")
+BENCHMARK = Benchmark("whole", arguments, main, smallest=SMALLEST)

@@ -1,7 +1,7 @@
 """Two ranks over gloo, one thread each: how busy does each method keep them?
 
-    python -m benchmarks.pipeline resnet18:64:16                    model:pixels:batch
-    taskset -c 0,2 python -m benchmarks.pipeline --short vit_tiny_patch16_224:96:12 resnet18:64:16
+    python -m benchmarks run pipeline resnet18:64:16                    model:pixels:batch
+    taskset -c 0,2 python -m benchmarks run pipeline --short vit_tiny_patch16_224:96:12
 
 Every variant trains the same two stages with the same micro-batches; they take turns, round by
 round, and a figure is the median of the rounds. "ideal" is `1 / max stage time`: each rank runs its
@@ -18,62 +18,33 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-import timm
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import revcompile
-from benchmarks.harness import LiveStorages, mib, save, show
+from benchmarks.harness import LiveStorages, mib, show
+from benchmarks.models import Case, sgd
+from benchmarks.ranks.launch import RANKS, on_ranks
+from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
 from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.staged import StagedModel
 
-RANKS = 2
 IDEAL = "ideal"
 ALONE = tuple(f"stage {rank} alone" for rank in range(RANKS))
 UNTRAINED = (IDEAL, *ALONE)
 """Variants that only run stage programs: no messages, and nothing is learned."""
 Turn = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is trained."""
-
-    model: str
-    size: int
-    batch: int
-
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """Read `model:pixels:batch`."""
-        model, size, batch = text.split(":")
-        return cls(model, int(size), int(batch))
-
-    def create(self) -> nn.Module:
-        """The model, always with the same weights."""
-        torch.manual_seed(0)
-        extra: dict[str, Any] = {"img_size": self.size} if "vit" in self.model else {}
-        model: nn.Module = timm.create_model(self.model, num_classes=10, **extra)
-        return model
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """The same optimizer for all."""
-    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
 
 
 def measured(model: nn.Module, x: Tensor) -> dict[str, float]:
@@ -217,11 +188,8 @@ def _nothing() -> None:
     """The other rank's turn."""
 
 
-def work(rank: int, options: argparse.Namespace, case: Case, store: str, results: Any) -> None:
+def work(rank: int, options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """One rank: time all variants in turn, then count memory."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
-    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
     variants = Bench(options, case, rank).variants()
     times: dict[str, list[float]] = {name: [] for name in variants}
     own: dict[str, list[float]] = {name: [] for name in variants}
@@ -237,9 +205,7 @@ def work(rank: int, options: argparse.Namespace, case: Case, store: str, results
                 times[name].append((time.perf_counter() - start) / options.microbatches)
     trained = {} if options.short else {n: t for n, t in variants.items() if n not in UNTRAINED}
     memory = {name: _peak(turn) for name, turn in trained.items()}
-    results[rank] = {"times": times, "own": own, "memory": memory}
-    distributed.barrier()
-    os._exit(0)
+    return {"times": times, "own": own, "memory": memory}
 
 
 def _peak(turn: Turn) -> int:
@@ -250,37 +216,29 @@ def _peak(turn: Turn) -> int:
     return int(live.peak)
 
 
-def main() -> None:
-    """Start the ranks for one case after the other, print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("cases", nargs="*", type=Case.parse, default=[Case("resnet18", 64, 16)])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cost", choices=("analytic", "measured"), default="measured")
     parser.add_argument("--short", action="store_true", help="only what the last table needs")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    found = [run(options, case) for case in options.cases]
-    summary = [one["summary"] for one in found]
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Start the ranks for one case after the other, print the tables."""
+    summary = []
+    for case in options.cases:
+        found = run(options, case)
+        summary.append(found["summary"])
+        yield found
     columns = ("", "of ideal", "/ model parallel", "at most", "stages at once, ms", "alone, ms")
     show("PETRA, two ranks", columns, [_line(**one) for one in summary])
-    save(options.json, "pipeline", torch.device("cpu"), found)
 
 
 def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """Measure a case in processes of its own."""
-    # Memory goes back to the allocator, not to the system: else page faults come and go by chance.
-    os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
-        results = manager.dict()
-        arguments = (options, case, f"{folder}/store", results)
-        ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        return report(options, case, dict(results))
+    return report(options, case, dict(enumerate(on_ranks(work, options, case))))
 
 
 def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
@@ -333,5 +291,5 @@ def _line(
     return title, *figures, *stages
 
 
-if __name__ == "__main__":
-    main()
+SMALLEST = ("test_vit:160:2", "--rounds", "1", "--microbatches", "2", "--cost", "analytic")
+BENCHMARK = Benchmark("pipeline", arguments, main, smallest=SMALLEST)

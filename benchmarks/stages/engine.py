@@ -1,57 +1,56 @@
 """All stages on one device: milliseconds a micro-batch and memory, backends and orders in turn.
 
-    python -m benchmarks.engine --model revnet18 --backends eager cudagraphs
-    python -m benchmarks.engine --model revnet50 --backends eager cudagraphs inductor
-    python -m benchmarks.engine --model revnet50 --orders half paper --buffers bf16
-    python -m benchmarks.engine --device cpu --batch 4 --backends eager recorded
+    python -m benchmarks run engine --model revnet18 --backends eager cudagraphs
+    python -m benchmarks run engine --model revnet50 --backends eager cudagraphs inductor
+    python -m benchmarks run engine --model revnet50 --orders half paper --buffers bf16
+    python -m benchmarks run engine --device cpu --batch 4 --backends eager recorded
+    python -m benchmarks run engine --model conv-12x64 --size 32 --sweep depth 6 12 24
 
 Every variant trains the same weights on the same micro-batches with a full pipeline. Times are of
 whole turns of `--steps` steps, one variant after the other; losses are compared with those of the
 first backend in the same order. Memory is what the process takes of the device while one variant
-trains alone. `moved` is how many of the allocator's counters change over 100 steps.
+trains alone; on the CPU, where bytes are counted, what training adds to the parameters. `moved` is
+how many of the allocator's counters change over 100 steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
-import timm
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.harness import interleave, save, show, synchronize
-from examples.recipe import small_stem
+from benchmarks.harness import (
+    device_bytes,
+    interleave,
+    measure_peak,
+    mib,
+    ratio,
+    show,
+    synchronize,
+)
+from benchmarks.models import Case, create, of_depth
+from benchmarks.registry import Benchmark
+from benchmarks.registry import Row as Found
 from revcompile.runtime.trainer import Trainer
 from revcompile.staged import StagedModel
 
-GIB: Final = 2**30
 QUIET: Final = 100
 """Steps over which the allocator's counters should stand still."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A timm model, its stages and the paper's micro-batches."""
-
-    name: str
-    stages: int
-    size: int
-    batch: int
-    classes: int
-
-
 MODELS: Final = {
-    "revnet18": Model("resnet18", 10, 32, 256, 10),
-    "revnet34": Model("resnet34", 18, 32, 256, 10),
-    "revnet50": Model("resnet50", 18, 224, 64, 1000),
+    "revnet18": (Case("resnet18", 32, 256), 10),
+    "revnet34": (Case("resnet34", 32, 256), 18),
+    "revnet50": (Case("resnet50", 224, 64, 1000), 18),
 }
+"""The paper's: what is trained, and its stages."""
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Row:
     order: str
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    gib: float = 0.0
+    bytes: int = 0
     moved: list[str] = field(default_factory=list)
     deviation: float = 0.0
 
@@ -72,28 +71,30 @@ class Row:
         return f"{self.backend}, {self.order}"
 
 
-def build(model: Model, options: argparse.Namespace) -> StagedModel:
+def chosen(options: argparse.Namespace) -> tuple[Case, int]:
+    """What is trained, and its stages: the paper's, or as the options say."""
+    case, stages = MODELS.get(options.model, (Case(options.model, 32, 64), 4))
+    asked = {"size": options.size, "batch": options.batch}
+    case = replace(case, **{name: value for name, value in asked.items() if value})
+    return replace(case, model=of_depth(case.model, options.depth)), options.stages or stages
+
+
+def build(case: Case, stages: int, device: torch.device) -> StagedModel:
     """The compiled model: the same weights each time."""
-    torch.manual_seed(0)
-    net: Any = timm.create_model(model.name, num_classes=model.classes)
-    if model.size < 64:
-        small_stem(net)
-    example = torch.zeros(2, 3, model.size, model.size, device=options.device)
-    net = net.to(options.device, memory_format=torch.channels_last)
-    return revcompile.petrafy(net, model.stages, example, check="off")
+    net = create(case.model, case.size, case.classes, small=case.size < 64)
+    net = net.to(device).to(memory_format=torch.channels_last)
+    x, _ = replace(case, batch=2).data(device)
+    return revcompile.petrafy(net, stages, x, check="off")
 
 
 class Feed:
     """A few micro-batches on the device, over and over."""
 
-    def __init__(self, model: Model, batch: int, device: str) -> None:
-        generator = torch.Generator().manual_seed(1)
-        shape = batch, 3, model.size, model.size
+    def __init__(self, case: Case, device: torch.device) -> None:
         self.batches: list[tuple[Tensor, Tensor]] = []
-        for _ in range(4):
-            x = torch.randn(shape, generator=generator).to(memory_format=torch.channels_last)
-            y = torch.randint(0, model.classes, (batch,), generator=generator)
-            self.batches.append((x.to(device), y.to(device)))
+        for seed in range(4):
+            x, y = case.data(device, seed)
+            self.batches.append((x.to(memory_format=torch.channels_last), y))
         self._next = 0
 
     def turn(self, trainer: Trainer, steps: int) -> list[Tensor]:
@@ -113,14 +114,13 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.model: Model = MODELS[options.model]
-        self.batch = options.batch or self.model.batch
+        self.case, self.stages = chosen(options)
         self.device = torch.device(options.device)
         self.rows = [Row(b, o) for o in options.orders for b in options.backends]
 
     def trainer(self, row: Row) -> Trainer:
         """A trainer with a model of its own."""
-        return build(self.model, self.options).trainer(
+        return build(self.case, self.stages, self.device).trainer(
             lambda p: torch.optim.SGD(p, lr=self.options.lr, momentum=0.9, weight_decay=1e-4),
             F.cross_entropy,
             order=row.order,
@@ -133,14 +133,7 @@ class Bench:
         """Each variant alone, for losses and memory; then all of them in turn, for time."""
         turns = {}
         for row in self.rows:
-            before = self._used()
-            trainer, feed = self.trainer(row), Feed(self.model, self.batch, self.options.device)
-            warm = 2 * self.model.stages * (2 if row.order == "paper" else 1) + 8
-            found = feed.turn(trainer, warm)
-            row.losses = [float(loss) for loss in found]
-            del found
-            row.moved = self._moved(trainer, feed)
-            row.gib = (self._used() - before) / GIB
+            trainer, feed = self._alone(row)
             turns[row.name] = lambda t=trainer, f=feed: f.turn(t, self.options.steps)
             if self.options.alone:
                 timed = {row.name: turns.pop(row.name)}
@@ -154,25 +147,33 @@ class Bench:
         self._compare()
         return self.rows
 
+    def _alone(self, row: Row) -> tuple[Trainer, Feed]:
+        """A variant filled and warmed up: losses, memory, and what moves."""
+        is_gpu = self.device.type == "cuda"
+        before = device_bytes(self.device) if is_gpu else 0
+        trainer, feed = self.trainer(row), Feed(self.case, self.device)
+        steps = 2 * self.stages * (2 if row.order == "paper" else 1) + 8
+
+        def warm() -> None:
+            row.losses = [float(loss) for loss in feed.turn(trainer, steps)]
+
+        if is_gpu:
+            warm()
+            row.moved = self._moved(trainer, feed)
+            row.bytes = device_bytes(self.device) - before
+        else:
+            row.bytes = measure_peak(warm, self.device)
+        return trainer, feed
+
     def _compare(self) -> None:
         for row in self.rows:
             base = next(other for other in self.rows if other.order == row.order)
             pairs = zip(base.losses, row.losses, strict=True)
             row.deviation = max(abs(a - b) / abs(a) for a, b in pairs)
 
-    def _used(self) -> float:
-        """Bytes of the device that are taken, caches left out."""
-        if self.device.type != "cuda":
-            return 0.0
-        synchronize(self.device)
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        return float(total - free)
-
     def _moved(self, trainer: Trainer, feed: Feed) -> list[str]:
         """The allocator's counters that change over some steps, with a step's memory cached."""
-        if self.device.type != "cuda" or self.options.skip_quiet:
+        if self.options.skip_quiet:
             return []
         feed.turn(trainer, 4)
         synchronize(self.device)
@@ -184,8 +185,8 @@ class Bench:
         return [key for key in before if before[key] != after[key]]
 
 
-def report(options: argparse.Namespace, model: Model, rows: list[Row]) -> None:
-    """A table, and JSON where asked for."""
+def report(title: str, rows: list[Row]) -> None:
+    """Print the table."""
     shown = []
     for row in rows:
         base = next(other for other in rows if other.order == row.order)
@@ -194,26 +195,28 @@ def report(options: argparse.Namespace, model: Model, rows: list[Row]) -> None:
                 row.name,
                 f"{1e3 * median(row.seconds):.2f}",
                 f"{1e3 * min(row.seconds):.2f}",
-                f"{median(row.seconds) / median(base.seconds):.2f}",
-                f"{row.gib:.2f}",
+                f"{ratio(row.seconds, base.seconds).median:.2f}",
+                mib(row.bytes),
                 len(row.moved),
                 f"{row.deviation:.1e}",
                 f"{row.losses[-1]:.4f}",
             )
         )
-    title = f"{options.model}: {model.stages} stages, batch {options.batch or model.batch}, "
-    title += f"{model.size} px, {options.dtype}"
-    columns = ("variant", "ms", "best", "ratio", "GiB", "moved", "loss off by", "last loss")
+    columns = ("variant", "ms", "best", "ratio", "memory", "moved", "loss off by", "last loss")
     show(title, columns, shown)
-    save(options.json, "engine", torch.device(options.device), {"title": title, "rows": rows})
 
 
-def main() -> None:
-    """Run, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="revnet18")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--model", default="revnet18", help=f"{', '.join(MODELS)}, or any other")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch", type=int)
+    for name, help in (
+        ("batch", "samples a micro-batch"),
+        ("size", "pixels"),
+        ("stages", "how many"),
+        ("depth", "blocks of a stack"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=help)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--buffers", choices=("as they are", "bf16"), default="as they are")
     parser.add_argument("--backends", nargs="+", default=["eager", "cudagraphs"])
@@ -223,11 +226,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--alone", action="store_true", help="one variant in memory at a time")
     parser.add_argument("--skip-quiet", action="store_true", help="no look at the counters")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> Iterator[Found]:
+    """Run, and print the table."""
     bench = Bench(options)
-    report(options, bench.model, bench.run())
+    rows = bench.run()
+    report(f"{bench.case}, {bench.stages} stages, {options.dtype}", rows)
+    for row in rows:
+        yield {"variant": row.name, "case": bench.case, "stages": bench.stages, **asdict(row)}
 
 
-if __name__ == "__main__":
-    main()
+SMALLEST = (
+    "--device",
+    "cpu",
+    "--model",
+    "conv-2x4",
+    "--size",
+    "8",
+    "--batch",
+    "2",
+    "--stages",
+    "2",
+)
+BENCHMARK = Benchmark(
+    "engine",
+    arguments,
+    main,
+    smallest=(*SMALLEST, "--steps", "1", "--rounds", "1", "--backends", "eager", "recorded"),
+    sweeps=("batch", "depth", "stages"),
+)

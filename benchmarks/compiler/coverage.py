@@ -1,8 +1,8 @@
 """Capture and rewire the smallest model of every timm family; report what became reversible.
 
-    python -m benchmarks.coverage                    # all families, shares and reasons
-    python -m benchmarks.coverage --check full       # compare every capture with its original
-    python -m benchmarks.coverage resnet swin_transformer convnext_atto   # some, by family or name
+    python -m benchmarks run coverage                    # all families, shares and reasons
+    python -m benchmarks run coverage --check full       # compare every capture with its original
+    python -m benchmarks run coverage resnet convnext_atto         # some, by family or name
 
 Shares are of the original model's parameters and forward FLOPs (policy "pretrained", which adds
 none). timm's `test_*` toys are passed over. `--torchvision` does torchvision's classifiers.
@@ -11,7 +11,6 @@ none). timm's `test_*` toys are passed over. `--torchvision` does torchvision's 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,13 +19,13 @@ from typing import Any
 
 import timm
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from timm.models._registry import _model_to_module
 from torch import nn
 
 import revcompile
+from benchmarks.harness import show
+from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.capture import capture
 from revcompile.compiler.cost import costs
 from revcompile.compiler.find import find
@@ -49,9 +48,9 @@ def smallest_of_each_family() -> dict[str, str]:
     return {family: name for family, (_, name) in sorted(sizes.items())}
 
 
-def chosen(names: list[str], torchvision: bool) -> Iterator[tuple[str, str, nn.Module, Any]]:
+def chosen(names: list[str], of_torchvision: bool) -> Iterator[tuple[str, str, nn.Module, Any]]:
     """Family, name, model and example inputs of everything to be looked at."""
-    if torchvision:
+    if of_torchvision:
         import torchvision
 
         for name in torchvision.models.list_models(module=torchvision.models):
@@ -101,38 +100,38 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print the table, and write it where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("names", nargs="*", help="families or models (default: all families)")
     parser.add_argument("--check", default="fast", choices=["full", "fast", "off"])
     parser.add_argument("--torchvision", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Print the table, and write it where asked."""
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     for family, name, model, example in chosen(options.names, options.torchvision):
         row = {"family": family, "model": name}
         try:
-            row |= examine(model, example, options.check)
+            with warnings.catch_warnings(action="ignore"):
+                row |= examine(model, example, options.check)
         except revcompile.RevcompileError as error:
-            row["error"] = str(error)
+            row["failed"] = str(error)
         rows.append(row)
         print(_line(row), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1))
-    Console().print(_table(rows))
+        yield row
+    captured = sum("failed" not in row for row in rows)
+    columns = ("family", "model", "FLOPs", "parameters", "blocks", "most frequent refusal")
+    show(f"captured {captured}/{len(rows)}", columns, [_cells(row) for row in rows])
     if options.markdown:
         options.markdown.write_text(markdown(rows))
-    if any("error" in row for row in rows):
-        raise SystemExit(1)
 
 
 def _line(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"{row['family']:24} {row['model']:34} FAILED {row['error'].splitlines()[0]}"
+    if "failed" in row:
+        return f"{row['family']:24} {row['model']:34} FAILED {row['failed'].splitlines()[0]}"
     return (
         f"{row['family']:24} {row['model']:34} {row['flops_share']:5.1f} % of FLOPs "
         f"{row['parameter_share']:5.1f} % of parameters  {row['seconds']} s"
@@ -141,19 +140,19 @@ def _line(row: dict[str, Any]) -> str:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a page: shares, and for what stayed opaque the most frequent reasons."""
-    captured = sum("error" not in row for row in rows)
+    captured = sum("failed" not in row for row in rows)
     lines = [
         "# What becomes reversible",
         "",
         f"The smallest model of each timm family, {captured} of {len(rows)} captured. Shares are",
-        "of the original's forward FLOPs and parameters. Made by `benchmarks/coverage.py`.",
+        "of the original's forward FLOPs and parameters. Made by `benchmarks run coverage`.",
         "",
         "| family | model | FLOPs | parameters | blocks | sums that were refused |",
         "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda r: (-r.get("flops_share", 0.0), r["family"])):
-        if "error" in row:
-            lines.append(f"| {row['family']} | {row['model']} | failed | | | {row['error']} |")
+        if "failed" in row:
+            lines.append(f"| {row['family']} | {row['model']} | failed | | | {row['failed']} |")
             continue
         most = sorted(row["refused"].items(), key=lambda item: -item[1])[:2]
         reasons = "; ".join(f"{count}× {reason}" for reason, count in most)
@@ -164,26 +163,18 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    captured = sum("error" not in row for row in rows)
-    table = Table(title=f"captured {captured}/{len(rows)}")
-    for column in ("family", "model", "FLOPs", "parameters", "blocks", "most frequent refusal"):
-        table.add_column(column)
-    for row in rows:
-        if "error" in row:
-            table.add_row(row["family"], row["model"], "failed", "", "", row["error"])
-            continue
-        most = max(row["refused"], key=row["refused"].__getitem__, default="")
-        table.add_row(
-            row["family"],
-            row["model"],
-            f"{row['flops_share']:.1f} %",
-            f"{row['parameter_share']:.1f} %",
-            f"{row['reversible']}/{row['segments']}",
-            f"{row['refused'][most]}x {most}" if most else "",
-        )
-    return table
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if "failed" in row:
+        return row["family"], row["model"], "failed", "", "", row["failed"].splitlines()[0]
+    most = max(row["refused"], key=row["refused"].__getitem__, default="")
+    return (
+        row["family"],
+        row["model"],
+        f"{row['flops_share']:.1f} %",
+        f"{row['parameter_share']:.1f} %",
+        f"{row['reversible']}/{row['segments']}",
+        f"{row['refused'][most]}x {most}" if most else "",
+    )
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("coverage", arguments, main, smallest=("test_resnet",))

@@ -1,7 +1,7 @@
 """PETRA's Table 3 from our own compiler: the memory of RevNet-50 under each choice of buffers.
 
-    python -m benchmarks.accounting
-    python -m benchmarks.accounting --batch 32
+    python -m benchmarks run accounting
+    python -m benchmarks run accounting --batch 32
 
 The paper counts the model, the input buffers and the parameter buffers of all 18 stages, and does
 not say how in detail. The reading below is the one under which our stages give its figures, in
@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import timm
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import revcompile
+from benchmarks.harness import show
+from benchmarks.registry import Benchmark
+from benchmarks.registry import Row as Found
 from revcompile.compiler.cost import MemoryModel, costs
 from revcompile.ir import Rewired
 from revcompile.program import Piece
@@ -101,27 +102,33 @@ def _counted(model: MemoryModel, stage: int) -> int:
     return memory.parameters + memory.stashed + max(memory.buffers, at_work)
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("--batch", type=int, default=BATCH)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> Iterator[Found]:
+    """Print the table."""
     rows = list(table3(revnet50(), options.batch))
-    table = Table(title=f"RevNet-50, {STAGES} stages, batch {options.batch}, 224 x 224")
-    for column in ("input buffers", "parameter buffers", "order", "GB", "saving", "expected"):
-        table.add_column(column, justify="left" if column in ("order",) else "right")
-    for row in rows:
-        kind = str(row.buffer_dtype).removeprefix("torch.") if row.buffer_dtype else "float32"
-        table.add_row(
-            f"all, {kind}" if row.inputs else f"where not reversible, {kind}",
-            "yes" if row.parameters else "no",
-            row.order,
-            f"{row.total / 1e9:.2f}",
-            f"{100 * (1 - row.total / rows[0].total):.1f} %",
-            f"{row.expected:.1f}" if options.batch == BATCH else "",
-        )
-    Console().print(table)
+    columns = ("input buffers", "parameter buffers", "order", "GB", "saving", "expected")
+    show(
+        f"RevNet-50, {STAGES} stages, batch {options.batch}, 224 x 224",
+        columns,
+        [_line(row, rows[0].total, options.batch) for row in rows],
+    )
+    yield from map(asdict, rows)
 
 
-if __name__ == "__main__":
-    main()
+def _line(row: Row, most: int, batch: int) -> tuple[str, ...]:
+    kind = str(row.buffer_dtype).removeprefix("torch.") if row.buffer_dtype else "float32"
+    return (
+        f"all, {kind}" if row.inputs else f"where not reversible, {kind}",
+        "yes" if row.parameters else "no",
+        row.order,
+        f"{row.total / 1e9:.2f}",
+        f"{100 * (1 - row.total / most):.1f} %",
+        f"{row.expected:.1f}" if batch == BATCH else "",
+    )
+
+
+BENCHMARK = Benchmark("accounting", arguments, main)

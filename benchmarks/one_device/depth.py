@@ -1,7 +1,7 @@
 """Memory and time of one training step against depth: ViT blocks, 12 to 192 of them.
 
-    python -m benchmarks.depth                                   # narrow blocks on the CPU
-    python -m benchmarks.depth --device cuda --dtype bf16
+    python -m benchmarks run depth                               # narrow blocks on the CPU
+    python -m benchmarks run depth --device cuda --dtype bf16
 
 Counted is what a step takes on top of parameters, gradients and optimizer state. Both figures are
 fitted as `depth ** exponent`. The bars: memory the same at every depth within 5 %, time linear (an
@@ -11,10 +11,8 @@ exponent up to 1.1).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import log
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -22,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.harness import autocast, interleave, measure_memory, mib, save, show, slope
+from benchmarks.harness import autocast, exponent, interleave, measure_memory, mib, show
+from benchmarks.registry import Benchmark, Row
 from benchmarks.stacks import Sizes, batch_of, transformer_stack
 
 CPU = Sizes(depth=0, width=32, side=16, batch=2)
@@ -39,16 +38,6 @@ class Point:
     depth: int
     peak: int
     seconds: float
-
-
-def exponent(depths: Sequence[int], values: Sequence[float]) -> float:
-    """`p` of `value ~ depth ** p`: 0 is constant, 1 linear.
-
-    >>> round(exponent([1, 2, 4], [3.0, 6.0, 12.0]), 6)
-    1.0
-    """
-    logs = [log(depth) for depth in depths]
-    return slope(logs, [log(value) for value in values])
 
 
 def measure(depth: int, sizes: Sizes, args: argparse.Namespace) -> Point:
@@ -102,32 +91,24 @@ def report(title: str, points: Sequence[Point]) -> dict[str, float]:
     return {**growth, "spread": spread}
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--overlap", default="auto", help="see reversify")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for."""
-    args = parse_args(argv)
+def main(args: argparse.Namespace) -> Iterator[Row]:
+    """Measure and print."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     sizes = CUDA if torch.device(args.device).type == "cuda" else CPU
     points = [measure(depth, sizes, args) for depth in args.depths]
     title = f"ViT blocks of width {sizes.width}, {sizes.side} tokens, batch {sizes.batch}"
     growth = report(f"{title}, {args.dtype}, overlap {args.overlap}", points)
-    save(args.json, "depth", torch.device(args.device), {"points": points, "growth": growth})
+    yield {"sizes": sizes, "points": points, "growth": growth}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("depth", arguments, main, smallest=("--depths", "2", "6", "--rounds", "2"))

@@ -1,4 +1,4 @@
-"""Names and figures, short enough for a drawing."""
+"""Names and figures, short enough for a table or a drawing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from revcompile.ir import TensorType
 
-__all__ = ["amount", "bytes_of", "dtype", "listed", "shape", "share", "size", "span"]
+__all__ = ["amount", "bytes_of", "counted", "dtype", "listed", "shape", "share", "size", "span"]
 
 
 def amount(count: float) -> str:
@@ -57,10 +57,15 @@ def bytes_of(kind: TensorType | None, batch: int | None) -> int:
     return 0 if kind is None else kind.nbytes(batch)
 
 
+def counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
+    """Several tensors, equal ones once: `2×f32[B,64,56,56]`."""
+    found = Counter(f"{dtype(kind)}{shape(kind)}" for kind in kinds)
+    return tuple(f"{n}×{name}" if n > 1 else name for name, n in found.items())
+
+
 def listed(kinds: Sequence[TensorType]) -> str:
-    """Several tensors in a line, equal ones counted."""
-    counted = Counter(f"{dtype(kind)}{shape(kind)}" for kind in kinds)
-    return ", ".join(f"{n}×{name}" if n > 1 else name for name, n in counted.items())
+    """The same in a line."""
+    return ", ".join(counted(kinds))
 
 
 def span(names: Sequence[str]) -> str:

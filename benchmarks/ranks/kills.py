@@ -1,6 +1,6 @@
 """Kill ranks at random moments, again and again: nothing may hang, break or be left behind.
 
-    python -m benchmarks.kills --trials 100 --ranks 2 4 --jobs 2 --json kills.json
+    python -m benchmarks run kills --trials 100 --ranks 2 4 --jobs 2 --json kills.json
 
 A trial draws a method, how many micro-batches an update gathers, a moment (while the ranks find
 each other, in a step, in a save) and one or two ranks, which get SIGKILL then. Half of the trials
@@ -20,12 +20,11 @@ import random
 import re
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,8 +32,8 @@ import torch
 from rich.progress import track
 
 import revcompile
-from benchmarks.harness import save, show
-from benchmarks.victim import (
+from benchmarks.harness import show
+from benchmarks.ranks.victim import (
     EVERY,
     STEPS,
     TIMEOUT,
@@ -45,6 +44,7 @@ from benchmarks.victim import (
     checkpoints,
     train,
 )
+from benchmarks.registry import Benchmark, Row
 from revcompile.runtime.checkpoint import load_training
 
 METHODS: Final = ("petra", "1f1b", "gpipe", "delayed", "pipedream", "ddg", "dni", "backprop")
@@ -330,36 +330,30 @@ COLUMNS: Final = (
 )
 
 
-def main() -> None:
-    """Run the trials, some at a time."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="written anew after each trial")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Run the trials, some at a time."""
     torch.set_num_threads(1)
     trials = [Trial.draw(options.seed + i, options.ranks) for i in range(options.trials)]
     runs = dict.fromkeys(trial.run for trial in trials)
     expected = {run: undisturbed(run) for run in track(runs, "undisturbed")}
     outcomes: list[Outcome] = []
-    lock = threading.Lock()
-
-    def one(trial: Trial) -> None:
-        found = attempt(trial, expected[trial.run])
-        with lock:
-            outcomes.append(found)
-            save(options.json, "kills", torch.device("cpu"), outcomes)
-
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(track(pool.map(one, trials), "killing", total=len(trials)))
+        trying = [pool.submit(attempt, trial, expected[trial.run]) for trial in trials]
+        for one in track(as_completed(trying), "killing", total=len(trials)):
+            outcomes.append(one.result())
+            yield {**asdict(outcomes[-1]), "failed": outcomes[-1].problems}
     show("Kills", COLUMNS, list(summary(outcomes)))
     for outcome in outcomes:
         for problem in outcome.problems:
             print(f"{outcome.trial}:\n    {problem}")
-    raise SystemExit(any(outcome.problems for outcome in outcomes))
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark("kills", arguments, main, smallest=("--trials", "1"))

@@ -1,8 +1,8 @@
 """Step time (forward and backward) of the same blocks: plain, checkpointed, reversible, memcnn.
 
-    python -m benchmarks.speed                        # small stacks on the CPU
-    python -m benchmarks.speed --device cuda --dtype bf16
-    python -m benchmarks.speed --device cuda --dtype bf16 --model resnet152    # see whole.py
+    python -m benchmarks run speed                        # small stacks on the CPU
+    python -m benchmarks run speed --device cuda --dtype bf16
+    python -m benchmarks run whole --device cuda --dtype bf16       # the same for whole models
 
 `reversify` evaluates each branch twice and differentiates it once, as checkpointing does; memcnn
 evaluates it three times. By default checkpointing leaves out what no gradient needs of the second
@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,9 +26,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import revcompile
-from benchmarks.harness import autocast, count_flops, interleave, ratio, save, show
+from benchmarks.harness import autocast, count_flops, interleave, ratio, show
+from benchmarks.registry import Benchmark, Row
 from benchmarks.stacks import KINDS, Block, Sizes, Stack, batch_of
-from benchmarks.whole import Setting, fit_models, time_models
 
 CPU = {
     "transformer": Sizes(depth=6, width=128, side=64, batch=8),
@@ -166,53 +165,25 @@ def report(title: str, seconds: dict[str, list[float]], flops: dict[str, int]) -
     return {"seconds": seconds, "flops": flops, "reversify_over": bars}
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     parser.add_argument("--kind", choices=tuple(KINDS), action="append", help="one stack only")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    for name in ("depth", "width", "side"):
-        parser.add_argument(f"--{name}", type=int, help="another size of the stacks")
-    parser.add_argument("--batch", type=int, action="append", help="another batch; several: models")
-    parser.add_argument("--model", action="append", help="a timm model instead of the stacks")
-    parser.add_argument("--recorded", action="store_true", help="models as CUDA graphs")
-    parser.add_argument("--fit", type=float, help="models' largest batch in so many GiB instead")
+    for name in ("depth", "width", "side", "batch"):
+        parser.add_argument(f"--{name}", type=int, help="another size")
     parser.add_argument("--tolerance", type=float, help="of the reconstruction; see reversify")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Time, print, and write what was asked for."""
-    args = parse_args(argv)
+def main(args: argparse.Namespace) -> Iterator[Row]:
+    """Time and print."""
     device = torch.device(args.device)
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    if args.model:
-        setting = Setting(device, args.dtype, args.rounds, args.warmup, args.recorded)
-        found = (
-            time_models(args.model, args.batch or [8], setting)
-            if args.fit is None
-            else (fit_models(args.model, args.fit, setting))
-        )
-        save(args.json, f"models, {args.dtype}", device, found)
-        return
-    save(args.json, f"step time, {args.dtype}", device, time_stacks(args, device))
-
-
-def time_stacks(args: argparse.Namespace, device: torch.device) -> dict[str, object]:
-    """The stacks' tables."""
     memcnn = import_memcnn(args.dtype)
-    result: dict[str, object] = {}
-    if args.batch:
-        args.batch = args.batch[-1]
     for kind in args.kind or KINDS:
         default = (CUDA if device.type == "cuda" else CPU)[kind]
         sizes = Sizes(
@@ -225,9 +196,8 @@ def time_stacks(args: argparse.Namespace, device: torch.device) -> dict[str, obj
         seconds = interleave(steps, args.rounds, args.warmup, device)
         flops = {name: count_flops(step) for name, step in steps.items()}
         figures = report(f"{kind}: {sizes}, {args.dtype}", seconds, flops)
-        result[kind] = {"sizes": sizes, **figures}
-    return result
+        yield {"kind": kind, "sizes": sizes, **figures}
 
 
-if __name__ == "__main__":
-    main()
+SMALLEST = ("--rounds", "1", "--warmup", "1", "--depth", "2", "--width", "8", "--side", "4")
+BENCHMARK = Benchmark("speed", arguments, main, smallest=(*SMALLEST, "--batch", "2"))

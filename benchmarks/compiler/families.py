@@ -1,7 +1,7 @@
 """Petrafy the smallest model of every timm family and compare its gradients with autograd's.
 
-    python -m benchmarks.families                       # all families, 4 stages, three steps
-    python -m benchmarks.families resnet swin_transformer   # some, by family or model name
+    python -m benchmarks run families                       # all families, 4 stages, three steps
+    python -m benchmarks run families resnet swin_transformer  # some, by family or model name
 
 Three PETRA steps at learning rate 0, the last batch of another size: every parameter's gradient
 must equal that of autograd on `net.module()`. Double precision up to `--double` million parameters,
@@ -15,19 +15,21 @@ import gc
 import json
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.coverage import smallest_of_each_family
+from benchmarks.compiler.coverage import smallest_of_each_family
+from benchmarks.harness import show
+from benchmarks.record import read
+from benchmarks.registry import Benchmark, Row
 
 
 class Recorder(torch.optim.SGD):
@@ -76,7 +78,7 @@ def examine(
 ) -> dict[str, Any]:
     """Petrafy a model, train some steps at rate 0, compare."""
     torch.manual_seed(0)
-    model = timm.create_model(name)
+    model: Any = timm.create_model(name)
     fixed_randomness(model)
     size = sum(p.numel() for p in model.parameters())
     dtype = torch.float64 if size <= double * 1e6 else torch.float32
@@ -127,17 +129,16 @@ def _compare(trainer: Any, reference: nn.Module, index: int, x: Tensor, y: Tenso
             want = expected[name]
             if got is None and want is None:
                 continue
-            got = torch.zeros_like(want) if got is None else got
             want = torch.zeros_like(got) if want is None else want
+            got = torch.zeros_like(want) if got is None else got
             # A gradient that is zero in exact arithmetic is noise: measure against the largest.
             scale = max(float(want.abs().max()), 1e-4 * largest)
             worst = max(worst, float((got - want).abs().max()) / scale)
     return worst
 
 
-def main() -> None:
-    """Print the table, and write it where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("names", nargs="*", help="families or models (default: all families)")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
@@ -145,53 +146,56 @@ def main() -> None:
     parser.add_argument("--families", type=Path, help="JSON of [family, model] pairs, to save time")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, beginning at i")
-    parser.add_argument("--json", type=Path, help="rows are written here, and those there skipped")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    pairs = dict(json.loads(options.families.read_text())) if options.families else None
-    families = pairs or smallest_of_each_family()
-    wanted = {f: m for f, m in families.items() if not options.names or f in options.names}
-    wanted |= {name: name for name in options.names if name in timm.list_models()}
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Print the table; rows that a file of --json has are taken from there."""
     shard, shards = map(int, options.shard.split("/"))
     rows: list[dict[str, Any]] = []
     if options.json and options.json.exists():
-        rows = json.loads(options.json.read_text())
+        rows = read(options.json)["rows"]
+    yield from rows
     done = {row["model"] for row in rows}
-    for family, name in track([*wanted.items()][shard::shards], "petrafying"):
+    for family, name in track([*wanted(options).items()][shard::shards], "petrafying"):
         if name in done:
             continue
         row: dict[str, Any] = {"family": family, "model": name}
         try:
-            row |= examine(name, options.stages, options.steps, options.double, options.device)
+            with warnings.catch_warnings(action="ignore"):
+                row |= examine(name, options.stages, options.steps, options.double, options.device)
+            row |= {} if row["ok"] else {"failed": f"worst gradient {row['error']:.1e}"}
         except (revcompile.RevcompileError, RuntimeError) as error:
             row |= {"failed": f"{type(error).__name__}: {error}"}
         rows.append(row)
         gc.collect()
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1))
-    Console().print(_table(rows))
-    if any(not row.get("ok") for row in rows):
-        raise SystemExit(1)
+        yield row
+    right = sum(bool(row.get("ok")) for row in rows)
+    columns = ("family", "model", "petrafy s", "reversible", "balance", "worst gradient")
+    lines = [_cells(row) for row in sorted(rows, key=lambda row: row["family"])]
+    show(f"{right} of {len(rows)} equal autograd", columns, lines)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{sum(bool(r.get('ok')) for r in rows)} of {len(rows)} equal autograd")
-    for column in ("family", "model", "petrafy s", "reversible", "balance", "worst gradient"):
-        table.add_column(column)
-    for row in sorted(rows, key=lambda r: r["family"]):
-        if "failed" in row:
-            table.add_row(row["family"], row["model"], "", "", "", row["failed"][:60])
-            continue
-        table.add_row(
-            row["family"],
-            row["model"],
-            f"{row['seconds']}",
-            f"{row['couplings']} blocks, {row['reversible']} stages",
-            f"{row['balance']:.2f}",
-            f"{row['error']:.1e} ({row['dtype']})" + ("" if row["ok"] else "  TOO LARGE"),
-        )
-    return table
+def wanted(options: argparse.Namespace) -> dict[str, str]:
+    """Family (or what it is called by) -> model."""
+    models = {name: name for name in options.names if timm.is_model(name)}
+    if options.names and set(options.names) == set(models):
+        return models
+    pairs = dict(json.loads(options.families.read_text())) if options.families else None
+    families = pairs or smallest_of_each_family()
+    return {f: m for f, m in families.items() if not options.names or f in options.names} | models
 
 
-if __name__ == "__main__":
-    main()
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if "error" not in row:
+        return row["family"], row["model"], "", "", "", row["failed"][:60]
+    return (
+        row["family"],
+        row["model"],
+        f"{row['seconds']}",
+        f"{row['couplings']} blocks, {row['reversible']} stages",
+        f"{row['balance']:.2f}",
+        f"{row['error']:.1e} ({row['dtype']})" + ("" if row["ok"] else "  TOO LARGE"),
+    )
+
+
+BENCHMARK = Benchmark("families", arguments, main, smallest=("test_resnet", "--stages", "2"))

@@ -1,8 +1,8 @@
 """Activation memory of plain training and of `reversify`: against depth, or of one timm model.
 
-    python -m benchmarks.memory                                    # two stacks, 2 to 32 blocks, CPU
-    python -m benchmarks.memory --device cuda
-    python -m benchmarks.memory --device cuda --model vit_large_patch16_224 --batch 64
+    python -m benchmarks run memory                                # two stacks, 2 to 32 blocks, CPU
+    python -m benchmarks run memory --device cuda
+    python -m benchmarks run memory --device cuda --model vit_large_patch16_224 --batch 64
 
 Parameters, their gradients and the batch are there before a step begins and do not count. The bars:
 what a block adds is under 5 % of what it adds to the plain model, and a whole large model takes at
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.harness import Memory, autocast, measure_memory, mib, save, show, slope
+from benchmarks.harness import Memory, autocast, measure_memory, mib, show, slope
+from benchmarks.registry import Benchmark, Row
 from benchmarks.stacks import KINDS, Sizes, batch_of
 
 SLOPE_BAR = 0.05
@@ -149,12 +149,8 @@ def explain(title: str, memory: Memory, rows: int = 12) -> None:
     show(f"alive at the peak of {title}", ("made by", "bytes"), entries)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     parser.add_argument("--policy", default="paper", help="how revcompile rewires the model")
@@ -164,13 +160,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="a timm model instead of the stacks")
     parser.add_argument("--batch", type=int, help="another batch size")
     parser.add_argument("--explain", action="store_true", help="list what is alive at the peak")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for."""
-    args = parse_args(argv)
+def main(args: argparse.Namespace) -> Iterator[Row]:
+    """Measure and print."""
     device = torch.device(args.device)
     options = {"policy": args.policy, "tolerance": args.tolerance}
     torch.manual_seed(0)
@@ -181,9 +174,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         less = report_model(title, model)
         if args.explain:
             explain(f"{args.model}, reversify", model["reversify"])
-        save(args.json, title, device, {"memory": model, "times_less": less})
+        yield {"model": args.model, "batch": batch, "memory": model, "times_less": less}
         return
-    result: dict[str, object] = {}
     for kind in args.kind or KINDS:
         sizes = (CUDA if device.type == "cuda" else CPU)[kind]
         if args.batch:
@@ -192,9 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         shares = report_depths(kind, sizes, args.depths, stack)
         if args.explain:
             explain(f"{kind}, {args.depths[-1]} blocks, reversify", stack["reversify"][-1])
-        result[kind] = {"depths": args.depths, "memory": stack, "slope_shares": shares}
-    save(args.json, f"memory against depth, {args.dtype}", device, result)
+        yield {"kind": kind, "depths": args.depths, "memory": stack, "slope_shares": shares}
 
 
-if __name__ == "__main__":
-    main()
+SMALLEST = ("--depths", "1", "2", "--batch", "2")
+BENCHMARK = Benchmark("memory", arguments, main, smallest=SMALLEST)

@@ -1,0 +1,1 @@
+"""What is measured here: `python -m benchmarks` lists it, by folder."""

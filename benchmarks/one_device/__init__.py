@@ -1,0 +1,1 @@
+"""One process, one model: what reversible training costs and saves beside its peers."""

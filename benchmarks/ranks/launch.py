@@ -1,0 +1,59 @@
+"""Ranks on this machine: processes joined over gloo, one thread each, and what they come to."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from typing import Any, Final
+
+import torch
+from torch import distributed, multiprocessing
+
+__all__ = ["RANKS", "on_ranks"]
+
+RANKS: Final = 2
+
+
+def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = RANKS) -> list[Any]:
+    """Call `work(rank, *arguments)` on every rank, in processes of their own; their results."""
+    # Memory goes back to the allocator, not to the system: else page faults come and go by chance.
+    os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
+        results = manager.dict()
+        shared = (ranks, f"{folder}/store", results, work, arguments)
+        processes = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        _join(processes)
+        found = dict(results)
+    if len(found) < ranks:
+        codes = ", ".join(f"rank {rank}: {p.exitcode}" for rank, p in enumerate(processes))
+        raise RuntimeError(f"{work.__module__}: a rank gave no result (exit codes: {codes})")
+    return [found[rank] for rank in range(ranks)]
+
+
+def _join(processes: Sequence[Any]) -> None:
+    """Wait for all; once one has failed the others wait for it in vain, and are ended."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                for other in running.values():
+                    other.terminate()
+
+
+def _rank(
+    rank: int, ranks: int, store: str, results: Any, work: Callable[..., Any], arguments: Any
+) -> None:
+    """One rank's life. It ends without clean-up: threads of links may still wait for the other."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    results[rank] = work(rank, *arguments)
+    distributed.barrier()
+    os._exit(0)

@@ -1,0 +1,247 @@
+"""Small models that tests train: batch norms, attention, dropout, skips, side inputs, ties.
+
+Those that are only awkward to capture are in `zoo`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# -- inputs ---------------------------------------------------------------------------------------
+
+
+def images(size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(size, 3, 8, 8, dtype=torch.float64),)
+
+
+def rows(size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(size, 7, dtype=torch.float64),)
+
+
+def words(size: int) -> tuple[Tensor, ...]:
+    return torch.randint(0, 11, (size, 4)), torch.rand(size, 1, 1, dtype=torch.float64)
+
+
+# -- convolutions ---------------------------------------------------------------------------------
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, before: int, width: int, normed: bool) -> None:
+        super().__init__()
+        stride, conv = width // before, functools.partial(nn.Conv2d, bias=False)
+        self.conv1, self.bn1 = conv(before, width, 3, stride, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = conv(width, width, 3, 1, 1), nn.BatchNorm2d(width)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1:
+            self.short = conv(before, width, 1, stride)
+        if stride > 1 and normed:
+            self.short = nn.Sequential(self.short, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(self.short(x) + y)
+
+
+class ResNet(nn.Module):
+    """Batch norms, post-activation blocks, and a transition in the middle."""
+
+    def __init__(self, widths: Sequence[int] = (4, 4, 4, 8, 8), normed: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(widths[0])
+        pairs = itertools.pairwise(widths)
+        self.blocks = nn.Sequential(*(BasicBlock(a, b, normed) for a, b in pairs))
+        self.fc = nn.Linear(widths[-1], 5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(self.blocks(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, drop: float = 0.2) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(drop)
+
+    def attention(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.drop(self.out(mixed))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.attention(self.norm1(x))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class ViT(nn.Module):
+    """Dropout everywhere; the class token is a parameter of the first stage."""
+
+    def __init__(self, width: int = 8, depth: int = 3, drop: float = 0.2) -> None:
+        super().__init__()
+        self.patch, self.token = nn.Conv2d(3, width, 4, 4), nn.Parameter(torch.randn(1, 1, width))
+        self.position, self.drop = nn.Parameter(torch.randn(1, 5, width)), nn.Dropout(drop / 2)
+        self.blocks = nn.Sequential(*(Block(width, drop) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), 1)
+        return self.head(self.norm(self.blocks(self.drop(x + self.position)))[:, 0])
+
+
+class Words(nn.Module):
+    """The embedding is the head: the first and the last stage share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.Sequential(*(Block(8) for _ in range(3)))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.linear(self.blocks(self.embed(words)), self.embed.weight).mean(1)
+
+
+# -- perceptrons ----------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Residuals(nn.Module):
+    """A chain of blocks between a stem and a head, for what a test adds to it."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(7, 6), nn.Linear(6, 5)
+        self.mlps = nn.ModuleList(Mlp() for _ in range(depth))
+
+    def chain(self, x: Tensor) -> Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+class Skips(nn.Module):
+    """A value of the first stage is read at the end; another chain begins after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem: nn.Module = nn.Linear(7, 6)
+        self.down = nn.Linear(6, 6)
+        self.first = nn.ModuleList(Mlp() for _ in range(4))
+        self.merge = nn.Linear(12, 6)
+        self.second = nn.ModuleList(Mlp() for _ in range(2))
+        self.head = nn.Linear(6, 5)
+
+    def between(self, x: Tensor) -> Any:
+        skip = torch.sin(self.stem(x))
+        x = self.down(skip)
+        for mlp in self.first:
+            x = x + mlp(x)
+        x = torch.tanh(self.merge(torch.cat((x, skip), dim=-1)))
+        for mlp in self.second:
+            x = x + mlp(x)
+        return x + skip
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.between(x))
+
+
+class MaskedSkips(Skips):
+    """A mask and plain data are read at the end, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Embedding(11, 6)
+
+    def forward(self, words: Tensor, weight: Tensor) -> Any:  # type: ignore[override]
+        return self.head((self.between(words) * weight * (words != 3).unsqueeze(-1)).mean(1))
+
+
+class Arranged(nn.Module):
+    """Blocks on images, then on tokens of the same elements: a coupling with a link."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, 2, 1)
+        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3))
+        self.mlps = nn.ModuleList(Mlp() for _ in range(3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for conv in self.convs:
+            x = x + torch.tanh(conv(x))
+        x = x.flatten(2).transpose(1, 2)
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return self.head(x.mean(1))
+
+
+class Gated(nn.Module):
+    """A branch with a side input that has a gradient."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.mlp = Mlp(width)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Any:
+        return x + self.mlp(x) * torch.sigmoid(gate)
+
+
+class GatedWords(nn.Module):
+    """Side inputs; the embedding is the head; two blocks far apart share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.gate = nn.Linear(6, 6)
+        blocks = [Gated() for _ in range(6)]
+        blocks[4].mlp.up = blocks[1].mlp.up
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, words: Tensor, weight: Tensor) -> Any:
+        x = self.embed(words)
+        gate = self.gate(x) * weight
+        for block in self.blocks:
+            x = block(x, gate)
+        return F.linear(x, self.embed.weight).mean(1)
+
+
+class Offset(nn.Module):
+    """Parameters of a sample's own shape are added to the stream."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.mlp, self.offset = Mlp(width), nn.Parameter(torch.zeros(1, width))
+
+    def forward(self, x: Tensor) -> Any:
+        return x + (self.mlp(x) + self.offset)
+
+
+class Offsets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(7, 6), nn.Linear(6, 5)
+        self.blocks = nn.Sequential(*(Offset() for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.blocks(self.stem(x)))
