@@ -19,6 +19,7 @@ from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError
 from revcompile.inspect.tables import invertibility_table, summary_text
 from revcompile.ir import Policy, TensorType
+from revcompile.overlap import Overlap
 from revcompile.runtime.reversible import Reversible
 from revcompile.schedule import choose
 from revcompile.staged import StagedModel
@@ -61,6 +62,7 @@ def reversify(
     check: str = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
+    overlap: str | Overlap = "auto",
 ) -> ReversibleModule:
     """Rewire a model so that training it stores no activations inside its residual chains.
 
@@ -69,7 +71,8 @@ def reversify(
     "paper" (PETRA's RevNets: a wider stem and head), "pretrained" (no new parameters), or a
     `Policy`. `check` says how much of the capture is compared with the original: "full",
     "fast" or "off". A chain that reconstructs its input worse than `tolerance` (relative;
-    1e-3 for float32) is refused.
+    1e-3 for float32) is refused. `overlap` says whether a block is rebuilt while the next one is
+    differentiated ("on", "off"; "auto": in steps recorded as CUDA graphs, if kernels are small).
 
     >>> import torch, revcompile
     >>> class Block(torch.nn.Module):
@@ -95,7 +98,7 @@ def reversify(
         found = find(captured)
         rewired = rewire(captured, found, chosen)
         verify_rewired(captured, rewired)
-        net = ReversibleModule(rewired, _tolerance(model, tolerance))
+        net = ReversibleModule(rewired, _tolerance(model, tolerance), Overlap.parse(overlap))
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)

@@ -9,6 +9,9 @@ graph (4N work, not 5N). Each block is an autograd node of its own, so that a pa
 is accumulated (and, under DDP, sent) as soon as it is there, instead of all waiting for the chain's
 first block. Randomness, autocast and buffers are replayed as they were (`replay`).
 
+With `overlap` the block before is rebuilt ahead, while a block is differentiated: that needs the
+reconstructed input, not its gradient.
+
 Where branches compute in low precision, addends are rounded to a grid on which float32 sums are
 exact, and so is the reconstruction (`grid`).
 """
@@ -24,8 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from revcompile.errors import InversionError
-from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract
-from revcompile.replay import Circumstances, Replay
+from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, widening_sum
+from revcompile.ops import is_autocasting
+from revcompile.overlap import Overlap, side_by_side
+from revcompile.replay import Circumstances, Replay, is_recorded
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
 
@@ -37,7 +42,8 @@ class Block:
     `branch(root, b, *sides)` is F. `sides` are the positions of the block's side values among
     the chain's. With `has_extras` it returns `(F(b), *extras)`: values read outside the block,
     which end a chain. `link(root, stream, *sizes) -> (stream, shapes)` and
-    `unlink(root, stream, shapes)` rearrange a stream, where needed.
+    `unlink(root, stream, shapes)` rearrange a stream, where needed. `reads_cast` if all that F does
+    with `b` is to give it to a layer that autocast casts it for.
     """
 
     name: str
@@ -49,6 +55,7 @@ class Block:
     link_sides: tuple[int, ...] = ()
     parameters: tuple[nn.Parameter, ...] = ()
     circumstances: Circumstances = field(default_factory=Circumstances)
+    reads_cast: bool = False
 
 
 def couple(
@@ -107,6 +114,7 @@ class Chain:
     tolerance: float | None = None
     check_every: int = 50
     convolves: bool = False
+    overlap: Overlap = Overlap.OFF
     _calls: int = 0
 
     def grid(self, a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
@@ -138,8 +146,9 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain keeping only its output for the backward pass."""
-        call = _Call(self, root, cast, self.grid(a, b, cast))
-        if self.tolerance is not None and self._calls % self.check_every == 0:
+        call = _Call(self, root, cast, self.grid(a, b, cast), self.overlap.applies_to(a))
+        is_due = self.tolerance is not None and self._calls % self.check_every == 0
+        if is_due and not is_recorded(a.device):
             call.probe = (_probe(a), _probe(b))
         self._calls += 1
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
@@ -193,9 +202,27 @@ class _Call:
     root: nn.Module
     cast: torch.dtype | None
     grid: Tensor | None
+    ahead: bool = False
+    """In backward: is the block before rebuilt while a block is differentiated?"""
     probe: tuple[Tensor, Tensor] | None = None
-    handed_on: tuple[Tensor, Tensor] | None = None
+    handed_on: tuple[Tensor, ...] | None = None
     """In backward: a block's input as reconstructed, which is the output of the block before."""
+    rebuilt: _Rebuilt | None = None
+    """In backward: the block before, rebuilt ahead."""
+
+
+@dataclass
+class _Rebuilt:
+    """A block computed again: the input it was given, and the graph of its branch."""
+
+    index: int
+    a: Tensor
+    b: Tensor
+    leaf: Tensor
+    live: list[Tensor]
+    """The block's side tensors, as the graph knows them."""
+    ends: tuple[Tensor, ...]
+    lane: int = 0
 
 
 class _Reversible(torch.autograd.Function):
@@ -209,7 +236,8 @@ class _Reversible(torch.autograd.Function):
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
         replay = Replay(block.circumstances, a)
-        a, b, ctx.shapes, extras = couple(call.root, block, a, b, sides, call.cast, call.grid)
+        with replay.watching():
+            a, b, ctx.shapes, extras = couple(call.root, block, a, b, sides, call.cast, call.grid)
         ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
         used = [sides[i] for i in block.sides]
         count = sum(isinstance(side, Tensor) for side in used)
@@ -223,65 +251,94 @@ class _Reversible(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
-        block = call.chain.blocks[ctx.index]
-        tensors = list(ctx.saved_tensors)
-        if block is call.chain.blocks[-1]:
-            outputs, tensors = tensors[:2], tensors[2:]
-        else:
-            assert call.handed_on is not None
-            outputs, call.handed_on = list(call.handed_on), None
-        b = outputs[0]
-        needs = ctx.needs_input_grad[5:]
-        live = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
-        wanted = [t for t in live if t.requires_grad]
-        a, grad_b, found = _step_back(
-            ctx, block, outputs, grad_b, (grad_y, *grad_extras), live, [*wanted, *ctx.parameters]
-        )
-        back = a, b, grad_y, grad_b
-        if block.unlink is not None:
-            # A link permutes elements, so the gradient goes back the way the values do.
-            back = tuple(block.unlink(call.root, t, ctx.shapes) for t in back)
-        if ctx.index > 0:
-            call.handed_on = back[:2]
-        elif call.probe is not None:
-            _compare_probe(call.chain, call.probe, *back[:2])
-        of_sides = iter(found)
-        gradients = [next(of_sides) if t.requires_grad else None for t in live]
-        return None, None, None, *back[2:], *gradients, *of_sides
+        rebuilt, call.rebuilt = call.rebuilt, None
+        if rebuilt is None or rebuilt.index != ctx.index:
+            rebuilt = _rebuild(ctx, call.handed_on)
+        call.handed_on = None
+        with side_by_side(grad_y.device, call.ahead) as lanes:
+            earlier = _block_before(ctx) if call.ahead else None
+            if earlier is not None:
+                with lanes.on(1 - rebuilt.lane):
+                    given = _before_link(ctx, rebuilt.a, rebuilt.b)
+                    call.rebuilt = _rebuild(earlier, given, 1 - rebuilt.lane)
+            with lanes.differentiating(rebuilt.lane):
+                grad_b, found = _differentiate(ctx, rebuilt, grad_b, (grad_y, *grad_extras))
+                grads = _before_link(ctx, grad_y, grad_b)
+        if ctx.index == 0 and call.probe is not None:
+            _compare_probe(call.chain, call.probe, *_before_link(ctx, rebuilt.a, rebuilt.b))
+        if ctx.index > 0 and earlier is None:
+            call.handed_on = _before_link(ctx, rebuilt.a, rebuilt.b)
+        return None, None, None, *grads, *found
 
 
-def _step_back(
-    ctx: Any,
-    block: Block,
-    outputs: list[Tensor],
-    grad_b: Tensor,
-    grads: tuple[Tensor, ...],
-    live: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
-    """Reconstruct `a` and find the gradients (PETRA, Eq. 4) with one graph of F.
+def _block_before(node: Any) -> Any:
+    """The node of the block before, if gradients are wanted that far."""
+    found = node.next_functions[0][0]
+    return found if getattr(found, "call", None) is node.call else None
 
-    Empties `outputs`: nothing is to hold on to the output while F is differentiated.
+
+def _before_link(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Values, or gradients of them, as they were before a block's link.
+
+    A link permutes elements, so a gradient goes back the way the values do.
     """
-    y, b = outputs.pop(), outputs.pop()
-    call: _Call = ctx.call
-    tensors = iter(live)
-    used = [next(tensors) if plain is None else plain[0] for plain in ctx.plain_sides]
-    with torch.enable_grad(), ctx.replay.playing():
-        leaf = b.detach().requires_grad_()
+    unlink = node.call.chain.blocks[node.index].unlink
+    if unlink is None:
+        return tensors
+    return tuple(unlink(node.call.root, tensor, node.shapes) for tensor in tensors)
+
+
+def _rebuild(node: Any, output: tuple[Tensor, ...] | None, lane: int = 0) -> _Rebuilt:
+    """Reconstruct a block's input (PETRA, Eq. 4) keeping the graph of F.
+
+    The chain's last block has its output itself.
+    """
+    call: _Call = node.call
+    block = call.chain.blocks[node.index]
+    tensors = list(node.saved_tensors)
+    if block is call.chain.blocks[-1]:
+        output, tensors = tuple(tensors[:2]), tensors[2:]
+    assert output is not None
+    b, y = output
+    needs = node.needs_input_grad[5:]
+    live = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
+    sides = iter(live)
+    used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
+    with torch.enable_grad(), node.replay.playing():
+        leaf = _as_read(b.detach(), block, call.cast).requires_grad_()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
         addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
     with torch.no_grad():
         a = subtract(y, addend.detach(), call.grid)
-    del y
-    seeds = zip((addend, *extras), grads, strict=True)
+    return _Rebuilt(node.index, a, b, leaf, live, (addend, *extras), lane)
+
+
+def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
+    """`b` in the precision F reads it in.
+
+    Its gradient then comes in that precision and is widened on being added, not before.
+    """
+    if cast is None and block.reads_cast and is_autocasting(b.device):
+        cast = torch.get_autocast_dtype(b.device.type)
+    return b if cast is None or b.dtype != torch.float32 else b.to(cast)
+
+
+def _differentiate(
+    node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grads: tuple[Tensor, ...]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of `b`, and of sides and parameters, through the graph of F."""
+    wanted = [*(t for t in rebuilt.live if t.requires_grad), *node.parameters]
+    seeds = zip(rebuilt.ends, grads, strict=True)
     seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]
-    del addend, extras
-    if not seeded:
-        return a, grad_b, [None] * len(wanted)
-    ends, starts = zip(*seeded, strict=True)
-    of_b, *found = torch.autograd.grad(ends, [leaf, *wanted], starts, allow_unused=True)
-    return a, grad_b if of_b is None else grad_b + of_b, found
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if seeded:
+        ends, starts = zip(*seeded, strict=True)
+        inputs = [rebuilt.leaf, *wanted]
+        of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
+        grad_b = grad_b if of_b is None else widening_sum(grad_b, of_b)
+    each = iter(found)
+    of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
+    return grad_b, [*of_sides, *each]
 
 
 def relative_error(expected: Tensor, actual: Tensor) -> float:

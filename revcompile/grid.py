@@ -21,7 +21,7 @@ from torch import Tensor
 
 from revcompile.ops import is_autocasting
 
-__all__ = ["HEADROOM", "add", "is_imprecise", "make_grid", "rounded", "subtract"]
+__all__ = ["HEADROOM", "add", "is_imprecise", "make_grid", "rounded", "subtract", "widening_sum"]
 
 HEADROOM: Final = 7
 """Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
@@ -48,9 +48,14 @@ def make_grid(a: Tensor, b: Tensor) -> Tensor:
     3277.0
     """
     with torch.no_grad():
-        largest = torch.maximum(a.abs().amax(), b.abs().amax()).clamp_min(2.0**-60)
+        largest = torch.maximum(_largest(a), _largest(b)).clamp_min(2.0**-60)
         exponent = torch.log2(largest).ceil() + (HEADROOM - 1)
         return 1.5 * torch.exp2(exponent).reshape(1)  # one dimension: decides the sum's type
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude; on a GPU in one pass."""
+    return torch.linalg.vector_norm(x, float("inf")) if x.is_cuda else x.abs().amax()
 
 
 def rounded(x: Tensor, grid: Tensor | None) -> Tensor:
@@ -60,25 +65,44 @@ def rounded(x: Tensor, grid: Tensor | None) -> Tensor:
 
 def add(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
     """`stream + addend`, the addend on the grid."""
-    if _fusible(stream, grid):
-        return _kernel("+")(stream, addend, grid)
+    if grid is not None and _fusible(stream):
+        return _fused(stream, addend, grid, "+")
     return stream + rounded(addend, grid)
 
 
 def subtract(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
     """`stream - addend`, the addend on the grid."""
-    if _fusible(stream, grid):
-        return _kernel("-")(stream, addend, grid)
+    if grid is not None and _fusible(stream):
+        return _fused(stream, addend, grid, "-")
     return stream - rounded(addend, grid)
 
 
-def _fusible(stream: Tensor, grid: Tensor | None) -> bool:
-    return grid is not None and stream.is_cuda and not torch.is_grad_enabled()
+def _fusible(stream: Tensor) -> bool:
+    return stream.is_cuda and not torch.is_grad_enabled()
+
+
+def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
+    """Round and add in one pass over memory: three kernels cost a step up to 9 % of its time."""
+    from revcompile import kernels  # Triton takes a moment to import
+
+    if kernels.fits(stream, addend) and kernels.works_on(stream.device):
+        return kernels.summed(stream, addend, grid, is_minus=sign == "-")
+    return _generated(sign)(stream, addend, grid)
+
+
+def widening_sum(wide: Tensor, narrow: Tensor) -> Tensor:
+    """`wide + narrow`: torch's own kernel for two types is a third slower."""
+    if wide.is_cuda and wide.dtype != narrow.dtype and not torch.is_grad_enabled():
+        from revcompile import kernels
+
+        if kernels.fits(wide, narrow) and kernels.works_on(wide.device):
+            return kernels.summed(wide, narrow)
+    return wide + narrow
 
 
 @functools.cache
-def _kernel(sign: str) -> Callable[..., Tensor]:
-    """Round and add in one pass over memory: three kernels cost a step up to 9 % of its time."""
+def _generated(sign: str) -> Callable[..., Tensor]:
+    """For any layout and size."""
     code = f"template <typename T> T on_grid(T s, T x, T g) {{ return s {sign} ((x + g) - g); }}"
     made: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(code)
     return made

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "as_read",
     "attribute",
     "batch_norm",
     "device_of",
@@ -60,6 +61,13 @@ def is_autocasting(device: torch.device) -> bool:
     """Is autocast on for a device (never for one that has no autocast, like meta)?"""
     kind = device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def as_read(x: Tensor) -> Tensor:
+    """A value as autocast would give it to the layers that read it."""
+    if x.dtype != torch.float32 or not is_autocasting(x.device):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def device_of(tensor: Tensor) -> torch.device:

@@ -7,7 +7,7 @@ alone, so that they move once a step however often a branch is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
+from revcompile.masks import Masks
 
-__all__ = ["Circumstances", "Replay", "StatefulBuffers"]
+__all__ = ["Circumstances", "Replay", "StatefulBuffers", "is_recorded"]
 
 Snapshot = tuple[nn.Module, str, Tensor, int, Tensor]
 """Module, buffer name, the buffer, its version, and a copy of its contents."""
@@ -85,13 +86,27 @@ class Replay:
             for device in {"cpu", self.device.type} - {"meta"}
         ]
         self.cached = torch.is_autocast_cache_enabled()
-        self.random: tuple[Tensor, Tensor | None] | None = _random_state(self.device)
+        self.masks = Masks() if is_recorded(self.device) else None
+        self.random = _random_state(self.device) if self.masks is None else None
         self.buffers = branch.stateful.before()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The first run.
+
+        Autocast would keep every weight it has cast until the model is through, though a branch
+        reads each once.
+        """
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with nullcontext() if self.masks is None else self.masks.kept():
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(self.cached)
 
     def settle(self) -> Replay:
         """Forget the random state if the branch drew nothing."""
-        assert self.random is not None
-        if _same_state(self.random, _random_state(self.device)):
+        if self.random is not None and _same_state(self.random, _random_state(self.device)):
             self.random = None
         self.buffers = self.branch.stateful.after(self.buffers)
         return self
@@ -107,9 +122,16 @@ class Replay:
                     )
             if self.random is not None:
                 stack.enter_context(_random_set(self.device, self.random))
+            if self.masks is not None:
+                stack.enter_context(self.masks.repeated())
             stack.enter_context(self.branch.stateful.replayed(self.buffers))
             stack.enter_context(_statistics_frozen(self.branch.norms))
             yield
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Is a CUDA graph of the caller's being recorded, which cannot be waited for or looked into?"""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -10,10 +10,20 @@ from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ops import attribute
 
-__all__ = ["LOW_PRECISION", "convolves", "device_of_model", "modules_called", "parameters_read"]
+__all__ = [
+    "LOW_PRECISION",
+    "casts_input",
+    "convolves",
+    "device_of_model",
+    "modules_called",
+    "parameters_read",
+    "reads_cast",
+]
 
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Types in which residual streams would drift."""
+_CASTING: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers to which autocast gives their input in low precision."""
 
 
 def modules_called(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:
@@ -40,6 +50,21 @@ def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     functions = (str(getattr(n.target, "__name__", "")) for n in graph.nodes)
     by_module = any(isinstance(module, _ConvNd) for module in modules_called(graph, root))
     return by_module or any(name.startswith("conv") for name in functions)
+
+
+def reads_cast(graph: fx.Graph, root: nn.Module) -> bool:
+    """Is a graph's first input read once, by a layer that autocast casts it for?"""
+    first = next(iter(graph.nodes))
+    users = list(first.users)
+    return len(users) == 1 and casts_input(users[0], first, root)
+
+
+def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
+    """Is a reader of a value a layer that autocast casts it for, and no hook looks on?"""
+    if user.op != "call_module" or user.args != (value,) or user.kwargs:
+        return False
+    layer = root.get_submodule(str(user.target))
+    return type(layer) in _CASTING and not (layer._forward_pre_hooks or layer._forward_hooks)
 
 
 def device_of_model(root: nn.Module) -> torch.device:

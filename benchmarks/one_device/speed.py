@@ -2,6 +2,7 @@
 
     python -m benchmarks run speed                        # small stacks on the CPU
     python -m benchmarks run speed --device cuda --dtype bf16
+    python -m benchmarks run whole --device cuda --dtype bf16       # the same for whole models
 
 `reversify` evaluates each branch twice and differentiates it once, as checkpointing does; memcnn
 evaluates it three times. By default checkpointing leaves out what no gradient needs of the second

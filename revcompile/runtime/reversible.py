@@ -17,14 +17,31 @@ from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signature
 from revcompile.ops import is_autocasting
+from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.code import compile_graph
-from revcompile.tree import LOW_PRECISION, convolves, modules_called, parameters_read
+from revcompile.runtime.narrow import narrowed
+from revcompile.tree import (
+    LOW_PRECISION,
+    convolves,
+    modules_called,
+    parameters_read,
+    reads_cast,
+)
 
 __all__ = ["Reversible"]
 
 _RESERVED = frozenset(
-    {"rewired", "tolerance", "reversible", "check_every", "inversion_errors", "summary", "_plans"}
+    {
+        "rewired",
+        "tolerance",
+        "reversible",
+        "check_every",
+        "overlap",
+        "inversion_errors",
+        "summary",
+        "_plans",
+    }
 )
 
 
@@ -45,7 +62,12 @@ class Reversible(nn.Module):
     or under `no_grad` everything is a plain forward.
     """
 
-    def __init__(self, rewired: Rewired, tolerance: float | None = None) -> None:
+    def __init__(
+        self,
+        rewired: Rewired,
+        tolerance: float | None = None,
+        overlap: Overlap = Overlap.OFF,
+    ) -> None:
         super().__init__()
         root = rewired.root
         taken = _RESERVED & {*root._modules, *root._parameters, *root._buffers}
@@ -69,6 +91,7 @@ class Reversible(nn.Module):
         self.__dict__["tolerance"] = tolerance
         self.__dict__["reversible"] = True
         self.__dict__["check_every"] = 50
+        self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
@@ -78,6 +101,8 @@ class Reversible(nn.Module):
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
     """How often, in forward passes, a chain compares its reconstructed input with the original."""
+    overlap: Overlap
+    """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
     _plans: dict[int, tuple[_Step, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +253,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
             has_convolutions = any(convolves(c.branch, root) for c in couplings)
-            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions)
+            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
         steps.append(_Step(code, inputs, outputs, drop))
     return tuple(steps)
@@ -268,7 +293,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
     link = coupling.link
     return Block(
         name=coupling.name,
-        branch=compile_graph(coupling.branch, coupling.name),
+        branch=compile_graph(narrowed(coupling.branch, root), coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         link=compile_graph(link.forward, coupling.name) if link else None,
         unlink=compile_graph(link.inverse, coupling.name) if link else None,
@@ -276,6 +301,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         link_sides=tuple(position[name] for name in link.sides) if link else (),
         parameters=parameters_read(coupling.branch, root),
         circumstances=_circumstances(modules),
+        reads_cast=reads_cast(coupling.branch, root),
     )
 
 

@@ -133,5 +133,5 @@ def _guarded(step: _Step) -> _Step:
     chain = step.run
     if not isinstance(chain, Chain):
         return step
-    settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves
+    settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
     return replace(step, run=_OnceChain(*settings, _calls=1))

@@ -1,0 +1,144 @@
+"""Branches under autocast: what is cast when, and sums of two types. No bit may change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import revcompile
+from revcompile import grid, kernels
+from revcompile.ops import as_read
+from revcompile.runtime import reversible
+from revcompile.runtime.narrow import narrowed
+from revcompile.tree import reads_cast
+from tests.helpers import gradients
+
+
+class _Widened(TorchDispatchMode):
+    """Counts tensors of one shape that are turned from bfloat16 into float32."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.shape == self.shape:
+            self.count += args[0].dtype == torch.bfloat16 and out.dtype == torch.float32
+        return out
+
+
+class _Stack(nn.Module):
+    def __init__(self, first: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(first(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+X = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+
+
+def _differentiated(net: nn.Module) -> tuple[dict[str, Tensor], int]:
+    with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as widened:
+        return gradients(net, X), widened.count
+
+
+def test_gradients_are_widened_only_where_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = revcompile.reversify(_Stack(), X, check="off").train()
+    twin = copy.deepcopy(net)
+    found, widened = _differentiated(net)
+    monkeypatch.setattr(reversible, "reads_cast", lambda graph, root: False)
+    expected, before = _differentiated(twin)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert widened == before - 3
+
+
+def test_only_a_sole_reader_that_autocast_casts_for_counts() -> None:
+    def first(model: nn.Module) -> bool:
+        net = revcompile.reversify(model, X, check="off")
+        return reads_cast(net.rewired.couplings[0].branch, net)
+
+    assert first(_Stack())
+    assert not first(_Stack(nn.ReLU))
+    hooked = revcompile.reversify(_Stack(), X, check="off")
+    hooked.get_submodule("blocks.0.1").register_forward_pre_hook(lambda layer, args: None)
+    assert not reads_cast(hooked.rewired.couplings[0].branch, hooked)
+
+
+def _has_early_casts(net: revcompile.ReversibleModule) -> list[bool]:
+    branches = [narrowed(coupling.branch, net) for coupling in net.rewired.couplings]
+    return [any(n.target is as_read for n in branch.nodes) for branch in branches]
+
+
+def test_windows_are_made_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(2,), num_heads=(1,), embed_dim=12
+    )
+    x = torch.randn(2, 3, 56, 56)
+    net = revcompile.reversify(model, x, check="off").train()
+    assert _has_early_casts(net) == [True, False, True, False], "attention, not the MLP"
+    twin = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(net, x)
+        monkeypatch.setattr(reversible, "narrowed", lambda graph, root: graph)
+        expected = gradients(twin, x)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class _Branch(nn.Module):
+    """`x + layer(between(norm(x)))`."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.between(self.norm(x)))
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (lambda x: x.reshape(-1, 8).view(2, 4, 8), True),
+        (lambda x: F.pad(x.roll(1, 0), (0, 0, 0, 0)), True),
+        (lambda x: F.pad(x, (0, 0, 0, 0), value=1.5), False),
+        (lambda x: x.view(2, 4, 8).exp(), False),
+        (lambda x: x, False),
+    ],
+    ids=["rearranged", "rolled and padded", "padded with a number", "computed with", "as it is"],
+)
+def test_only_what_is_merely_rearranged_is_cast_early(
+    between: Callable[[Tensor], Tensor], expected: bool
+) -> None:
+    net = revcompile.reversify(_Branch(between), torch.randn(2, 4, 8), check="off")
+    assert _has_early_casts(net) == [expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by Triton's interpreter, on the CPU."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(kernels, "_kernel", interpreter.InterpretedFunction(kernels._sum))
+    stream, addend = torch.randn(3, 700), torch.randn(3, 700).to(dtype)
+    g = grid.make_grid(stream, stream)
+    stream = grid.rounded(stream, g)
+    there = kernels.summed(stream, addend, g)
+    assert torch.equal(there, grid.add(stream, addend, g))
+    assert torch.equal(kernels.summed(there, addend, g, is_minus=True), stream)
+    assert torch.equal(kernels.summed(stream, addend), stream + addend)
