@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 Log = Sequence[Mapping[str, Any]]
 
 
 def draw_curves(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
-    """Test accuracy by epoch, the mean over seeds, a line a setting."""
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    """Test error by epoch, the mean over seeds, a line a setting; the end is what matters."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for setting, results in found.items():
         logs = [result["log"] for result in results]
-        at = [line["epoch"] for line in logs[0]]
         means = [
-            100 * fmean(line["test_accuracy"] for line in lines)
+            100 - 100 * fmean(line["test_accuracy"] for line in lines)
             for lines in zip(*logs, strict=False)
         ]
-        style = ":" if "paper" in setting else "--" if "backprop" in setting else "-"
-        axes.plot(at[: len(means)], means, style, label=setting)
-    axes.set(xlabel="epoch", ylabel="test accuracy, %")
-    axes.legend(frameon=False, fontsize="x-small", loc="lower right")
+        at = [line["epoch"] for line in logs[0]][: len(means)]
+        axes.plot(at, means, label=setting.partition("-")[2], **_style(results[0]["experiment"]))
+    axes.set(xlabel="epoch", ylabel="test error, %", yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(frameon=False, fontsize="small", ncols=2)
     _plain(axes)
     figure.savefig(file)
+
+
+def _style(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """Colour by accumulation; dashes for backprop, dots for the paper's order."""
+    kind = ":" if experiment["order"] == "paper" else "-"
+    if experiment["method"] in ("backprop", "reversible_backprop", "plain"):
+        kind = "--"
+    shade = math.log2(experiment["accumulate"]) / 3
+    colour = "0.5" if experiment["method"] == "plain" else _colour(0.9 * (1 - min(shade, 1)))
+    return {"linestyle": kind, "color": colour, "lw": 1.5}
 
 
 def draw_gradients(log: Log, file: Path) -> None:
@@ -66,8 +81,6 @@ def draw_gradients(log: Log, file: Path) -> None:
 
 
 def _colour(shade: float) -> Any:
-    from matplotlib import colormaps
-
     return colormaps["viridis"](shade)
 
 
