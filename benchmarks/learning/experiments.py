@@ -29,7 +29,7 @@ class Experiment:
     weight_decay: float = 5e-4
     backend: str = "auto"
     recipe: str = ""
-    """What is done about delay, by stage: see `run.HELPS`."""
+    """What is done about delay, by stage: see `helps.py`."""
     watch: int = 0
     """How many times an epoch gradients are compared."""
 
@@ -87,11 +87,13 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
     """What to do about delay, at k = 1 and the rate at which delay hurts."""
     for seed in range(seeds):
         yield Experiment("backprop", None, 1, seed, epochs=epochs, batch=256, rate=0.1)
-        for recipe in ("", "t1", "shrink", "momentum"):
-            for order in ("half", "paper"):
-                yield Experiment(
-                    "petra", order, 1, seed, epochs=epochs, batch=256, rate=0.1, recipe=recipe
-                )
+        for order, recipe in (
+            ("paper", ""),
+            *(("half", recipe) for recipe in ("", "t1", "shrink", "cap", "steady")),
+        ):
+            yield Experiment(
+                "petra", order, 1, seed, epochs=epochs, batch=256, rate=0.1, recipe=recipe
+            )
 
 
 def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
