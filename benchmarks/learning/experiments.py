@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from revcompile.schedule import Keep, Method, Order, Weights, choose
 
@@ -39,7 +39,8 @@ class Experiment:
         order = f"-{self.order}" if self.order else ""
         helps = f"-{self.recipe}" if self.recipe else ""
         rate = f"-lr{self.rate:g}" if self.rate is not None else ""
-        return f"{self.model}-{self.method}{order}-k{self.accumulate}{rate}{helps}"
+        schedule = f"-{self.schedule}" if self.schedule != "steps" else ""
+        return f"{self.model}-{self.method}{order}-k{self.accumulate}{rate}{schedule}{helps}"
 
     @property
     def name(self) -> str:
@@ -72,6 +73,12 @@ def _orders(seeds: int, epochs: int) -> Iterator[Experiment]:
                 yield Experiment("petra", order, k, seed, epochs=epochs)
             yield Experiment("backprop", None, k, seed, epochs=epochs)
         yield Experiment(PLAIN, None, 1, seed, epochs=epochs)
+
+
+def _cosine(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """The same with a learning rate that falls all the time."""
+    for experiment in _orders(seeds, epochs):
+        yield replace(experiment, schedule="cosine")
 
 
 def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
@@ -124,6 +131,7 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "orders": _orders,
+    "cosine": _cosine,
     "ablation": _ablation,
     "helps": _helps,
     "watched": _watched,
