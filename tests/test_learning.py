@@ -88,6 +88,12 @@ class Block(nn.Module):
         return x + self.f(x).tanh()
 
 
+def test_a_training_with_parameters_buffered_runs(tmp_path: Path, data: Cifar) -> None:
+    experiment = Experiment(PARAMETERS_BUFFERED, epochs=1, batch=4, model="vit_tiny", stages=3)
+    [line] = run(experiment, data, tmp_path, math.inf)
+    assert math.isfinite(line["train_loss"])
+
+
 def test_an_epoch_sees_every_image_once_shifted_or_flipped(data: Cifar) -> None:
     batches = list(data.epoch(4, seed=1, epoch=0))
     again = list(data.epoch(4, seed=1, epoch=0))

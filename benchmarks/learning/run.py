@@ -104,7 +104,7 @@ class Staged:
             seed=experiment.seed,
         )
         if experiment.method == PARAMETERS_BUFFERED:
-            for actor in self.trainer.actors:
+            for actor in self.trainer.actors[:-1]:  # where nothing is late there is one version
                 rebuild_with_latest(actor.stage)
 
     def epoch(self, epoch: int) -> dict[str, float]:
