@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from revcompile.errors import InversionError
 from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, widening_sum
-from revcompile.ops import is_autocasting
+from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
 from revcompile.replay import Circumstances, Replay, is_recorded
 
@@ -318,9 +318,9 @@ def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
 
     Its gradient then comes in that precision and is widened on being added, not before.
     """
-    if cast is None and block.reads_cast and is_autocasting(b.device):
-        cast = torch.get_autocast_dtype(b.device.type)
-    return b if cast is None or b.dtype != torch.float32 else b.to(cast)
+    if cast is None:
+        return as_read(b) if block.reads_cast else b
+    return b.to(cast) if b.dtype == torch.float32 else b
 
 
 def _differentiate(

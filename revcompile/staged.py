@@ -265,26 +265,26 @@ class StagedModel:
             places=places,
         )
         programs = self._programs(chosen, plan.keeps if plan else None)
-        if not many_ranks():
+        model = self.model
+        if many_ranks():
+            trainer: Trainer = DistributedTrainer(
+                model,
+                self.partition,
+                programs,
+                optimizer,
+                loss,
+                settings,
+                default_places=self._places,
+                places=places,
+                device=device,
+                timeout=timeout,
+                report_loss=report_loss,
+                average_statistics=average_statistics,
+            )
+        else:
             if device is not None:
-                self.model.to(device)
-            trainer = Trainer(self.model, self.partition, programs, optimizer, loss, settings)
-            trainer.memory_plan = plan
-            return trainer
-        trainer = DistributedTrainer(
-            self.model,
-            self.partition,
-            programs,
-            optimizer,
-            loss,
-            settings,
-            default_places=self._places,
-            places=places,
-            device=device,
-            timeout=timeout,
-            report_loss=report_loss,
-            average_statistics=average_statistics,
-        )
+                model.to(device)
+            trainer = Trainer(model, self.partition, programs, optimizer, loss, settings)
         trainer.memory_plan = plan
         return trainer
 

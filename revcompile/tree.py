@@ -15,6 +15,7 @@ __all__ = [
     "casts_input",
     "convolves",
     "device_of_model",
+    "is_cast",
     "modules_called",
     "parameters_read",
     "reads_cast",
@@ -23,7 +24,7 @@ __all__ = [
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Types in which residual streams would drift."""
 _CASTING: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers to which autocast gives their input in low precision."""
+"""Layers whose input, weight and bias autocast turns to low precision before it uses them."""
 
 
 def modules_called(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:
@@ -60,10 +61,14 @@ def reads_cast(graph: fx.Graph, root: nn.Module) -> bool:
 
 
 def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
-    """Is a reader of a value a layer that autocast casts it for, and no hook looks on?"""
+    """Is a reader of a value a layer that autocast casts it for?"""
     if user.op != "call_module" or user.args != (value,) or user.kwargs:
         return False
-    layer = root.get_submodule(str(user.target))
+    return is_cast(root.get_submodule(str(user.target)))
+
+
+def is_cast(layer: nn.Module) -> bool:
+    """Does autocast cast what a layer reads, and does nobody look on, or make its weight?"""
     return type(layer) in _CASTING and not (layer._forward_pre_hooks or layer._forward_hooks)
 
 

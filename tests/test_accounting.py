@@ -203,10 +203,10 @@ def test_stashed_parameters_are_the_versions_in_flight(group: int, versions: int
 
 def test_a_waiting_micro_batch_is_kept_in_the_type_of_the_buffer() -> None:
     full = model(PETRA).stage(0, 2, 4).buffers
-    half = model(PETRA, buffer_dtype=torch.bfloat16).stage(0, 2, 4).buffers
+    half = model(PETRA, buffer_bytes=torch.bfloat16.itemsize).stage(0, 2, 4).buffers
     assert full == 4 * 2 * STREAM
     assert half == 2 * STREAM + 3 * STREAM  # one at work in float32, three in bfloat16
-    whole = model(choose("features_replay"), buffer_dtype=torch.bfloat16)
+    whole = model(choose("features_replay"), buffer_bytes=torch.bfloat16.itemsize)
     assert whole.stage(0, 2, 4).buffers == half
 
 
@@ -214,7 +214,7 @@ def test_integers_stay_as_they_are_in_a_buffer() -> None:
     types = {**TYPES, "x": tensor(7, torch.int64)}
     memory = stage_memory(
         PIECES[:1], 0, 2, PETRA, types, COSTS[:1],
-        batch=BATCH, buffer_dtype=torch.bfloat16, first_input_free=False,
+        batch=BATCH, buffer_bytes=torch.bfloat16.itemsize, first_input_free=False,
     )  # fmt: skip
     assert memory.buffers == 2 * BATCH * 7 * 8
 

@@ -88,7 +88,7 @@ def table3(rewired: Rewired, batch: int = BATCH) -> Iterator[Row]:
             row.method,
             len(pieces),
             batch=batch,
-            buffer_dtype=row.buffer_dtype,
+            buffer_bytes=row.buffer_dtype.itemsize if row.buffer_dtype else None,
             first_input_free=not row.inputs,
             lean=True,
         )

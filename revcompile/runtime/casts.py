@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from revcompile.program import StageProgram
 from revcompile.schedule import Order, Weights
+from revcompile.tree import is_cast
 
 __all__ = ["Casts", "castable"]
-
-_CAST: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose weight and bias autocast turns to low precision before it uses them."""
 
 
 class Casts:
@@ -84,11 +81,7 @@ def castable(program: StageProgram, root: nn.Module, parameters: Mapping[str, Te
         return []
     called = {str(n.target) for n in program.forward.nodes if n.op == "call_module"}
     direct = {str(n.target) for n in program.forward.nodes if n.op == "get_attr"}
-    casting = {
-        id(module)
-        for module in map(root.get_submodule, called)
-        if type(module) in _CAST and not _hooked(module)
-    }
+    casting = {id(module) for module in map(root.get_submodule, called) if is_cast(module)}
     readers: dict[int, set[int]] = {}
     for module in root.modules():
         for parameter in module._parameters.values():
@@ -100,8 +93,3 @@ def castable(program: StageProgram, root: nn.Module, parameters: Mapping[str, Te
         and parameter.dtype == torch.float32
         and readers.get(id(parameter), {-1}) <= casting
     ]
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Does somebody look at the layer's calls, or make its weight?"""
-    return bool(module._forward_pre_hooks or module._forward_hooks)

@@ -77,7 +77,7 @@ def stage_memory(
     *,
     batch: int,
     optimizer_copies: int = 1,
-    buffer_dtype: torch.dtype | None = None,
+    buffer_bytes: int | None = None,
     group: int = 1,
     first_input_free: bool = True,
 ) -> StageMemory:
@@ -90,7 +90,7 @@ def stage_memory(
         stages,
         batch=batch,
         optimizer_copies=optimizer_copies,
-        buffer_dtype=buffer_dtype,
+        buffer_bytes=buffer_bytes,
         group=group,
         first_input_free=first_input_free,
     )
@@ -101,14 +101,14 @@ class MemoryModel:
     """The memory of every stage that could be cut out of a row of pieces.
 
     `batch` is the size of a micro-batch, and `group` the number of them between two updates.
-    `optimizer_copies` is 1 for SGD with momentum, 2 for Adam. With a `buffer_dtype`, or so many
-    `buffer_bytes` an element, inputs of micro-batches that wait are kept in it; those of the one at
+    `optimizer_copies` is 1 for SGD with momentum, 2 for Adam. Inputs of
+    micro-batches that wait take `buffer_bytes` an element, if that is given; those of the one at
     work are in full precision. With 0 bytes they are elsewhere, but for the one that is to be at
     work next. Sides of couplings stay as they are. `first_input_free` says that
     the first stage can get its input from the dataset again. `lean` counts of a stage that keeps
     its inputs only those its gradients depend on: of a coupling `(a, b) -> (b, a + F(b))` alone
     that is `b`. Our runtime keeps both; the PETRA paper counts one. `low` is the precision of
-    autocast: stages that keep graphs have their weights in it as well. Activations are counted as
+    autocast: stages have their weights in it as well. Activations are counted as
     if there were no autocast.
     """
 
@@ -122,7 +122,6 @@ class MemoryModel:
         *,
         batch: int,
         optimizer_copies: float = 1,
-        buffer_dtype: torch.dtype | None = None,
         buffer_bytes: int | None = None,
         group: int = 1,
         first_input_free: bool = True,
@@ -161,8 +160,6 @@ class MemoryModel:
         ]
         self._runs = runs_of(self.pieces)
         self._reads = self._narrow = Reads(self.pieces, types, batch)
-        if buffer_bytes is None and buffer_dtype is not None:
-            buffer_bytes = buffer_dtype.itemsize
         self._is_away = buffer_bytes == 0
         if buffer_bytes is not None:
             self._narrow = Reads(self.pieces, types, batch, buffer_bytes)

@@ -57,23 +57,25 @@ _INNER_SHARE: Final = 0.8
 
 def is_activation(node: fx.Node, root: nn.Module) -> bool:
     """Is the node an elementwise activation function?"""
+    name = _called(node, root)
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        name = type(module).__name__
         in_torch = type(module).__module__ == "torch.nn.modules.activation"
         excluded = ("MultiheadAttention", "Softmax", "GLU", "LogSoftmax", "Softmax2d")
         return (in_torch and name not in excluded) or name.lower() in ACTIVATIONS
-    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
     return node.op in ("call_function", "call_method") and name in ACTIVATIONS
 
 
 def is_flat_at_zero(node: fx.Node, root: nn.Module) -> bool:
     """Is the node an activation function whose derivative at 0 is 0?"""
+    return _called(node, root).lower().rstrip("_") in ("relu", "relu6")
+
+
+def _called(node: fx.Node, root: nn.Module) -> str:
+    """The name of the module's class, or of the function, that a node calls."""
     if node.op == "call_module":
-        name = type(root.get_submodule(str(node.target))).__name__.lower()
-    else:
-        name = getattr(node.target, "__name__", str(node.target))
-    return name.rstrip("_") in ("relu", "relu6")
+        return type(root.get_submodule(str(node.target))).__name__
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
 def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:

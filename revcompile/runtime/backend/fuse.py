@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from revcompile import steps
 from revcompile.grid import is_imprecise, make_grid
-from revcompile.ops import attribute, is_autocasting
+from revcompile.ops import as_read, attribute
 from revcompile.runtime.backend.stretches import Stretch, stretches
 
 __all__ = ["Fused", "fuse", "narrow_leaf"]
@@ -156,9 +156,7 @@ def narrow_leaf(x: Any) -> Any:
 
     Its gradient is then not widened first and added to others afterwards, but in one go.
     """
-    if isinstance(x, Tensor) and x.dtype == torch.float32 and is_autocasting(x.device):
-        return x.detach().to(torch.get_autocast_dtype(x.device.type)).requires_grad_()
-    return steps.leaf(x)
+    return steps.leaf(as_read(x) if isinstance(x, Tensor) else x)
 
 
 def _replace(graph: fx.Graph, stretch: Stretch, run: Callable[..., Any]) -> None:
