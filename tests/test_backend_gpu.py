@@ -48,6 +48,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 3},
     "paper order": {"order": "paper"},
     "rounds without updates": {"order": "paper", "accumulate": 2},
+    "paper order, accumulated": {"order": "paper", "accumulate": 3},
+    "in between": {"alpha": 1.5, "accumulate": 2},
     "backprop, accumulated": {"method": "backprop", "accumulate": 2},
     "schedule": {"lr_schedule": SCHEDULES["cosine"]},
     "clipped": {"clip_grad_norm": 0.1},

@@ -213,7 +213,9 @@ def test_measuring_changes_nothing(training: bool, how: str, device: str) -> Non
     assert before["grads"] == after["grads"]
     assert before["modes"] == after["modes"]
     assert torch.equal(before["random"], after["random"])
-    assert all(cost.forward > 0 and cost.backward > 0 for cost in found)
+    # A forward pass may take no time at all where it runs beside others' backward passes.
+    assert all(cost.forward > 0 or how == "replayed" for cost in found)
+    assert all(cost.forward >= 0 and cost.backward > 0 for cost in found)
     counted = costs(rewired)
     assert [cost.flops for cost in found] == [cost.flops for cost in counted]
     assert [cost.saved for cost in found] == [cost.saved for cost in counted]

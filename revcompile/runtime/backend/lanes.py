@@ -48,7 +48,11 @@ class Lanes:
 
     @contextmanager
     def sending(self, stage: int) -> Iterator[None]:
-        """Where a stage sends: once those who may still read what it overwrites are done."""
+        """Where a stage sends: once those who may still read what it overwrites are done.
+
+        What it sends may lie where it came from (a coupling hands one stream on as it is), so it
+        reads its own mail until it has sent.
+        """
         stream = torch.cuda.current_stream()
         if stage != self._last:
             stream = self._beside[stage % len(self._beside)]
@@ -57,6 +61,8 @@ class Lanes:
                 stream.wait_event(self._backward[reader])
         with torch.cuda.stream(stream):
             yield
+        if stage != self._last:
+            self._backward[stage] = stream.record_event()
 
     @contextmanager
     def updating(self, stage: int, used: Iterable[Tensor]) -> Iterator[None]:
