@@ -126,10 +126,21 @@ class Staged:
             "train_loss": loss,
             "test_loss": found.loss,
             "test_accuracy": found.metrics["accuracy"],
+            "norms": self._norms(),
         }
         if probes:
             line["gradients"] = _gradients([p.report for p in probes if p.complete])
         return line
+
+    def _norms(self) -> list[float]:
+        """How large the weights of each stage are, all in all (not those of norms, nor biases)."""
+        parameters = dict(self.net.model.named_parameters())
+        found = []
+        for stage in self.net.stages:
+            there = [parameters[name] for name in stage.generated.parameters]
+            squared = [p.detach().square().sum() for p in there if p.dim() > 1]
+            found.append(round(math.sqrt(sum(map(float, squared))), 3))
+        return found
 
     def resume(self, folder: Path) -> Log:
         """Load the last checkpoint, if there is one."""
