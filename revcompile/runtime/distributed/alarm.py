@@ -68,8 +68,8 @@ class Alarm:
 class FirstCause:
     """The cause all ranks agree on: the first that any of them has put down in the store.
 
-    A rank that stops does so before its connections close. So whoever finds it gone is told why it
-    left, and by induction the first cause is no mere consequence. The others look now and then.
+    A rank that stops says why before its connections close. So whoever finds it gone learns what it
+    followed, and what comes first is never a consequence. All look now and then.
     """
 
     def __init__(self, store: Any, heard: Callable[[str], object]) -> None:

@@ -222,11 +222,11 @@ class Distributed:
         self._conclude(cause)
         if not self._closed:
             self._closed = True
-            self._first.close(_GRACE)
             for link in self._out.values():
                 link.end(self._alarm.cause)
             for link in self._out.values():
                 link.join(_GRACE)
+            self._first.close(_GRACE)
             if self.ranks.rank == 0:
                 self._first.stay()
 
