@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.errors import RankError
-from revcompile.runtime.distributed.alarm import Alarm, RollCall, told
+from revcompile.runtime.distributed.alarm import Alarm, FirstCause, RollCall, own_store, told
 from revcompile.runtime.distributed.link import Arrival, Link
 from revcompile.runtime.distributed.links import Incoming, Outgoing
 from revcompile.runtime.distributed.packets import PacketReceiver
@@ -38,7 +38,9 @@ class Distributed:
         self.completed = -1
         """The last micro-batch this rank has finished its part of."""
         self._alarm = Alarm()
-        self._roll = RollCall(ranks.rank, ranks.layout.world)
+        store = own_store()
+        self._first = FirstCause(store, self._alarm.sound)
+        self._roll = RollCall(store, ranks.rank, ranks.layout.world)
         self._queues: dict[tuple[int, int, Channel], deque[Arrival]] = {}
         self._over: set[tuple[int, int]] = set()
         self._asked: set[int] = set()
@@ -85,7 +87,7 @@ class Distributed:
         if not self._alarm.wait(self.timeout):
             silent = self._roll.missing(_GRACE) or self._asked - {self.ranks.rank}
             who = " and ".join(self.ranks.named(rank) for rank in sorted(silent))
-            self._alarm.sound(f"no answer from {who} for {self.timeout:g} s: {what}")
+            self._conclude(f"no answer from {who} for {self.timeout:g} s: {what}")
         self._asked.clear()
         self._check()
 
@@ -151,7 +153,7 @@ class Distributed:
             if not self._alarm.sounded(_GRACE):
                 gone = sorted(self._roll.missing(_GRACE))
                 who = " and ".join(map(self.ranks.named, gone)) or "another rank"
-                self._alarm.sound(f"{who} is gone: {told(error)}")
+                self._conclude(f"{who} is gone: {told(error)}")
             self._check()
 
     def _settle(self) -> None:
@@ -189,9 +191,17 @@ class Distributed:
     def _gone(self, who: str) -> Callable[[str], None]:
         def failed(error: str) -> None:
             if not self._closed:
-                self._alarm.sound(f"{who} is gone: {error}")
+                self._conclude(f"{who} is gone: {error}")
 
         return failed
+
+    def _conclude(self, cause: str) -> None:
+        """Stop everybody here, for the first cause any rank has had: a rank may have followed."""
+        if self._alarm.cause is None:
+            first = self._first.agree(cause, _GRACE)
+            if first is None:
+                self._alarm.sounded(_GRACE)  # links may still tell
+            self._alarm.sound(first or cause)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -209,22 +219,26 @@ class Distributed:
 
     def abort(self, cause: str) -> None:
         """Tell every other rank why this one stops."""
-        self._alarm.sound(cause)
+        self._conclude(cause)
         if not self._closed:
             self._closed = True
             for link in self._out.values():
                 link.end(self._alarm.cause)
             for link in self._out.values():
                 link.join(_GRACE)
+            self._first.close(_GRACE)
+            if self.ranks.rank == 0:
+                self._first.stay()
 
     def close(self) -> bool:
         """Say that all is done, and wait for the others to say so; True if all went well."""
+        ended = [self._first.close(_GRACE)]  # before the store goes, which the last word may allow
         if not self._closed:
             self._closed = True
             for link in self._out.values():
                 link.end()
         limit = self.timeout if self._alarm.cause is None else _GRACE
-        ended = [link.join(limit) for link in self._out.values()]
+        ended += [link.join(limit) for link in self._out.values()]
         ended += [link.join(limit) for link in self._in]
         ended += [copies.close(limit) for copies in self._copies.values()]
         if all(ended) and self._alarm.cause is None:
