@@ -80,8 +80,9 @@ def _fits(
 
 def _is_for_kernels(x: Tensor) -> bool:
     """A large tensor of a GPU's under autocast; `torch.compile` has kernels of its own."""
-    is_large = x.is_cuda and x.numel() >= _FEW and type(x) in (Tensor, nn.Parameter)
-    return is_large and is_autocasting(x.device) and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or not is_autocasting(x.device):
+        return False
+    return x.is_cuda and x.numel() >= _FEW and type(x) in (Tensor, nn.Parameter)
 
 
 class _NarrowNorm(torch.autograd.Function):
