@@ -21,7 +21,7 @@ __all__ = ["is_layer_norm", "layer_norm", "norm_of"]
 _FEW: Final = 2**20
 """Elements below which a kernel takes longer to start than to run."""
 _ALIGNED: Final = 16
-"""Bytes by which Triton tells tensors apart: rows of others might be summed in another order."""
+"""Bytes: Triton makes another kernel for what is not, which may sum rows up in another order."""
 
 
 def is_layer_norm(layer: nn.Module) -> bool:
@@ -58,8 +58,10 @@ def layer_norm(
 
 
 def _narrow(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The same bits wherever `x` lies: in backward that is somewhere else than in forward."""
     dtype = torch.get_autocast_dtype(x.device.type)
-    narrow: Tensor = _NarrowNorm.apply(x, weight, bias, eps, dtype)
+    aligned = x.clone() if x.data_ptr() % _ALIGNED else x
+    narrow: Tensor = _NarrowNorm.apply(aligned, weight, bias, eps, dtype)
     return narrow
 
 
@@ -73,7 +75,6 @@ def _fits(
         x.dtype == weight.dtype == bias.dtype == torch.float32
         and len(normalized_shape) == 1
         and all(tensor.is_contiguous() for tensor in (x, weight, bias))
-        and x.data_ptr() % _ALIGNED == 0
         and _kernels().norms_on(x.device, x.shape[-1], torch.get_autocast_dtype(x.device.type))
     )
 
