@@ -21,10 +21,10 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["fits", "normed", "normed_back", "norms_on", "summed", "summed_twice", "works_on"]
+__all__ = ["FEW", "fits", "normed", "normed_back", "norms_on", "summed", "summed_twice", "works_on"]
 
 _SIZE: Final = 1024
-_FEW: Final = 2**20
+FEW: Final = 2**20
 """Elements below which a kernel takes longer to start than to run."""
 _MANY: Final = 2**31 - _SIZE
 
@@ -56,7 +56,7 @@ _kernel = triton.jit(_sum) if triton is not None else None
 def fits(stream: Tensor, addend: Tensor) -> bool:
     """Can the kernel run through both in the order they lie in memory?"""
     return (
-        _FEW <= stream.numel() < _MANY
+        FEW <= stream.numel() < _MANY
         and stream.dtype == torch.float32
         and stream.shape == addend.shape
         and stream.stride() == addend.stride()

@@ -18,8 +18,6 @@ from revcompile.ops import is_autocasting
 
 __all__ = ["is_layer_norm", "layer_norm", "norm_of"]
 
-_FEW: Final = 2**20
-"""Elements below which a kernel takes longer to start than to run."""
 _ALIGNED: Final = 16
 """Bytes: Triton makes another kernel for what is not, which may sum rows up in another order."""
 
@@ -83,7 +81,7 @@ def _is_for_kernels(x: Tensor) -> bool:
     """A large tensor of a GPU's under autocast; `torch.compile` has kernels of its own."""
     if torch.compiler.is_compiling() or not is_autocasting(x.device):
         return False
-    return x.is_cuda and x.numel() >= _FEW and type(x) in (Tensor, nn.Parameter)
+    return x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.numel() >= _kernels().FEW
 
 
 class _NarrowNorm(torch.autograd.Function):
