@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from revcompile.errors import InversionError
-from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, widening_sum
+from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up, widening_sum
 from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
 from revcompile.replay import Circumstances, Replay, is_recorded
@@ -71,13 +71,20 @@ def couple(
 
     Also returns the shapes to unlink, and the block's extras.
     """
-    shapes: Any = ()
-    if block.link is not None:
-        sizes = [sides[i] for i in block.link_sides]
-        a, shapes = block.link(root, a, *sizes)
-        b, _ = block.link(root, b, *sizes)
+    a, b, shapes = _linked(root, block, a, b, sides)
     addend, extras = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
     return b, add(a, addend, grid), shapes, extras
+
+
+def _linked(
+    root: nn.Module, block: Block, a: Tensor, b: Tensor, sides: Sequence[Any]
+) -> tuple[Tensor, Tensor, Any]:
+    """The streams after the block's link, and the shapes to unlink."""
+    if block.link is None:
+        return a, b, ()
+    sizes = [sides[i] for i in block.link_sides]
+    a, shapes = block.link(root, a, *sizes)
+    return a, block.link(root, b, *sizes)[0], shapes
 
 
 def run_branch(
@@ -205,10 +212,23 @@ class _Call:
     ahead: bool = False
     """In backward: is the block before rebuilt while a block is differentiated?"""
     probe: tuple[Tensor, Tensor] | None = None
-    handed_on: tuple[Tensor, ...] | None = None
+    copy: Tensor | None = None
+    """In forward: the latest sum as the next branch reads it, if that is there."""
+    handed_on: _Output | None = None
     """In backward: a block's input as reconstructed, which is the output of the block before."""
     rebuilt: _Rebuilt | None = None
     """In backward: the block before, rebuilt ahead."""
+
+    def is_read_cast(self, index: int, way: int) -> bool:
+        """Does the branch one block on, or back, read a block's sum as autocast casts it?"""
+        blocks, next_to = self.chain.blocks, index + way
+        if self.cast is not None or not 0 <= next_to < len(blocks):
+            return False
+        return blocks[next_to].reads_cast and blocks[max(index, next_to)].link is None
+
+
+_Output = tuple[Tensor, Tensor, Tensor | None]
+"""A block's output `(b, y)`; `b` also as the block's branch reads it, if that is there."""
 
 
 @dataclass
@@ -222,6 +242,8 @@ class _Rebuilt:
     live: list[Tensor]
     """The block's side tensors, as the graph knows them."""
     ends: tuple[Tensor, ...]
+    copy: Tensor | None
+    """`a` as the block before reads it, if that is there."""
     lane: int = 0
 
 
@@ -236,16 +258,19 @@ class _Reversible(torch.autograd.Function):
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
         replay = Replay(block.circumstances, a)
-        with replay.watching():
-            a, b, ctx.shapes, extras = couple(call.root, block, a, b, sides, call.cast, call.grid)
-        ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
         used = [sides[i] for i in block.sides]
+        with replay.watching():
+            a, b, ctx.shapes = _linked(call.root, block, a, b, sides)
+            read, call.copy = b if call.copy is None else call.copy, None
+            addend, extras = run_branch(call.root, block, read, used, call.cast)
+            y, call.copy = sum_up(a, addend, call.grid, False, call.is_read_cast(index, 1))
+        ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
         count = sum(isinstance(side, Tensor) for side in used)
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         ctx.parameters = rest[count:]
-        outputs = (a, b) if block is call.chain.blocks[-1] else ()
+        outputs = (b, y) if block is call.chain.blocks[-1] else ()
         ctx.save_for_backward(*outputs, *rest[:count])
-        return a, b, *extras
+        return b, y, *extras
 
     @staticmethod
     @once_differentiable
@@ -259,15 +284,14 @@ class _Reversible(torch.autograd.Function):
             earlier = _block_before(ctx) if call.ahead else None
             if earlier is not None:
                 with lanes.on(1 - rebuilt.lane):
-                    given = _before_link(ctx, rebuilt.a, rebuilt.b)
-                    call.rebuilt = _rebuild(earlier, given, 1 - rebuilt.lane)
+                    call.rebuilt = _rebuild(earlier, _handed_on(ctx, rebuilt), 1 - rebuilt.lane)
             with lanes.differentiating(rebuilt.lane):
                 grad_b, found = _differentiate(ctx, rebuilt, grad_b, (grad_y, *grad_extras))
                 grads = _before_link(ctx, grad_y, grad_b)
         if ctx.index == 0 and call.probe is not None:
             _compare_probe(call.chain, call.probe, *_before_link(ctx, rebuilt.a, rebuilt.b))
         if ctx.index > 0 and earlier is None:
-            call.handed_on = _before_link(ctx, rebuilt.a, rebuilt.b)
+            call.handed_on = _handed_on(ctx, rebuilt)
         return None, None, None, *grads, *found
 
 
@@ -288,7 +312,13 @@ def _before_link(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(unlink(node.call.root, tensor, node.shapes) for tensor in tensors)
 
 
-def _rebuild(node: Any, output: tuple[Tensor, ...] | None, lane: int = 0) -> _Rebuilt:
+def _handed_on(node: Any, rebuilt: _Rebuilt) -> _Output:
+    """A rebuilt block's input, for the block before."""
+    b, y = _before_link(node, rebuilt.a, rebuilt.b)
+    return b, y, rebuilt.copy
+
+
+def _rebuild(node: Any, output: _Output | None, lane: int = 0) -> _Rebuilt:
     """Reconstruct a block's input (PETRA, Eq. 4) keeping the graph of F.
 
     The chain's last block has its output itself.
@@ -297,20 +327,20 @@ def _rebuild(node: Any, output: tuple[Tensor, ...] | None, lane: int = 0) -> _Re
     block = call.chain.blocks[node.index]
     tensors = list(node.saved_tensors)
     if block is call.chain.blocks[-1]:
-        output, tensors = tuple(tensors[:2]), tensors[2:]
+        output, tensors = (tensors[0], tensors[1], None), tensors[2:]
     assert output is not None
-    b, y = output
+    b, y, read = output
     needs = node.needs_input_grad[5:]
     live = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
     sides = iter(live)
     used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
     with torch.enable_grad(), node.replay.playing():
-        leaf = _as_read(b.detach(), block, call.cast).requires_grad_()
+        leaf = _as_read((b if read is None else read).detach(), block, call.cast).requires_grad_()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
         addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
-    with torch.no_grad():
-        a = subtract(y, addend.detach(), call.grid)
-    return _Rebuilt(node.index, a, b, leaf, live, (addend, *extras), lane)
+        with torch.no_grad():
+            a, copy = sum_up(y, addend.detach(), call.grid, True, call.is_read_cast(node.index, -1))
+    return _Rebuilt(node.index, a, b, leaf, live, (addend, *extras), copy, lane)
 
 
 def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from revcompile.ops import is_autocasting
 
-__all__ = ["HEADROOM", "add", "is_imprecise", "make_grid", "rounded", "subtract", "widening_sum"]
+__all__ = [
+    "HEADROOM",
+    "add",
+    "is_imprecise",
+    "make_grid",
+    "rounded",
+    "subtract",
+    "sum_up",
+    "widening_sum",
+]
 
 HEADROOM: Final = 7
 """Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
@@ -79,6 +88,25 @@ def subtract(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
 
 def _fusible(stream: Tensor) -> bool:
     return stream.is_cuda and not torch.is_grad_enabled()
+
+
+def sum_up(
+    stream: Tensor, addend: Tensor, grid: Tensor | None, is_minus: bool, is_read_cast: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`add` or `subtract`, and the sum as autocast gives it to whom it is read by next.
+
+    The second only if that reader `is_read_cast` and one kernel gives both: to cast it later
+    is to read it again.
+    """
+    is_fusible = grid is not None and _fusible(stream)
+    if is_read_cast and is_fusible and is_autocasting(stream.device):
+        from revcompile import kernels
+
+        if kernels.fits(stream, addend) and kernels.works_on(stream.device):
+            dtype = torch.get_autocast_dtype(stream.device.type)
+            return kernels.summed_twice(stream, addend, dtype, grid, is_minus)
+    plain = subtract if is_minus else add
+    return plain(stream, addend, grid), None
 
 
 def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:

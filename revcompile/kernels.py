@@ -1,13 +1,16 @@
-"""Sums of two types, on the grid or not, as one Triton kernel at the speed of memory.
+"""What a step in low precision does to whole streams, as Triton kernels at the speed of memory.
 
-Torch's own generated kernels take mixed types and the grid's single number element by element and
-reach a third of that speed, which costs a step in bfloat16 several per cent.
+Sums of two types, on the grid or not: torch's own generated kernels take mixed types and the grid's
+single number element by element and reach a third of that speed, which costs a step in bfloat16
+several per cent. A sum may be written in a second type too, for a reader that would cast it.
+Layer norms in the type they are read in: nothing is written in float32 only to be cast.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,10 +21,10 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["fits", "summed", "works_on"]
+__all__ = ["FEW", "fits", "normed", "normed_back", "norms_on", "summed", "summed_twice", "works_on"]
 
 _SIZE: Final = 1024
-_FEW: Final = 2**20
+FEW: Final = 2**20
 """Elements below which a kernel takes longer to start than to run."""
 _MANY: Final = 2**31 - _SIZE
 
@@ -29,8 +32,8 @@ _MANY: Final = 2**31 - _SIZE
 # Triton reads annotations as code.
 # fmt: off
 def _sum(  # type: ignore[no-untyped-def]
-    wide, addend, grid, out, count,
-    is_minus: tl.constexpr, is_rounded: tl.constexpr, size: tl.constexpr,
+    wide, addend, grid, out, copy, count,
+    is_minus: tl.constexpr, is_rounded: tl.constexpr, is_copied: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     at = tl.program_id(0) * size + tl.arange(0, size)
@@ -41,7 +44,10 @@ def _sum(  # type: ignore[no-untyped-def]
         value = (value + offset) - offset
     if is_minus:
         value = -value
-    tl.store(out + at, tl.load(wide + at, mask=inside) + value, mask=inside)
+    value = tl.load(wide + at, mask=inside) + value
+    tl.store(out + at, value, mask=inside)
+    if is_copied:
+        tl.store(copy + at, value, mask=inside)
 
 
 _kernel = triton.jit(_sum) if triton is not None else None
@@ -50,7 +56,7 @@ _kernel = triton.jit(_sum) if triton is not None else None
 def fits(stream: Tensor, addend: Tensor) -> bool:
     """Can the kernel run through both in the order they lie in memory?"""
     return (
-        _FEW <= stream.numel() < _MANY
+        FEW <= stream.numel() < _MANY
         and stream.dtype == torch.float32
         and stream.shape == addend.shape
         and stream.stride() == addend.stride()
@@ -81,10 +87,151 @@ def summed(
     wide: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
 ) -> Tensor:
     """`wide + addend`, or minus it; the addend on the grid, if there is one."""
-    assert _kernel is not None
     out = torch.empty_like(wide)
-    count = wide.numel()
-    launch = _kernel[(triton.cdiv(count, _SIZE),)]
-    given = wide, addend, wide if grid is None else grid, out, count
-    launch(*given, is_minus, grid is not None, _SIZE, enable_fp_fusion=False)
+    _sum_up(wide, addend, grid, is_minus, out, None)
     return out
+
+
+def summed_twice(
+    wide: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The sum, and the sum in another type."""
+    out, copy = torch.empty_like(wide), torch.empty_like(wide, dtype=dtype)
+    _sum_up(wide, addend, grid, is_minus, out, copy)
+    return out, copy
+
+
+def _sum_up(
+    wide: Tensor,
+    addend: Tensor,
+    grid: Tensor | None,
+    is_minus: bool,
+    out: Tensor,
+    copy: Tensor | None,
+) -> None:
+    count = wide.numel()
+    tensors = wide, addend, wide if grid is None else grid, out, out if copy is None else copy
+    given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
+    _launch(_kernel, triton.cdiv(count, _SIZE), wide, given, enable_fp_fusion=False)
+
+
+def _launch(kernel: Any, programs: int, like: Tensor, given: Sequence[Any], **options: Any) -> None:
+    """Start a kernel where a tensor is: Triton itself looks at the current device alone."""
+    with torch.cuda.device_of(like):
+        kernel[(programs,)](*given, **options)
+
+
+# -- layer norms -----------------------------------------------------------------------------------
+
+_TILE: Final = 1024
+"""Elements that a program works on at a time, where rows are no longer."""
+_WIDEST: Final = 4096
+_PROGRAMS: Final = 528
+"""How many share a backward pass: four for each processor of a large GPU."""
+
+
+# fmt: off
+def _norm(  # type: ignore[no-untyped-def]
+    x, weight, bias, out, means, scales, rows, eps,
+    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+):
+    # fmt: on
+    row = tl.program_id(0) * high + tl.arange(0, high)
+    column = tl.arange(0, size)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0)
+    mean = tl.sum(value, 1) / columns
+    centred = tl.where(inside, value - mean[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / columns + eps)
+    gain = tl.load(weight + column, mask=column < columns, other=0.0)
+    shift = tl.load(bias + column, mask=column < columns, other=0.0)
+    tl.store(out + at, centred * scale[:, None] * gain[None, :] + shift[None, :], mask=inside)
+    tl.store(means + row, mean, mask=row < rows)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+# fmt: off
+def _norm_back(  # type: ignore[no-untyped-def]
+    grad, x, weight, means, scales, of_x, of_weight, of_bias, rows, turns,
+    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+):
+    # fmt: on
+    column = tl.arange(0, size)
+    gain = tl.load(weight + column, mask=column < columns, other=0.0)
+    sum_weight = tl.zeros((high, size), tl.float32)
+    sum_bias = tl.zeros((high, size), tl.float32)
+    for turn in tl.range(0, turns, num_stages=3):  # rows to come are read meanwhile
+        row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=inside, other=0.0)
+        mean = tl.load(means + row, mask=row < rows, other=0.0)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)
+        normal = tl.where(inside, (value - mean[:, None]) * scale[:, None], 0.0)
+        scaled = up * gain[None, :]
+        level = tl.sum(scaled, 1) / columns
+        along = tl.sum(scaled * normal, 1) / columns
+        back = (scaled - level[:, None] - normal * along[:, None]) * scale[:, None]
+        tl.store(of_x + at, back, mask=inside)
+        sum_weight += up * normal
+        sum_bias += up
+    place = tl.program_id(0) * columns + column
+    tl.store(of_weight + place, tl.sum(sum_weight, 0), mask=column < columns)
+    tl.store(of_bias + place, tl.sum(sum_bias, 0), mask=column < columns)
+
+
+_norm_kernel = triton.jit(_norm) if triton is not None else None
+_norm_back_kernel = triton.jit(_norm_back) if triton is not None else None
+
+
+@functools.cache
+def norms_on(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
+    """Can layer norms of this width be built here, and their gradients?"""
+    if _norm_kernel is None or columns > _WIDEST:
+        return False
+    x = torch.zeros(1, columns, device=device)
+    try:
+        out, means, scales = normed(x, x[0], x[0], 1.0, dtype)
+        normed_back(out, x, x[0], means, scales)
+    except Exception:  # whatever a compiler may say: torch has layer norms too
+        return False
+    return True
+
+
+def normed(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`layer_norm(x)` over the last dimension in another type; each row's mean and scale."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    out = torch.empty_like(x, dtype=dtype)
+    means, scales = x.new_empty(rows), x.new_empty(rows)
+    high, size, warps = _tile(columns)
+    given = x, weight, bias, out, means, scales, rows, eps, columns, high, size
+    _launch(_norm_kernel, triton.cdiv(rows, high), x, given, num_warps=warps, enable_fp_fusion=True)
+    return out, means, scales
+
+
+def normed_back(
+    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a layer norm's input, weight and bias: each program adds up its rows'."""
+    rows, columns = means.numel(), x.shape[-1]
+    high, size, warps = _tile(columns)
+    tiles = triton.cdiv(rows, high)
+    turns = triton.cdiv(tiles, _PROGRAMS)
+    programs = triton.cdiv(tiles, turns)
+    of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
+    given = grad, x, weight, means, scales, of_x, *parts, rows, turns, columns, high, size
+    _launch(_norm_back_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
+    of_weight, of_bias = parts.sum(1)
+    return of_x, of_weight, of_bias
+
+
+def _tile(columns: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, powers of two, and its warps: eight elements a thread."""
+    size = triton.next_power_of_2(columns)
+    high = max(1, _TILE // size)
+    return high, size, high * size // 256

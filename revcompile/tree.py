@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+import operator
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ops import attribute
@@ -25,6 +27,14 @@ LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Types in which residual streams would drift."""
 _CASTING: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose input, weight and bias autocast turns to low precision before it uses them."""
+_CASTING_FUNCTIONS: Final[frozenset[Any]] = frozenset(
+    (
+        *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention),
+        *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, operator.matmul),
+    )
+)
+"""Functions that autocast turns all tensors to low precision for."""
+_CASTING_METHODS: Final = frozenset(("addmm", "baddbmm", "bmm", "matmul", "mm"))
 
 
 def modules_called(graph: fx.Graph, root: nn.Module) -> list[nn.Module]:
@@ -61,10 +71,13 @@ def reads_cast(graph: fx.Graph, root: nn.Module) -> bool:
 
 
 def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
-    """Is a reader of a value a layer that autocast casts it for?"""
-    if user.op != "call_module" or user.args != (value,) or user.kwargs:
-        return False
-    return is_cast(root.get_submodule(str(user.target)))
+    """Is a reader of a value a layer, or a product, that autocast casts it for?"""
+    if user.op == "call_module":
+        is_given_alone = user.args == (value,) and not user.kwargs
+        return is_given_alone and is_cast(root.get_submodule(str(user.target)))
+    calls = {"call_function": _CASTING_FUNCTIONS, "call_method": _CASTING_METHODS}
+    is_read_once = [*user.args, *user.kwargs.values()].count(value) == 1
+    return is_read_once and user.target in calls.get(user.op, ())
 
 
 def is_cast(layer: nn.Module) -> bool:

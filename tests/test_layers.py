@@ -20,6 +20,7 @@ GROUND = {
     "grid",
     "kernels",
     "masks",
+    "norms",
     "replay",
     "overlap",
     "coupling",

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
-from revcompile import grid, kernels
+from revcompile import coupling, grid, kernels
 from revcompile.ops import as_read
 from revcompile.runtime import reversible
 from revcompile.runtime.narrow import narrowed
@@ -22,16 +22,17 @@ from tests.helpers import gradients
 
 
 class _Widened(TorchDispatchMode):
-    """Counts tensors of one shape that are turned from bfloat16 into float32."""
+    """Counts tensors of one shape that are turned from bfloat16 into float32, or the other way."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
-        self.shape, self.count = shape, 0
+        self.shape, self.count, self.narrowed = shape, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and out.shape == self.shape:
             self.count += args[0].dtype == torch.bfloat16 and out.dtype == torch.float32
+            self.narrowed += args[0].dtype == torch.float32 and out.dtype == torch.bfloat16
         return out
 
 
@@ -47,6 +48,15 @@ class _Stack(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+class _Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, padding=1)
 
 
 X = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -67,12 +77,72 @@ def test_gradients_are_widened_only_where_they_are_added(monkeypatch: pytest.Mon
     assert widened == before - 3
 
 
+def _copied(
+    stream: Tensor, addend: Tensor, g: Tensor | None, is_minus: bool, is_read_cast: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What a GPU's kernel gives; its copy is not made with a cast that is counted."""
+    total = (grid.subtract if is_minus else grid.add)(stream, addend, g)
+    if not is_read_cast:
+        return total, None
+    assert torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+    return total, torch.empty_like(total, dtype=torch.bfloat16).copy_(total)
+
+
+class _Turned(_Stack):
+    """Streams change their layout between the second block and the third."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = x + first(x)
+        x = (x + second(x)).transpose(2, 3)
+        return x + third(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "overlap", "casts"),
+    [
+        (_Stack(), "off", 2 * 3 - 2 * 2),
+        (_Stack(), "on", 2 * 3 - 2 * 2),
+        (_Turned(), "off", 2 * 3 - 2 * 1),
+        (_Stack(_Functional), "off", 2 * 3 - 2 * 2),
+        (_Stack(nn.ReLU), "off", 2 * 3),
+    ],
+    ids=["in a row", "overlapped", "linked", "functions", "read otherwise"],
+)
+def test_a_sum_is_read_as_it_was_copied(
+    model: nn.Module, overlap: str, casts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but a chain's first branch, and in backward its last, get copies of the sums before."""
+    net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
+    links = [coupling.link is not None for coupling in net.rewired.couplings]
+    assert links == [False, False, isinstance(model, _Turned)]
+    results = []
+    for sum_up in (coupling.sum_up, _copied):
+        monkeypatch.setattr(coupling, "sum_up", sum_up)
+        with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
+            results.append(gradients(copy.deepcopy(net), X))
+    # Seeds of three backward passes are cast too.
+    assert seen.narrowed == casts + 3
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        coupling, "sum_up", lambda *given: (asked.append(given[-1]), _copied(*given))[1]
+    )
+    net = revcompile.reversify(_Stack().bfloat16(), X.bfloat16(), check="off").train()
+    gradients(net, X.bfloat16())
+    assert asked == [False] * 6
+
+
 def test_only_a_sole_reader_that_autocast_casts_for_counts() -> None:
     def first(model: nn.Module) -> bool:
         net = revcompile.reversify(model, X, check="off")
         return reads_cast(net.rewired.couplings[0].branch, net)
 
     assert first(_Stack())
+    assert first(_Stack(_Functional))
     assert not first(_Stack(nn.ReLU))
     hooked = revcompile.reversify(_Stack(), X, check="off")
     hooked.get_submodule("blocks.0.1").register_forward_pre_hook(lambda layer, args: None)
@@ -142,3 +212,6 @@ def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.M
     assert torch.equal(there, grid.add(stream, addend, g))
     assert torch.equal(kernels.summed(there, addend, g, is_minus=True), stream)
     assert torch.equal(kernels.summed(stream, addend), stream + addend)
+    total, copied = kernels.summed_twice(stream, addend, torch.float16, g, is_minus=True)
+    assert torch.equal(total, grid.subtract(stream, addend, g))
+    assert torch.equal(copied, total.half())

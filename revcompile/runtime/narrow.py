@@ -1,8 +1,9 @@
-"""Branches that cast a norm's result before they rearrange it, not after.
+"""Programs whose norms give what autocast would make of their result anyway, but earlier.
 
-Autocast lets norms give float32 and casts it for the layer that reads it. Where there is nothing
-but rearrangement in between (windows, rolls, padding), that then moves half the bytes, and so does
-its gradient. No bit of the result changes: rearranging commutes with rounding.
+Autocast lets norms give float32 and casts it for the layer that reads it. Where a layer norm is
+read in no other way it may give low precision itself (`norms`). Where there is nothing but
+rearrangement in between (windows, rolls, padding), a cast before it lets that move half the bytes,
+and so its gradient. No bit of the result changes by that: rearranging commutes with rounding.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from revcompile.norms import is_layer_norm, layer_norm, norm_of
 from revcompile.ops import as_read
 from revcompile.tree import casts_input
 
@@ -28,16 +30,39 @@ _SIZES: Final = ("shape", "ndim", "device")
 
 
 def narrowed(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A copy of a branch that casts norms which are rearranged and then read in low precision."""
+    """A copy of a program with those norms changed that are only read in low precision."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
-    for node in list(copy.find_nodes(op="call_module")):
-        is_norm = isinstance(root.get_submodule(str(node.target)), nn.LayerNorm)
-        if is_norm and any(map(_rearranges, node.users)) and _is_read_cast(node, root):
-            with copy.inserting_after(node):
-                cast = copy.call_function(as_read, (node,))
-            node.replace_all_uses_with(cast, lambda user, cast=cast: user is not cast)
+    for node in list(copy.nodes):
+        if _is_norm(node, root) and _is_read_cast(node, root):
+            if any(map(_rearranges, node.users)):
+                _cast_early(node)
+            _narrow(node, root)
     return copy
+
+
+def _is_norm(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        return isinstance(root.get_submodule(str(node.target)), nn.LayerNorm)
+    return node.op == "call_function" and node.target is F.layer_norm
+
+
+def _cast_early(node: fx.Node) -> None:
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(as_read, (node,))
+    node.replace_all_uses_with(cast, lambda user: user is not cast)
+
+
+def _narrow(node: fx.Node, root: nn.Module) -> None:
+    """Let a layer norm give low precision itself where there is a kernel for that."""
+    if node.op == "call_function":
+        node.target = layer_norm
+    elif len(node.args) == 1 and is_layer_norm(root.get_submodule(str(node.target))):
+        with node.graph.inserting_before(node):
+            layer = node.graph.create_node("get_attr", node.target)
+            norm = node.graph.call_function(norm_of, (layer, node.args[0]))
+        node.replace_all_uses_with(norm)
+        node.graph.erase_node(node)
 
 
 def _is_read_cast(node: fx.Node, root: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from revcompile.runtime.buffers import Buffers, Keeper
 from revcompile.runtime.casts import Casts, castable
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.finite import all_finite
+from revcompile.runtime.narrow import narrowed
 from revcompile.runtime.scaling import unscaled
 from revcompile.runtime.stash import Slots, Stash, as_of
 from revcompile.runtime.traits import candidates, moves_early, outlives_updates, statistics_of
@@ -101,9 +102,12 @@ class Stage:
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(candidates(program, root))
         self._statistics = statistics_of(program, root) if moves_early(program) else []
+        graphs = [program.forward, program.backward]
+        if autocast is not None:
+            graphs = [narrowed(graph, root) for graph in graphs]
         self._plain = (
-            compile_graph(program.forward, f"stage {program.index} forward"),
-            compile_graph(program.backward, f"stage {program.index} backward"),
+            compile_graph(graphs[0], f"stage {program.index} forward"),
+            compile_graph(graphs[1], f"stage {program.index} backward"),
         )
         self._forward, self._backward = self._plain
         self.device: torch.device | None = None

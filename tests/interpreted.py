@@ -1,0 +1,63 @@
+"""The layer norm kernels under Triton's interpreter, on the CPU, against torch's own.
+
+A process of its own: Triton decides on being imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from revcompile import kernels, norms
+
+STEPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
+"""One rounding, relatively; the interpreter cuts a bfloat16 off where a GPU rounds it."""
+
+
+def problem(rows: tuple[int, ...], columns: int) -> tuple[Tensor, ...]:
+    """A stream that is neither centred nor of one scale, a weight and a bias."""
+    x = torch.randn(*rows, columns) * 3 + 1
+    return tuple(t.requires_grad_() for t in (x, torch.randn(columns), torch.randn(columns)))
+
+
+def check(rows: tuple[int, ...], columns: int, dtype: torch.dtype) -> None:
+    """The result to one rounding, gradients to float32's last bits."""
+    given = problem(rows, columns)
+    out = norms._NarrowNorm.apply(*given, 1e-5, dtype)
+    expected = F.layer_norm(given[0], (columns,), *given[1:], 1e-5)
+    assert out.dtype == dtype and out.shape == expected.shape
+    assert torch.allclose(out.float(), expected, rtol=STEPS[dtype], atol=2e-6)
+    grad = torch.randn_like(expected).to(dtype)
+    found = torch.autograd.grad(out, given, grad)
+    wanted = torch.autograd.grad(expected, given, grad.float())
+    for have, want in zip(found, wanted, strict=True):
+        assert torch.allclose(have, want, atol=2e-6 * float(want.abs().max()))
+
+
+def check_twice() -> None:
+    """Gradients of a function of gradients."""
+    given = problem((3, 4), 12)
+    results = (
+        norms._NarrowNorm.apply(*given, 1e-5, torch.float32),
+        F.layer_norm(given[0], (12,), *given[1:], 1e-5),
+    )
+    found = []
+    for out in results:
+        first = torch.autograd.grad(out.sin().sum(), given, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.pow(2).sum() for g in first), given))
+    for have, want in zip(*found, strict=True):
+        assert torch.allclose(have, want, atol=1e-4 * float(want.abs().max()))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    kernels._PROGRAMS = 3  # type: ignore[misc]
+    assert kernels.norms_on(torch.device("cpu"), 8, torch.bfloat16)
+    assert not kernels.norms_on(torch.device("cpu"), 8192, torch.bfloat16)
+    for dtype in STEPS:
+        check((5,), 8, dtype)
+        check((3, 37), 96, dtype)
+        check((70,), 128, dtype)
+        check((7,), 1500, dtype)
+    check_twice()

@@ -1,0 +1,280 @@
+"""Layer norms that give the precision they are read in: which ones do, and what they give."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile import norms
+from revcompile.norms import is_layer_norm, layer_norm, norm_of
+from revcompile.ops import is_autocasting
+from revcompile.runtime.narrow import narrowed
+from tests.helpers import gradients, worst
+
+
+def test_the_kernels_equal_torch() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.interpreted"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# -- with stand-ins for the kernels, on the CPU ----------------------------------------------------
+
+
+def _normed(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert x.data_ptr() % 16 == 0, "another kernel might sum up in another order"
+    out, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return out.to(dtype), mean, scale
+
+
+def _normed_back(
+    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = grad.float(), x, x.shape[-1:], means, scales, weight, torch.zeros_like(weight)
+    return torch.ops.aten.native_layer_norm_backward(*given, [True] * 3)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the kernels, which are torch's own functions here."""
+    asked: list[str] = []
+
+    def called(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            asked.append(function.__name__.strip("_"))
+            return function(*args)
+
+        return call
+
+    stand_in = SimpleNamespace(
+        normed=called(_normed),
+        normed_back=called(_normed_back),
+        norms_on=lambda device, columns, dtype: True,
+    )
+    monkeypatch.setattr(norms, "_kernels", lambda: stand_in)
+    monkeypatch.setattr(norms, "_is_for_kernels", lambda x: is_autocasting(x.device))
+    return asked
+
+
+def _vit(**options: Any) -> nn.Module:
+    sizes = {"img_size": 16, "patch_size": 8, "depth": 2, "embed_dim": 12, "num_heads": 2}
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", **sizes, **options)
+    return model
+
+
+def _swin() -> nn.Module:
+    model: nn.Module = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=28, depths=(2,), num_heads=(1,), embed_dim=8
+    )
+    return model
+
+
+@pytest.mark.parametrize(("make", "size"), [(_vit, 16), (_swin, 28)])
+def test_no_bit_of_a_step_changes(
+    make: Callable[[], nn.Module], size: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 3, size, size)
+    net = revcompile.reversify(make(), x, check="off").train()
+    twin = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(net, x)
+        assert kernels == ["normed"] * 4 + ["normed", "normed_back"] * 4
+        monkeypatch.setattr(norms, "_is_for_kernels", lambda x: False)
+        expected = gradients(twin, x)
+    assert len(kernels) == 12
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    net = revcompile.reversify(_vit(drop_path_rate=0.4), x, check="off").train()
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    with torch.autocast("cpu", torch.bfloat16):
+        deviation, where = worst(gradients(stored, x), gradients(net, x))
+    assert deviation == 0.0, where
+    assert kernels.count("normed_back") == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_autocast_torch_computes(dtype: torch.dtype, kernels: list[str]) -> None:
+    x = torch.randn(2, 3, 16, 16, dtype=dtype)
+    net = revcompile.reversify(_vit().to(dtype), x, check="off").train()
+    gradients(net, x)
+    assert not kernels
+
+
+def test_a_stage_normalises_so_in_both_directions(
+    kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.randn(2, 3, 16, 16), torch.zeros(2).long()
+    net = revcompile.petrafy(_vit(num_classes=3), num_stages=2, example_inputs=x, check="off")
+    trained = []
+    for is_on in (True, False):
+        monkeypatch.setattr(norms, "_is_for_kernels", lambda x, is_on=is_on: is_on)
+        trainer = copy.deepcopy(net).trainer(_sgd, F.cross_entropy, autocast=torch.bfloat16)
+        for _ in range(6):
+            trainer.step(x, y)
+        trainer.flush()
+        trained.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert kernels.count("normed") == 2 * 6 * 4 and kernels.count("normed_back") == 6 * 4
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_sees_its_norm_run(hook: str, kernels: list[str]) -> None:
+    layer, seen = nn.LayerNorm(4), []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm_of(layer, torch.randn(3, 4)).dtype == torch.bfloat16
+        getattr(layer, hook)(lambda module, *rest: seen.append(module))
+        assert norm_of(layer, torch.randn(3, 4)).dtype == torch.float32
+    assert seen == [layer] and kernels == ["normed"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.LayerNorm(4), torch.randn(3, 4, dtype=torch.bfloat16)),
+        (nn.LayerNorm(4), torch.randn(3, 8)[:, ::2]),
+        (nn.LayerNorm((3, 4)), torch.randn(2, 3, 4)),
+        (nn.LayerNorm(4, bias=False), torch.randn(3, 4)),
+        (nn.LayerNorm(4, elementwise_affine=False), torch.randn(3, 4)),
+    ],
+    ids=["of bfloat16", "gaps", "two dimensions", "no bias", "no weight"],
+)
+def test_what_there_is_no_kernel_for(layer: nn.LayerNorm, x: Tensor, kernels: list[str]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(norm_of(layer, x), layer(x))
+        given = layer.normalized_shape, layer.weight, layer.bias, layer.eps
+        assert torch.equal(layer_norm(x, *given), layer(x))
+    assert not kernels
+
+
+def test_a_stream_at_an_odd_address_is_moved(kernels: list[str]) -> None:
+    layer, x = nn.LayerNorm(4), torch.randn(13)[1:].view(3, 4)
+    assert x.data_ptr() % 16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(norm_of(layer, x), layer(x).bfloat16())
+    assert kernels == ["normed"]
+
+
+def test_norms_on_the_cpu_are_left_to_torch() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not norms._is_for_kernels(torch.empty(2**20))
+
+
+# -- which norms -----------------------------------------------------------------------------------
+
+
+class _Branch(nn.Module):
+    """`x + read(norm(x))`."""
+
+    def __init__(self, read: Callable[..., Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.layer = norm or nn.LayerNorm(8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.read(self, self.norm(x))
+
+
+class _Named(nn.LayerNorm):
+    pass
+
+
+class _Doubled(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def _shapes(self: _Branch, x: Tensor) -> Tensor:
+    return self.layer(x).view(x.shape[0], x.size(1), -1)
+
+
+def _attention(self: _Branch, x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, self.layer(x), self.layer(x))
+
+
+READERS: list[tuple[str, Callable[..., Tensor], bool]] = [
+    ("linear", lambda self, x: self.layer(x), True),
+    ("three linears", lambda self, x: self.layer(x) + self.layer(x) * self.layer(x), True),
+    ("F.linear", lambda self, x: F.linear(x, self.weight), True),
+    ("matmul", lambda self, x: x @ self.weight, True),
+    ("a method", lambda self, x: x.matmul(self.weight), True),
+    ("bmm", lambda self, x: torch.bmm(x, self.weight.expand(2, 8, 8)), True),
+    ("conv", lambda self, x: F.conv1d(x, self.weight[:4, :4, None]), True),
+    ("attention", _attention, True),
+    ("itself", lambda self, x: F.scaled_dot_product_attention(x, x, x), False),
+    ("its shape too", _shapes, True),
+    ("rearranged", lambda self, x: self.layer(x.view(-1, 8)).view(2, 4, 8), True),
+    ("computed with", lambda self, x: self.layer(x.exp()), False),
+    ("read in both ways", lambda self, x: self.layer(x) * x, False),
+    ("given back", lambda self, x: x, False),
+]
+
+
+def _replaced(model: nn.Module, x: Tensor) -> list[bool]:
+    net = revcompile.reversify(model, x, check="off")
+    branches = [narrowed(coupling.branch, net) for coupling in net.rewired.couplings]
+    return [any(n.target in (norm_of, layer_norm) for n in branch.nodes) for branch in branches]
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"), [case[1:] for case in READERS], ids=[case[0] for case in READERS]
+)
+def test_only_norms_whose_readers_all_cast(read: Callable[..., Tensor], expected: bool) -> None:
+    assert _replaced(_Branch(read), torch.randn(2, 4, 8)) == [expected]
+
+
+class _Called(nn.Module):
+    """A norm that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), self.weight, bias=self.bias, eps=1e-6)
+
+
+def test_a_functional_norm_counts_too(kernels: list[str]) -> None:
+    model, x = _Branch(READERS[0][1], _Called()), torch.randn(2, 4, 8)
+    assert _replaced(model, x) == [True]
+    net = revcompile.reversify(model, x, check="off").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(net, x)
+    assert kernels == ["normed", "normed", "normed_back"]
+
+
+def test_which_layers_are_layer_norms() -> None:
+    from timm.layers import LayerNorm, LayerNorm2d
+
+    fast = LayerNorm(8)
+    fast._fast_norm = True
+    patched = nn.LayerNorm(8)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert all(map(is_layer_norm, (nn.LayerNorm(8), LayerNorm(8), _Named(8))))
+    assert not any(map(is_layer_norm, (fast, patched, LayerNorm2d(8), _Doubled(8), nn.RMSNorm(8))))
