@@ -54,7 +54,7 @@ def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> No
     """Accuracies by setting, mean and deviation over seeds; curves."""
     known = gather(options.out)
     found: dict[str, list[Any]] = {}
-    for experiment in experiments:
+    for experiment in sorted(experiments, key=lambda experiment: experiment.accumulate):
         if experiment.name in known:
             found.setdefault(experiment.setting, []).append(known[experiment.name])
     rows = []
