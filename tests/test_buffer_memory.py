@@ -52,7 +52,7 @@ def test_recorded_rounds_keep_what_is_accounted(name: str, buffers: torch.dtype 
     each = 4 if buffers is None else buffers.itemsize
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
         ring, count = engine._rings.get(index), window(net.method, net.num_stages, index)
-        kept = bytes_in([*ring.slots, ring.due]) if ring is not None else 0
+        kept = bytes_in([*ring.slots, *ring.dues]) if ring is not None else 0
         assert memory.buffers == kept // count * (count - 1 + 4 // each)
         boxes = engine._post.boxes[index + 1, index, Channel.DY]
         assert bytes_in(boxes) == memory.waiting + 4 * len(boxes)

@@ -14,7 +14,7 @@ from revcompile.errors import VerificationError
 from revcompile.runtime.sharing import is_unshared
 from revcompile.runtime.transport import Channel, InProcess, Message
 
-__all__ = ["Box", "Leaving", "Post", "Recycled", "Ring", "fill_all"]
+__all__ = ["Box", "Leaving", "Post", "Recycled", "apart", "fill_all"]
 
 
 class Box:
@@ -63,26 +63,6 @@ def fill_all(filled: Iterable[tuple[Box, Any]]) -> None:
     owned = {_storage(mine) for mine, _ in pairs}
     moving = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype]
     _copy([(a, b.clone() if _storage(b) in owned else b) for a, b in moving])
-
-
-class Ring:
-    """What a stage keeps of the micro-batches in flight; a round reads the oldest, adds the next.
-
-    Which slot that is changes from round to round, and a recorded round cannot: it reads `due`, a
-    copy made before it.
-    """
-
-    def __init__(self, like: Any, count: int) -> None:
-        self.slots = [Box(like) for _ in range(count)]
-        self.due = Box(like)
-
-    def slot(self, microbatch: int) -> Box:
-        """Where a micro-batch is kept."""
-        return self.slots[microbatch % len(self.slots)]
-
-    def lend(self, microbatch: int) -> None:
-        """The round about to run reads this one."""
-        self.due.fill(self.slot(microbatch).value)
 
 
 class Post(InProcess):
@@ -147,7 +127,23 @@ class Leaving:
             return leaf
         if leaf.dtype != like.dtype:
             return torch.empty_like(like).copy_(leaf)
-        return leaf.clone() if _storage(leaf) in self._borrowed else leaf
+        return _apart(leaf, self._borrowed)
+
+
+def apart(tree: Any, borrowed: Iterable[Tensor]) -> Any:
+    """The values, with copies of those that lie in borrowed memory.
+
+    >>> mine, other = torch.zeros(2), torch.ones(2)
+    >>> found = apart({"mine": mine.view(2, 1), "other": other}, [mine])
+    >>> found["other"] is other, found["mine"].data_ptr() == mine.data_ptr()
+    (True, False)
+    """
+    storages = {_storage(tensor) for tensor in borrowed}
+    return pytree.tree_map_only(Tensor, lambda tensor: _apart(tensor, storages), tree)
+
+
+def _apart(tensor: Tensor, storages: set[int]) -> Tensor:
+    return tensor.clone() if _storage(tensor) in storages else tensor
 
 
 def contents(message: Message) -> tuple[dict[str, Any], dict[str, Tensor | None], Tensor | None]:

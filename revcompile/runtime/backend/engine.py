@@ -21,12 +21,21 @@ from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.backend.actors import RecordedActor
-from revcompile.runtime.backend.boxes import Box, Leaving, Post, Recycled, Ring, contents, fill_all
+from revcompile.runtime.backend.boxes import (
+    Box,
+    Leaving,
+    Post,
+    Recycled,
+    apart,
+    contents,
+    fill_all,
+)
 from revcompile.runtime.backend.flags import Alarms
 from revcompile.runtime.backend.fuse import Fused
 from revcompile.runtime.backend.held import Held, held_by, in_flight, missing_room, on_device
 from revcompile.runtime.backend.lanes import Lanes
 from revcompile.runtime.backend.recorders import CannotRecord, Keys, Recorder
+from revcompile.runtime.backend.rings import Belt, Ring, SideStream
 from revcompile.runtime.objective import Objective
 from revcompile.runtime.transport import Channel, InProcess, Message
 from revcompile.runtime.worker import Actor, Worker
@@ -91,6 +100,7 @@ class Engine:
         self._waiting = waiting
         """How many messages wait for each stage between rounds."""
         self._alternates = alternate and self._ahead and set(waiting) <= {1}
+        self._side = SideStream(device) if beside and self._alternates else None
         self._period = math.lcm(1, *(n for n in waiting if n))
         self._alarms = Alarms()
         self._losses, self._outputs = Recycled(), Recycled()
@@ -100,6 +110,7 @@ class Engine:
     def _reset(self) -> None:
         self._inputs: Box | None = None
         self._rings: dict[int, Ring] = {}
+        self._belt = Belt(self._rings, self._side)
         self._fresh: dict[Hashable, dict[int, Any]] = {}
         """For every kind of round: where it leaves what stages keep of the newest micro-batch."""
         self._leavings: dict[Hashable, Leaving] = {}
@@ -143,7 +154,7 @@ class Engine:
         if self._inputs is None or not self._inputs.fits(batch):
             return False
         return all(
-            self._rings[stage].due.fits(kept)
+            self._rings[stage].slot(0).fits(kept)
             for stage, found in held.kept.items()
             for kept in found.values()
         ) and all(
@@ -155,7 +166,8 @@ class Engine:
     def _make_room(self, held: Held, batch: Any) -> None:
         self._inputs = Box(on_device(self._flags.device, batch))
         for stage, found in held.kept.items():
-            self._rings[stage] = Ring(next(iter(found.values())), self._windows[stage] - 1)
+            like, turns = next(iter(found.values())), 1 if self._side is None else 2
+            self._rings[stage] = Ring(like, self._windows[stage] - 1, turns)
         for key, messages in held.mail.items():
             like = contents(messages[0])
             self._post.boxes[key] = [Box(like) for _ in range(self._waiting[key[1]])]
@@ -191,6 +203,7 @@ class Engine:
         """What is in flight goes back to the ordinary way; waits for the device."""
         if not self.active:
             return
+        self._belt.stop()
         counts = self._counts.tolist()
         for actor, mine in zip(self._ordinary, self.actors, strict=True):
             mine.updater.leave()
@@ -219,6 +232,7 @@ class Engine:
     def forget(self) -> None:
         """Nothing here is of use any more: shapes or tensors are others now."""
         self.active = False
+        self._belt.stop()
         for actor in self.actors:
             actor.updater.leave()
         self._recorder.forget()
@@ -249,8 +263,7 @@ class Engine:
         trial = schedule if self._recorder.is_known(kind) else schedule.copy()
         lists = trial.inject()
         self._inputs.fill(batch)
-        for stage, ring in self._rings.items():
-            ring.lend(due[stage])
+        self._belt.bring(entering, self._turn)
         for actor in self.actors:
             actor.casts.check()
             actor.updater.prepare()
@@ -274,8 +287,7 @@ class Engine:
             schedule.inject()
             for actor in self.actors:
                 actor.casts.note()
-        for stage, kept in self._fresh[kind].items():
-            self._rings[stage].slot(entering).fill(kept)
+        self._belt.take(entering, self._turn, self._fresh[kind])
         if self._alternates:
             self._left, self._turn = self._leavings.get(kind), 1 - self._turn
         return self._finished(due, accumulated, schedule)
@@ -328,7 +340,8 @@ class Engine:
         for index, actor in enumerate(self.actors):
             stage = actor.stage
             if index in self._rings:
-                stage.in_flight[due[index]] = in_flight(self._rings[index].due.value)
+                kept = self._rings[index].due(self._turn).value
+                stage.in_flight[due[index]] = in_flight(kept)
             if accumulated[index]:
                 stage.gradients = dict(self._sums[index].value)
             actor.count = self._counts[index]
@@ -340,16 +353,19 @@ class Engine:
 
     def _leaving(self) -> Leaving:
         assert self._inputs is not None
-        due = [tensor for ring in self._rings.values() for tensor in ring.due.tensors]
-        return Leaving([*due, *self._inputs.tensors])
+        dues = [box for ring in self._rings.values() for box in ring.dues]
+        return Leaving([*(t for box in dues for t in box.tensors), *self._inputs.tensors])
 
     def _collect(self, entering: int, kind: Hashable) -> None:
         """What outlives the round goes where it is kept; nothing else is left behind."""
         self._fresh[kind] = {}
         if self._post.leaving is not None:
             self._leavings[kind] = self._post.leaving
+        # The next round's input may be on its way while this is still carried to its ring.
+        borrowed = self._inputs.tensors if self._side is not None and self._inputs else ()
         for index in self._rings:
-            self._fresh[kind][index] = self.actors[index].stage.in_flight[entering].kept
+            kept = self.actors[index].stage.in_flight[entering].kept
+            self._fresh[kind][index] = apart(kept, borrowed)
         for index, actor in enumerate(self.actors):
             if actor.stage.gradients:
                 self._sum_of(index, actor.stage.gradients).fill(actor.stage.gradients)
