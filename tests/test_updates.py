@@ -78,9 +78,10 @@ def marked() -> list[Batch]:
     return [(x * (index != BAD), y) for index, (x, y) in enumerate(found)]
 
 
-def trained(name: str, backend: str, case: str) -> tuple[Any, Any, Any]:
+def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[Any, Any, Any]:
     """Weights at the end; optimizers' states in the middle and at the end."""
     net = fresh(Fragile, 2)
+    net.model.to(device)
     trainer = net.trainer(OPTIMIZERS[name], F.cross_entropy, backend=backend, **CASES[case])
     reported = []
     for index, batch in enumerate(marked()):
@@ -91,7 +92,7 @@ def trained(name: str, backend: str, case: str) -> tuple[Any, Any, Any]:
         if index == STEPS - 8:
             middle = states(trainer)
     assert trainer._fast is not None
-    assert trainer._fast.is_active == (backend == "recorded")
+    assert trainer._fast.is_active == (backend != "eager")
     assert reported == [(0, BAD)]
     trainer.flush()
     return weights(net), middle, states(trainer)
@@ -134,14 +135,36 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_updates_as_a_device_takes_them(name: str, case: str) -> None:
-    found, spec = pytree.tree_flatten(trained(name, "recorded", case))
-    there, same_spec = pytree.tree_flatten(eager(name, case))
+    assert_alike(trained(name, "recorded", case), eager(name, case), 1e-8)
+
+
+def assert_alike(found: Any, there: Any, tolerance: float) -> None:
+    """Equal, but for rounding."""
+    leaves, spec = pytree.tree_flatten(found)
+    others, same_spec = pytree.tree_flatten(there)
     assert spec == same_spec
-    for mine, other in zip(found, there, strict=True):
+    for mine, other in zip(leaves, others, strict=True):
         if isinstance(mine, Tensor):
-            assert_close(mine, other, rtol=1e-8, atol=1e-8)
+            assert_close(mine, other, rtol=tolerance, atol=tolerance)
         else:
             assert mine == other
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_single_precision_and_single_numbers(name: str) -> None:
+    found = []
+    for kind in (Updater, AsOnADevice):
+        updater = updated(OPTIMIZERS[name])
+        if kind is AsOnADevice:
+            updater = AsOnADevice(updater)
+            updater.enter(), updater.prepare()
+        for step in range(5):
+            updater.apply({n: (p.detach() + step).sin() for n, p in updater.parameters.items()})
+        if isinstance(updater, AsOnADevice):
+            updater.leave()
+        found.append((list(updater.parameters.values()), updater.state()))
+    assert_alike(*found, 1e-6)
 
 
 # -- counters -------------------------------------------------------------------------------------
@@ -149,8 +172,9 @@ def test_the_same_updates_as_a_device_takes_them(name: str, case: str) -> None:
 
 def updated(make: Callable[[Any], Optimizer]) -> Updater:
     """After one update."""
-    updater = Updater("here", {"weight": nn.Parameter(torch.ones(2))}, make)
-    updater.apply({"weight": torch.ones(2)})
+    parameters = {"weight": nn.Parameter(torch.ones(2)), "scale": nn.Parameter(torch.ones(()))}
+    updater = Updater("here", parameters, make)
+    updater.apply({name: torch.ones_like(p) for name, p in parameters.items()})
     return updater
 
 
@@ -230,8 +254,7 @@ def test_what_cannot_be_recorded_says_why(make: Callable[[Any], Optimizer], why:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_room_for_copies_is_that_of_weights_and_states(name: str) -> None:
     updater = updated(OPTIMIZERS[name])
-    state = updater.optimizer.state[updater.parameters["weight"]]
-    alike = [value for value in state.values() if value.shape == (2,)]
-    numbers = [value for value in state.values() if value.dim() == 0]
-    counts = 8 * len(COUNTERS)
-    assert RecordedUpdater(updater).set_aside == 4 * (2 + 2 * len(alike) + len(numbers)) + counts
+    states = [value for state in updater.optimizer.state.values() for value in state.values()]
+    written = [*updater.parameters.values(), *states]
+    counts = 8 * len(COUNTERS) * len(updater.parameters)
+    assert RecordedUpdater(updater).set_aside == sum(t.nbytes for t in written) + counts
