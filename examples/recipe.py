@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
@@ -26,11 +27,7 @@ class Recipe:
 
     def optimizer(self, parameters: Any) -> Optimizer:
         """Called once a stage."""
-        if self.kind == "adamw":
-            return AdamW(parameters, lr=self.rate, weight_decay=self.weight_decay)
-        return SGD(
-            parameters, lr=self.rate, momentum=0.9, nesterov=True, weight_decay=self.weight_decay
-        )
+        return OPTIMIZERS[self.kind](parameters, lr=self.rate, weight_decay=self.weight_decay)
 
     def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
         """Stepped at every update."""
@@ -108,3 +105,10 @@ def _cosine(done: float) -> float:
 
 
 SCHEDULES: dict[str, Callable[[float], float]] = {"steps": _steps, "cosine": _cosine}
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(SGD, momentum=0.9, nesterov=True),
+    "adamw": AdamW,
+    "nadam": partial(NAdam, betas=(0.99, 0.999), decoupled_weight_decay=True),
+}
+"""NAdam moves by a long mean of gradients, in which it matters little that each comes late."""

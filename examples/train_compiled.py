@@ -22,7 +22,7 @@ import timm
 import torch
 import torchvision
 from images import DATASETS, Images
-from recipe import SCHEDULES, paper_recipe, small_stem
+from recipe import OPTIMIZERS, SCHEDULES, paper_recipe, small_stem
 from report import Report
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -155,7 +155,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=0, help="processes that read images")
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=int, default=4)
-    add("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    told = "nadam, with beta1 = 0.99, is for transformers whose gradients are late"
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help=told)
     add("--lr", type=float, help="the peak learning rate; 0.1 for 256 samples an update without it")
     add("--schedule", choices=SCHEDULES, default="steps", help="after the warm-up")
     add("--warmup", type=float, help="epochs; a sixth of all, 5 at most, without it")

@@ -303,7 +303,7 @@ def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
     ("backend", "settings", "why"),
     [
         ("cudagraphs", {}, "not on a CUDA device"),
-        ("recorded", {"optimizer": lambda p: torch.optim.RMSprop(p, lr=0.01)}, "RMSprop"),
+        ("recorded", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad"),
         ("recorded", {"method": "pipedream"}, "copies of its weights"),
         ("recorded", {"method": "gpipe"}, "differ from each other"),
         ("recorded", {"method": "ddg"}, "copies of its weights"),

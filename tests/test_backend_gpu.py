@@ -14,6 +14,8 @@ from revcompile.errors import NonFiniteError
 from revcompile.runtime.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import Loose, even
+from tests.test_updates import CASES, OPTIMIZERS, assert_alike
+from tests.test_updates import trained as trained_with
 from tests.training import SCHEDULES, adam, fresh, momentum, weights
 
 pytestmark = [
@@ -105,6 +107,13 @@ def test_the_same_training_as_eager(name: str) -> None:
     assert off_by(after, there) < 1e-6
     assert trainer._fast is not None
     assert trainer._fast.is_on
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_put_back_where_a_batch_was_bad(name: str, case: str) -> None:
+    found = trained_with(name, "cudagraphs", case, "cuda")
+    assert_alike(found, trained_with(name, "eager", case, "cuda"), 1e-7)
 
 
 def test_leaving_and_coming_back() -> None:

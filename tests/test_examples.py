@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -95,6 +96,23 @@ def test_the_paper_s_recipe() -> None:
     recipe = example("recipe").Recipe(rate=0.1, updates=100, warmup=4)
     factors = [round(recipe.factor(update), 6) for update in (0, 3, 4, 49, 50, 75)]
     assert factors == [0.25, 1.0, 1.0, 1.0, 0.1, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"),
+    [
+        ("sgd", "SGD", {"momentum": 0.9, "nesterov": True}),
+        ("adamw", "AdamW", {"betas": (0.9, 0.999)}),
+        ("nadam", "NAdam", {"betas": (0.99, 0.999), "decoupled_weight_decay": True}),
+    ],
+)
+def test_a_recipe_s_optimizer(kind: str, name: str, settings: dict[str, Any]) -> None:
+    recipe = example("recipe").Recipe(0.1, updates=100, warmup=4, kind=kind, weight_decay=0.05)
+    optimizer = recipe.optimizer([torch.zeros(2)])
+    assert type(optimizer).__name__ == name
+    wanted = {"lr": 0.1, "weight_decay": 0.05, **settings}
+    assert {key: optimizer.defaults[key] for key in wanted} == wanted
+    assert example("train_compiled").parse_args(["--optimizer", kind]).optimizer == kind
 
 
 @pytest.mark.slow

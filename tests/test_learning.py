@@ -32,9 +32,15 @@ def data() -> Cifar:
     return Cifar(train, torch.arange(16) % 10, test, torch.arange(8))
 
 
-@pytest.mark.parametrize("method", ["plain", "backprop"])
-def test_a_stopped_training_goes_on(tmp_path: Path, data: Cifar, method: str) -> None:
-    experiment = Experiment(method, epochs=2, batch=8, model="vit_tiny", stages=3)
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("plain", "sgd"), ("backprop", "sgd"), ("backprop", "nadam")]
+)
+def test_a_stopped_training_goes_on(
+    tmp_path: Path, data: Cifar, method: str, optimizer: str
+) -> None:
+    experiment = Experiment(
+        method, epochs=2, batch=8, model="vit_tiny", stages=3, optimizer=optimizer
+    )
     whole = run(experiment, data, tmp_path / "whole", math.inf)
     with pytest.raises(OutOfTime):
         run(experiment, data, tmp_path / "stopped", 0.0)
@@ -123,6 +129,28 @@ def test_experiments_of_a_table_have_names_of_their_own() -> None:
         experiments = list(table(2, 3))
         assert len({e.name for e in experiments}) == len(experiments), name
         assert all(e.method == "plain" or e.chosen for e in experiments)
+
+
+def test_an_optimizer_that_is_not_the_model_s_usual_one_stands_in_the_name() -> None:
+    def setting(model: str, optimizer: str) -> str:
+        return Experiment("petra", None, 4, model=model, optimizer=optimizer).setting
+
+    assert setting("vit_tiny", "nadam") == "vit_tiny-petra-k4-nadam"
+    assert setting("vit_tiny", "adamw") == "vit_tiny-petra-k4"
+    assert setting("resnet18", "adamw") == "resnet18-petra-k4-adamw"
+    assert setting("resnet18", "sgd") == "resnet18-petra-k4"
+
+
+def test_the_transformer_s_table() -> None:
+    settings = [e.setting.removeprefix("vit_tiny-") for e in TABLES["transformer"](1, 3)]
+    pairs = [
+        f"{method}-k{k}{optimizer}-lr0.0003-cosine"
+        for k in (4, 1)
+        for optimizer in ("-nadam", "")
+        for method in ("backprop", "petra")
+    ]
+    assert settings == pairs
+    assert {e.batch for e in TABLES["transformer"](1, 3)} == {64}
 
 
 def test_results_of_another_machine_count(tmp_path: Path) -> None:

@@ -37,13 +37,14 @@ def draw_curves(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) ->
 
 
 def _style(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Colour by accumulation; dashes for backprop, dots for the paper's order."""
+    """Colour by accumulation; dashes: backprop, dots: the paper's order, crosses: NAdam."""
     kind = ":" if experiment["order"] == "paper" else "-"
     if experiment["method"] in ("backprop", "reversible_backprop", "plain"):
         kind = "--"
     shade = math.log2(experiment["accumulate"]) / 3
     colour = "0.5" if experiment["method"] == "plain" else _colour(0.9 * (1 - min(shade, 1)))
-    return {"linestyle": kind, "color": colour, "lw": 1.5}
+    marker = "x" if experiment["optimizer"] == "nadam" else ""
+    return {"linestyle": kind, "color": colour, "marker": marker, "lw": 1.5}
 
 
 def draw_gradients(log: Log, file: Path) -> None:

@@ -10,7 +10,7 @@ prints the results and draws the curves.
 
 Tables: orders (two orders of PETRA against backprop, by accumulation), cosine (the same with
 another schedule), ablation (PETRA's Table 4), helps (what to do about delay), watched (its
-Figures 5 and 6), transformer.
+Figures 5 and 6), transformer (NAdam and AdamW).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,18 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 
-__all__ = ["OptimizerFactory", "ParamGroups", "ScheduleFactory", "Updater", "state_copies"]
+__all__ = [
+    "COUNTERS",
+    "OptimizerFactory",
+    "ParamGroups",
+    "ScheduleFactory",
+    "Updater",
+    "counts_on_device",
+    "state_copies",
+]
+
+COUNTERS: Final = ("step", "mu_product")
+"""What optimizers keep on the CPU of each parameter's state, whatever device that is on."""
 
 OptimizerFactory = Callable[[Any], Optimizer]
 """From a list of parameters (or of parameter groups) to an optimizer."""
@@ -158,13 +169,12 @@ class Updater:
         names = {id(p): name for name, p in self.parameters.items()}
         for group in self.optimizer.param_groups:
             group.update(self._found(group, settings) or {})
-            on_device = group.get("capturable") or group.get("fused")
+            on_device = counts_on_device(group)
             for parameter in group["params"]:
                 if names[id(parameter)] in states:
-                    # Steps are counted on the CPU, but for kernels that count them themselves.
                     self.optimizer.state[parameter] = {
                         key: value.to(parameter.device, copy=True)
-                        if isinstance(value, Tensor) and (key != "step" or on_device)
+                        if isinstance(value, Tensor) and (key not in COUNTERS or on_device)
                         else _copy(value)
                         for key, value in states[names[id(parameter)]].items()
                     }
@@ -199,6 +209,15 @@ class Updater:
         return found and {key: _copy(value) for key, value in found.items() if key != "params"}
 
 
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Are the counters of a group's parameters beside them, for kernels that count themselves?
+
+    >>> counts_on_device({"lr": 0.1, "capturable": False, "fused": True})
+    True
+    """
+    return bool(group.get("capturable") or group.get("fused"))
+
+
 def state_copies(
     parameters: Mapping[str, Tensor], factory: OptimizerFactory, groups: ParamGroups | None
 ) -> float:
@@ -227,7 +246,7 @@ def state_copies(
         alike = [
             value
             for key, value in state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+            if isinstance(value, Tensor) and value.shape == parameter.shape and key not in COUNTERS
         ]
         kept += size * sum(value.element_size() for value in alike)
         whole += size * parameter.element_size()

@@ -139,6 +139,8 @@ class Engine:
             return False
         if not self._fits(held, batch) or self.is_outdated:
             self.forget()
+            # The last stage's update may run beside another one.
+            held.set_aside = sum(sorted(a.updater.set_aside for a in self.actors)[-2:])
             if why := missing_room(held, self._flags.device):
                 raise CannotRecord(why)
             self._make_room(held, batch)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 
-__all__ = ["Alarms", "Statistics", "judge", "unless"]
+__all__ = ["Alarms", "Statistics", "judge", "noted", "put_back", "unless"]
 
 
 def judge(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
@@ -34,6 +34,32 @@ def judge(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
 def unless(bad: Tensor, gradient: Tensor) -> Tensor:
     """The gradient, or zeros."""
     return torch.where(bad.bool(), torch.zeros_like(gradient), gradient)
+
+
+def noted(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors as they are."""
+    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    for dtype in dict.fromkeys(
+        tensor.dtype for tensor in tensors
+    ):  # of one type they are copied at once
+        pairs = [(a, b.detach()) for a, b in zip(copies, tensors, strict=True) if a.dtype == dtype]
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+    return copies
+
+
+def put_back(tensors: Sequence[Tensor], before: Sequence[Tensor], bad: Tensor) -> None:
+    """Tensors as they were noted, bit for bit, if the flag says so.
+
+    >>> weight = torch.tensor([1.0, 2.0])
+    >>> before = noted([weight])
+    >>> put_back([weight.fill_(torch.nan)], before, torch.ones(1))
+    >>> weight
+    tensor([1., 2.])
+    """
+    flag = bad.bool().reshape(())
+    for tensor, old in zip(tensors, before, strict=True):
+        now = tensor.detach()
+        torch.where(flag, old, now, out=now)
 
 
 class Statistics:

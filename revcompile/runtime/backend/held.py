@@ -23,6 +23,8 @@ class Held:
 
     kept: dict[int, dict[int, Any]]
     mail: dict[tuple[int, int, Channel], list[Message]]
+    set_aside: int = 0
+    """Bytes of what is copied for a while during updates."""
 
     @property
     def size(self) -> int:
@@ -64,7 +66,7 @@ def missing_room(held: Held, device: torch.device) -> str | None:
     now = torch.cuda.memory_allocated(device)
     transient = torch.cuda.max_memory_allocated(device) - now
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - now
-    need = held.size + 2 * transient
+    need = held.size + 2 * (transient + held.set_aside)
     if need <= free:
         return None
     return f"they need about {need / 2**30:.1f} GiB more, but {free / 2**30:.1f} GiB are free"
