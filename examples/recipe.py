@@ -63,19 +63,23 @@ def paper_recipe(
 ) -> Recipe:
     """The paper's recipe for so many steps of `batch` samples an epoch.
 
-    Without `rate` it is the paper's, without `warmup` a sixth of all epochs, 5 at most. `options`
-    are further fields of the recipe.
+    Without `rate` it is the paper's for SGD and `ADAPTIVE_RATE` for others, without `warmup` a
+    sixth of all epochs, 5 at most. `options` are further fields of the recipe.
 
     >>> paper_recipe(100, 128, 2, 12)
     Recipe(rate=0.1, updates=600, warmup=100, weight_decay=0.0005, kind='sgd', schedule='steps')
     """
     leading = min(5, epochs / 6) if warmup is None else warmup
+    is_paper = options.get("kind", "sgd") == "sgd"
     return Recipe(
-        rate=rate or paper_rate(batch * accumulate),
+        rate=rate or (paper_rate(batch * accumulate) if is_paper else ADAPTIVE_RATE),
         updates=epochs * steps // accumulate,
         warmup=max(1, round(leading * steps / accumulate)),
         **options,
     )
+
+
+ADAPTIVE_RATE = 5e-4
 
 
 def paper_rate(samples: int) -> float:

@@ -157,8 +157,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=int, default=4)
     told = "nadam, with beta1 = 0.99, is for transformers whose gradients are late"
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help=told)
-    add("--lr", type=float, help="the peak learning rate; 0.1 for 256 samples an update without it")
-    add("--schedule", choices=SCHEDULES, default="steps", help="after the warm-up")
+    add("--lr", type=float, help="peak learning rate; 0.1 for 256 samples an update (sgd) or 5e-4")
+    add("--schedule", choices=SCHEDULES, default="steps", help="cosine: delay costs less")
     add("--warmup", type=float, help="epochs; a sixth of all, 5 at most, without it")
     add("--weight-decay", type=float, default=5e-4)
     add("--autocast", action="store_true", help="compute branches in bfloat16")

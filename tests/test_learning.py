@@ -144,7 +144,7 @@ def test_an_optimizer_that_is_not_the_model_s_usual_one_stands_in_the_name() -> 
 def test_the_transformer_s_table() -> None:
     settings = [e.setting.removeprefix("vit_tiny-") for e in TABLES["transformer"](1, 3)]
     pairs = [
-        f"{method}-k{k}{optimizer}-lr0.0003-cosine"
+        f"{method}-k{k}{optimizer}-lr0.0005-cosine"
         for k in (4, 1)
         for optimizer in ("-nadam", "")
         for method in ("backprop", "petra")

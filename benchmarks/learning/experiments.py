@@ -110,7 +110,7 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
         yield Experiment("backprop", None, 1, seed, epochs=epochs, batch=256, rate=0.1)
         for order, recipe in (
             ("paper", ""),
-            *(("half", recipe) for recipe in ("", "t1", "shrink", "cap", "steady")),
+            *(("half", recipe) for recipe in ("", "t1", "shrink", "cap", "steady", "long")),
         ):
             yield Experiment(
                 "petra", order, 1, seed, epochs=epochs, batch=256, rate=0.1, recipe=recipe
@@ -135,7 +135,7 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
             model="vit_tiny",
             stages=8,
             epochs=epochs,
-            rate=3e-4,
+            rate=5e-4,
             optimizer=optimizer,
             schedule="cosine",
             weight_decay=0.05,

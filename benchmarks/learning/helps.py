@@ -35,6 +35,14 @@ def _cap(delay: int, done: float, factor: float) -> float:
     return float(min(factor, (1 + delay) ** -0.5))
 
 
+def _long(delay: int) -> float:
+    """So long a memory that a delay is short beside it."""
+    return 0.97
+
+
+MOMENTA: dict[str, Callable[[int], float]] = {"steady": less_momentum, "long": _long}
+"""The same by momentum: from a stage's delay to its own, with a rate to match."""
+
 HELPS: dict[str, Callable[[int, float, float], float]] = {
     "t1": _t1,
     "shrink": _shrink,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.learning.cifar import Cifar
 from benchmarks.learning.experiments import PARAMETERS_BUFFERED, PLAIN, Experiment
-from benchmarks.learning.helps import HELPS, MOMENTUM, less_momentum
+from benchmarks.learning.helps import HELPS, MOMENTA, MOMENTUM
 from benchmarks.learning.mixed import rebuild_with_latest
 from examples.recipe import Recipe, paper_recipe, small_stem
 from revcompile.schedule import delay
@@ -165,8 +165,8 @@ class Staged:
             found = recipe.param_groups(named)
             for group in found:
                 group["delay"] = late
-                if self.experiment.recipe == "steady":
-                    group["momentum"] = less_momentum(late)
+                if self.experiment.recipe in MOMENTA:
+                    group["momentum"] = MOMENTA[self.experiment.recipe](late)
                     group["lr"] = recipe.rate * (1 - group["momentum"]) / (1 - MOMENTUM)
             return found
 
