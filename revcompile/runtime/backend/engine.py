@@ -69,6 +69,7 @@ class Engine:
         fused: Fused | None = None,
         alternate: bool = True,
         overlap: bool = True,
+        carry_beside: bool = False,
     ) -> None:
         self._ordinary = list(actors)
         self._recorder = recorder
@@ -100,7 +101,8 @@ class Engine:
         self._waiting = waiting
         """How many messages wait for each stage between rounds."""
         self._alternates = alternate and self._ahead and set(waiting) <= {1}
-        self._side = SideStream(device) if beside and self._alternates else None
+        carries = carry_beside and beside and self._alternates
+        self._side = SideStream(device) if carries else None
         self._period = math.lcm(1, *(n for n in waiting if n))
         self._alarms = Alarms()
         self._losses, self._outputs = Recycled(), Recycled()
