@@ -110,7 +110,7 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
         yield Experiment("backprop", None, 1, seed, epochs=epochs, batch=256, rate=0.1)
         for order, recipe in (
             ("paper", ""),
-            *(("half", recipe) for recipe in ("", "t1", "shrink", "cap", "steady", "long")),
+            *(("half", recipe) for recipe in ("", "t1", "shrink", "cap", "steady", "short")),
         ):
             yield Experiment(
                 "petra", order, 1, seed, epochs=epochs, batch=256, rate=0.1, recipe=recipe

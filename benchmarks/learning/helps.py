@@ -35,12 +35,12 @@ def _cap(delay: int, done: float, factor: float) -> float:
     return float(min(factor, (1 + delay) ** -0.5))
 
 
-def _long(delay: int) -> float:
-    """So long a memory that a delay is short beside it."""
-    return 0.97
+def _short(delay: int) -> float:
+    """A short memory: momentum lets a late gradient act later still."""
+    return 0.5
 
 
-MOMENTA: dict[str, Callable[[int], float]] = {"steady": less_momentum, "long": _long}
+MOMENTA: dict[str, Callable[[int], float]] = {"steady": less_momentum, "short": _short}
 """The same by momentum: from a stage's delay to its own, with a rate to match."""
 
 HELPS: dict[str, Callable[[int, float, float], float]] = {
