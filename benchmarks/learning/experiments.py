@@ -95,6 +95,14 @@ def _cosine(seeds: int, epochs: int) -> Iterator[Experiment]:
         yield replace(experiment, schedule="cosine")
 
 
+def _momentum(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """The same again, with a shorter momentum."""
+    for seed, (method, order), k in itertools.product(
+        range(seeds), (_HALF, _BACKPROP), (2, 1, 4, 8)
+    ):
+        yield Experiment(method, order, k, seed, epochs=epochs, schedule="cosine", recipe="short")
+
+
 def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
     """Which buffer matters: the five rows of PETRA's Table 4, k = 1, the paper's order."""
     for seed in range(seeds):
@@ -145,6 +153,7 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
 TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "orders": _orders,
     "cosine": _cosine,
+    "momentum": _momentum,
     "ablation": _ablation,
     "helps": _helps,
     "watched": _watched,

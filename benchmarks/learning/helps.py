@@ -37,7 +37,7 @@ def _cap(delay: int, done: float, factor: float) -> float:
 
 def _short(delay: int) -> float:
     """A short memory: momentum lets a late gradient act later still."""
-    return 0.5
+    return 0.7
 
 
 MOMENTA: dict[str, Callable[[int], float]] = {"steady": less_momentum, "short": _short}
