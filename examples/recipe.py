@@ -80,6 +80,7 @@ def paper_recipe(
 
 
 ADAPTIVE_RATE = 5e-4
+"""For optimizers that scale every step themselves."""
 
 
 def paper_rate(samples: int) -> float:

@@ -102,7 +102,7 @@ def sum_up(
     if is_read_cast and is_fusible and is_autocasting(stream.device):
         from revcompile import kernels
 
-        if kernels.fits(stream, addend) and kernels.works_on(stream.device):
+        if kernels.can_sum(stream, addend):
             dtype = torch.get_autocast_dtype(stream.device.type)
             return kernels.summed_twice(stream, addend, dtype, grid, is_minus)
     plain = subtract if is_minus else add
@@ -113,17 +113,17 @@ def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
     """Round and add in one pass over memory: three kernels cost a step up to 9 % of its time."""
     from revcompile import kernels  # Triton takes a moment to import
 
-    if kernels.fits(stream, addend) and kernels.works_on(stream.device):
+    if kernels.can_sum(stream, addend):
         return kernels.summed(stream, addend, grid, is_minus=sign == "-")
     return _generated(sign)(stream, addend, grid)
 
 
 def widening_sum(wide: Tensor, narrow: Tensor) -> Tensor:
     """`wide + narrow`: torch's own kernel for two types is a third slower."""
-    if wide.is_cuda and wide.dtype != narrow.dtype and not torch.is_grad_enabled():
+    if _fusible(wide) and wide.dtype != narrow.dtype:
         from revcompile import kernels
 
-        if kernels.fits(wide, narrow) and kernels.works_on(wide.device):
+        if kernels.can_sum(wide, narrow):
             return kernels.summed(wide, narrow)
     return wide + narrow
 

@@ -21,7 +21,17 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["FEW", "fits", "normed", "normed_back", "norms_on", "summed", "summed_twice", "works_on"]
+__all__ = [
+    "FEW",
+    "can_sum",
+    "fits",
+    "normed",
+    "normed_back",
+    "norms_on",
+    "summed",
+    "summed_twice",
+    "works_on",
+]
 
 _SIZE: Final = 1024
 FEW: Final = 2**20
@@ -81,6 +91,11 @@ def works_on(device: torch.device) -> bool:
     except Exception:  # whatever a compiler may say: there is another way to the same sum
         return False
     return True
+
+
+def can_sum(stream: Tensor, addend: Tensor) -> bool:
+    """Is there a kernel for this sum, here?"""
+    return fits(stream, addend) and works_on(stream.device)
 
 
 def summed(

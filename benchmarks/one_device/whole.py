@@ -17,7 +17,7 @@ import argparse
 import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -201,7 +201,7 @@ def profile_models(
 
 def _as_figures(spent: Mapping[str, Mapping[str, hotspots.Spent]]) -> dict[str, Any]:
     return {
-        variant: {name: {"seconds": s.seconds, "calls": s.calls} for name, s in kernels.items()}
+        variant: {name: asdict(kernel) for name, kernel in kernels.items()}
         for variant, kernels in spent.items()
     }
 

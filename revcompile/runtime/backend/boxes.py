@@ -198,13 +198,14 @@ _SMALL = 1 << 16
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Small tensors at once, large ones one by one, each as one block of memory."""
-    small: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    """Small tensors of one type at once, large ones one by one, each as one block of memory."""
+    small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
         for mine, other in pairs:
             alike = mine.device == other.device and mine.dtype is not torch.float8_e4m3fn
             if mine.numel() <= _SMALL and alike:
-                small.setdefault(mine.device, []).append((mine, other))
+                kind = mine.device, mine.dtype, other.dtype
+                small.setdefault(kind, []).append((mine, other))
             else:
                 mine.copy_(other, non_blocking=True)
         for found in small.values():

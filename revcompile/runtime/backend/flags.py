@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
+from revcompile.runtime.backend.boxes import Box
 
 __all__ = ["Alarms", "Statistics", "judge", "noted", "put_back", "unless"]
 
@@ -38,13 +39,9 @@ def unless(bad: Tensor, gradient: Tensor) -> Tensor:
 
 def noted(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors as they are."""
-    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
-    for dtype in dict.fromkeys(
-        tensor.dtype for tensor in tensors
-    ):  # of one type they are copied at once
-        pairs = [(a, b.detach()) for a, b in zip(copies, tensors, strict=True) if a.dtype == dtype]
-        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-    return copies
+    box = Box(list(tensors))
+    box.fill(list(tensors))
+    return box.tensors
 
 
 def put_back(tensors: Sequence[Tensor], before: Sequence[Tensor], bad: Tensor) -> None:
