@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from revcompile.errors import InversionError
-from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up, widening_sum
+from revcompile.gradients import GradientSum
+from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up
 from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
 from revcompile.replay import Circumstances, Replay, is_recorded
@@ -239,6 +240,8 @@ class _Rebuilt:
     a: Tensor
     b: Tensor
     leaf: Tensor
+    gradient: GradientSum
+    """Of `b`: its own, and what comes through the branch."""
     live: list[Tensor]
     """The block's side tensors, as the graph knows them."""
     ends: tuple[Tensor, ...]
@@ -336,11 +339,13 @@ def _rebuild(node: Any, output: _Output | None, lane: int = 0) -> _Rebuilt:
     used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
     with torch.enable_grad(), node.replay.playing():
         leaf = _as_read((b if read is None else read).detach(), block, call.cast).requires_grad_()
+        gradient = GradientSum()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
-        addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
+        watched = gradient.awaits(leaf.view_as(leaf))
+        addend, extras = run_branch(call.root, block, watched, used, call.cast)
         with torch.no_grad():
             a, copy = sum_up(y, addend.detach(), call.grid, True, call.is_read_cast(node.index, -1))
-    return _Rebuilt(node.index, a, b, leaf, live, (addend, *extras), copy, lane)
+    return _Rebuilt(node.index, a, b, leaf, gradient, live, (addend, *extras), copy, lane)
 
 
 def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
@@ -364,8 +369,9 @@ def _differentiate(
     if seeded:
         ends, starts = zip(*seeded, strict=True)
         inputs = [rebuilt.leaf, *wanted]
+        rebuilt.gradient.begin(grad_b)
         of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-        grad_b = grad_b if of_b is None else widening_sum(grad_b, of_b)
+        grad_b = rebuilt.gradient.finish(of_b)
     each = iter(found)
     of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
     return grad_b, [*of_sides, *each]

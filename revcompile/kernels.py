@@ -153,8 +153,8 @@ def _norm(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _norm_back(  # type: ignore[no-untyped-def]
-    grad, x, weight, means, scales, of_x, of_weight, of_bias, rows, turns,
-    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+    grad, x, weight, means, scales, own, of_x, of_weight, of_bias, rows, turns,
+    is_added: tl.constexpr, columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     column = tl.arange(0, size)
@@ -174,6 +174,8 @@ def _norm_back(  # type: ignore[no-untyped-def]
         level = tl.sum(scaled, 1) / columns
         along = tl.sum(scaled * normal, 1) / columns
         back = (scaled - level[:, None] - normal * along[:, None]) * scale[:, None]
+        if is_added:
+            back += tl.load(own + at, mask=inside, other=0.0)
         tl.store(of_x + at, back, mask=inside)
         sum_weight += up * normal
         sum_bias += up
@@ -194,7 +196,7 @@ def norms_on(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
     x = torch.zeros(1, columns, device=device)
     try:
         out, means, scales = normed(x, x[0], x[0], 1.0, dtype)
-        normed_back(out, x, x[0], means, scales)
+        normed_back(out, x, x[0], means, scales, x)  # which takes most of a processor
     except Exception:  # whatever a compiler may say: torch has layer norms too
         return False
     return True
@@ -215,16 +217,25 @@ def normed(
 
 
 def normed_back(
-    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a layer norm's input, weight and bias: each program adds up its rows'."""
+    """Gradients of a layer norm's input, weight and bias: each program adds up its rows'.
+
+    The input's is added to its `own`, if there is one.
+    """
     rows, columns = means.numel(), x.shape[-1]
     high, size, warps = _tile(columns)
     tiles = triton.cdiv(rows, high)
     turns = triton.cdiv(tiles, _PROGRAMS)
     programs = triton.cdiv(tiles, turns)
     of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
-    given = grad, x, weight, means, scales, of_x, *parts, rows, turns, columns, high, size
+    tensors = grad, x, weight, means, scales, x if own is None else own, of_x, *parts
+    given = *tensors, rows, turns, own is not None, columns, high, size
     _launch(_norm_back_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
     return of_x, of_weight, of_bias

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from revcompile import kernels, norms
+from revcompile.gradients import GradientSum
 
 STEPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 """One rounding, relatively; the interpreter cuts a bfloat16 off where a GPU rounds it."""
@@ -33,6 +34,20 @@ def check(rows: tuple[int, ...], columns: int, dtype: torch.dtype) -> None:
     wanted = torch.autograd.grad(expected, given, grad.float())
     for have, want in zip(found, wanted, strict=True):
         assert torch.allclose(have, want, atol=2e-6 * float(want.abs().max()))
+
+
+def check_added(columns: int) -> None:
+    """A stream's own gradient on top."""
+    given = problem((3, 37), columns)
+    own, total = torch.randn_like(given[0]), GradientSum()
+    out = norms._NarrowNorm.apply(*given, 1e-5, torch.float16, total)
+    grad = torch.randn_like(out)
+    plain = torch.autograd.grad(out, given, grad, retain_graph=True)
+    total.begin(own)
+    found = torch.autograd.grad(out, given, grad)
+    assert torch.allclose(found[0], own + plain[0], rtol=1e-6, atol=1e-6)
+    assert total.finish(found[0]) is found[0]
+    assert all(torch.equal(have, want) for have, want in zip(found[1:], plain[1:], strict=True))
 
 
 def check_twice() -> None:
@@ -60,4 +75,6 @@ if __name__ == "__main__":
         check((3, 37), 96, dtype)
         check((70,), 128, dtype)
         check((7,), 1500, dtype)
+    check_added(96)
+    check_added(1500)
     check_twice()

@@ -17,6 +17,7 @@ GROUND = {
     "ir",
     "ops",
     "growth",
+    "gradients",
     "grid",
     "kernels",
     "masks",

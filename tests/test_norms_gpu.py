@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.one_device.whole import record
 from revcompile import coupling, grid, kernels, norms
+from revcompile.gradients import GradientSum
 from revcompile.norms import layer_norm, norm_of
 from tests.helpers import worst
 
@@ -133,6 +134,23 @@ def test_norms_equal_torch(rows: int, columns: int, dtype: torch.dtype) -> None:
     of = [dict(zip(names, gradients, strict=True)) for gradients in (wanted, found)]
     deviation, where = worst(*of)
     assert deviation < 1e-4, where
+
+
+@pytest.mark.parametrize("columns", [96, 768, 4096])
+def test_a_norm_adds_a_streams_own_gradient(columns: int, counted: Counter[str]) -> None:
+    layer, x = nn.LayerNorm(columns).cuda(), torch.randn(20001, columns, device="cuda")
+    total, own = GradientSum(), torch.randn_like(x)
+    stream = total.awaits(x.requires_grad_().view_as(x))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = norm_of(layer, stream)
+    grad, given = torch.randn_like(out), (x, *layer.parameters())
+    plain = torch.autograd.grad(out, given, grad, retain_graph=True)
+    total.begin(own)
+    found = torch.autograd.grad(out, given, grad)
+    assert counted["normed_back"] >= 2
+    assert total.finish(found[0]) is found[0]
+    assert torch.allclose(found[0], own + plain[0], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(have, want) for have, want in zip(found[1:], plain[1:], strict=True))
 
 
 def test_norms_come_out_the_same_recorded_or_not() -> None:
