@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from revcompile.errors import InversionError
 from revcompile.gradients import GradientSum
 from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up
 from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
+from revcompile.probes import compare, probe, relative_error
 from revcompile.replay import Circumstances, Replay, is_recorded
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
@@ -125,6 +125,11 @@ class Chain:
     overlap: Overlap = Overlap.OFF
     _calls: int = 0
 
+    @property
+    def name(self) -> str:
+        """Its first block and its last."""
+        return f"{self.blocks[0].name} .. {self.blocks[-1].name}"
+
     def grid(self, a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
         """The grid for one run, where branches need one."""
         return make_grid(a, b) if is_imprecise(a, cast, self.convolves) else None
@@ -157,7 +162,7 @@ class Chain:
         call = _Call(self, root, cast, self.grid(a, b, cast), self.overlap.applies_to(a))
         is_due = self.tolerance is not None and self._calls % self.check_every == 0
         if is_due and not is_recorded(a.device):
-            call.probe = (_probe(a), _probe(b))
+            call.probe = probe(a), probe(b)
         self._calls += 1
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
@@ -292,7 +297,8 @@ class _Reversible(torch.autograd.Function):
                 grad_b, found = _differentiate(ctx, rebuilt, grad_b, (grad_y, *grad_extras))
                 grads = _before_link(ctx, grad_y, grad_b)
         if ctx.index == 0 and call.probe is not None:
-            _compare_probe(call.chain, call.probe, *_before_link(ctx, rebuilt.a, rebuilt.b))
+            rebuilt_input = _before_link(ctx, rebuilt.a, rebuilt.b)
+            compare(call.probe, rebuilt_input, call.chain.name, call.chain.tolerance)
         if ctx.index > 0 and earlier is None:
             call.handed_on = _handed_on(ctx, rebuilt)
         return None, None, None, *grads, *found
@@ -375,31 +381,3 @@ def _differentiate(
     each = iter(found)
     of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
     return grad_b, [*of_sides, *each]
-
-
-def relative_error(expected: Tensor, actual: Tensor) -> float:
-    """Largest deviation relative to the largest value."""
-    if not expected.numel():
-        return 0.0
-    difference = (expected.double() - actual.double()).abs().max()
-    error = float(difference / expected.double().abs().max().clamp_min(1e-30))
-    return error if error == error else float("inf")
-
-
-def _probe(stream: Tensor) -> Tensor:
-    """A few hundred evenly spaced elements of a stream."""
-    flat = stream.detach().reshape(-1) if stream.is_contiguous() else stream.detach().flatten()
-    return flat[:: max(1, flat.numel() // 256)].clone()
-
-
-def _compare_probe(chain: Chain, probe: tuple[Tensor, Tensor], a: Tensor, b: Tensor) -> None:
-    error = max(relative_error(probe[0], _probe(a)), relative_error(probe[1], _probe(b)))
-    assert chain.tolerance is not None
-    if error > chain.tolerance:
-        first, last = chain.blocks[0].name, chain.blocks[-1].name
-        raise InversionError(
-            f"the chain {first} .. {last} reconstructs its input only to {error:.1e} "
-            f"(tolerance {chain.tolerance:.1e}), so its gradients would be wrong. "
-            "revcompile.check_invertible(model, x) shows which block loses the precision; "
-            "keep the streams in float32, lower the scale of that branch, or raise tolerance="
-        )

@@ -22,6 +22,7 @@ GROUND = {
     "kernels",
     "masks",
     "norms",
+    "probes",
     "replay",
     "overlap",
     "coupling",
