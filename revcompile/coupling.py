@@ -224,6 +224,8 @@ class _Call:
     """In backward: a block's input as reconstructed, which is the output of the block before."""
     rebuilt: _Rebuilt | None = None
     """In backward: the block before, rebuilt ahead."""
+    seed: tuple[Tensor, Tensor] | None = None
+    """In backward: a gradient, and the same in the type of the branch that it goes into next."""
 
     def is_read_cast(self, index: int, way: int) -> bool:
         """Does the branch one block on, or back, read a block's sum as autocast casts it?"""
@@ -273,6 +275,7 @@ class _Reversible(torch.autograd.Function):
             addend, extras = run_branch(call.root, block, read, used, call.cast)
             y, call.copy = sum_up(a, addend, call.grid, False, call.is_read_cast(index, 1))
         ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
+        ctx.addend_type = addend.dtype
         count = sum(isinstance(side, Tensor) for side in used)
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         ctx.parameters = rest[count:]
@@ -288,13 +291,15 @@ class _Reversible(torch.autograd.Function):
         if rebuilt is None or rebuilt.index != ctx.index:
             rebuilt = _rebuild(ctx, call.handed_on)
         call.handed_on = None
+        seed, call.seed = call.seed, None
+        seeds = seed[1] if seed and seed[0] is grad_y else grad_y, *grad_extras
         with side_by_side(grad_y.device, call.ahead) as lanes:
             earlier = _block_before(ctx) if call.ahead else None
             if earlier is not None:
                 with lanes.on(1 - rebuilt.lane):
                     call.rebuilt = _rebuild(earlier, _handed_on(ctx, rebuilt), 1 - rebuilt.lane)
             with lanes.differentiating(rebuilt.lane):
-                grad_b, found = _differentiate(ctx, rebuilt, grad_b, (grad_y, *grad_extras))
+                grad_b, found = _differentiate(ctx, rebuilt, grad_b, seeds)
                 grads = _before_link(ctx, grad_y, grad_b)
         if ctx.index == 0 and call.probe is not None:
             rebuilt_input = _before_link(ctx, rebuilt.a, rebuilt.b)
@@ -308,6 +313,13 @@ def _block_before(node: Any) -> Any:
     """The node of the block before, if gradients are wanted that far."""
     found = node.next_functions[0][0]
     return found if getattr(found, "call", None) is node.call else None
+
+
+def _seed_type(node: Any) -> torch.dtype | None:
+    """What the branch of the block before computes in, to which a gradient goes as it is."""
+    earlier = _block_before(node)
+    is_linked = node.call.chain.blocks[node.index].link is not None
+    return None if earlier is None or is_linked else earlier.addend_type
 
 
 def _before_link(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -375,9 +387,10 @@ def _differentiate(
     if seeded:
         ends, starts = zip(*seeded, strict=True)
         inputs = [rebuilt.leaf, *wanted]
-        rebuilt.gradient.begin(grad_b)
+        rebuilt.gradient.begin(grad_b, _seed_type(node))
         of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-        grad_b = rebuilt.gradient.finish(of_b)
+        grad_b, copy = rebuilt.gradient.finish(of_b)
+        node.call.seed = None if copy is None else (grad_b, copy)
     each = iter(found)
     of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
     return grad_b, [*of_sides, *each]

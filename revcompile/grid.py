@@ -29,7 +29,6 @@ __all__ = [
     "rounded",
     "subtract",
     "sum_up",
-    "widening_sum",
 ]
 
 HEADROOM: Final = 7
@@ -116,16 +115,6 @@ def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
     if kernels.fits(stream, addend) and kernels.works_on(stream.device):
         return kernels.summed(stream, addend, grid, is_minus=sign == "-")
     return _generated(sign)(stream, addend, grid)
-
-
-def widening_sum(wide: Tensor, narrow: Tensor) -> Tensor:
-    """`wide + narrow`: torch's own kernel for two types is a third slower."""
-    if wide.is_cuda and wide.dtype != narrow.dtype and not torch.is_grad_enabled():
-        from revcompile import kernels
-
-        if kernels.fits(wide, narrow) and kernels.works_on(wide.device):
-            return kernels.summed(wide, narrow)
-    return wide + narrow
 
 
 @functools.cache

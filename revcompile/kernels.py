@@ -153,8 +153,9 @@ def _norm(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _norm_back(  # type: ignore[no-untyped-def]
-    grad, x, weight, means, scales, own, of_x, of_weight, of_bias, rows, turns,
-    is_added: tl.constexpr, columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+    grad, x, weight, means, scales, own, of_x, copy, of_weight, of_bias, rows, turns,
+    is_added: tl.constexpr, is_copied: tl.constexpr,
+    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     column = tl.arange(0, size)
@@ -177,6 +178,8 @@ def _norm_back(  # type: ignore[no-untyped-def]
         if is_added:
             back += tl.load(own + at, mask=inside, other=0.0)
         tl.store(of_x + at, back, mask=inside)
+        if is_copied:
+            tl.store(copy + at, back, mask=inside)
         sum_weight += up * normal
         sum_bias += up
     place = tl.program_id(0) * columns + column
@@ -196,7 +199,7 @@ def norms_on(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
     x = torch.zeros(1, columns, device=device)
     try:
         out, means, scales = normed(x, x[0], x[0], 1.0, dtype)
-        normed_back(out, x, x[0], means, scales, x)  # which takes most of a processor
+        normed_back(out, x, x[0], means, scales, x, dtype)  # which takes most of a processor
     except Exception:  # whatever a compiler may say: torch has layer norms too
         return False
     return True
@@ -223,10 +226,11 @@ def normed_back(
     means: Tensor,
     scales: Tensor,
     own: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Gradients of a layer norm's input, weight and bias: each program adds up its rows'.
 
-    The input's is added to its `own`, if there is one.
+    The input's is added to its `own`, if there is one, and comes second in another type, if wanted.
     """
     rows, columns = means.numel(), x.shape[-1]
     high, size, warps = _tile(columns)
@@ -234,11 +238,13 @@ def normed_back(
     turns = triton.cdiv(tiles, _PROGRAMS)
     programs = triton.cdiv(tiles, turns)
     of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
-    tensors = grad, x, weight, means, scales, x if own is None else own, of_x, *parts
-    given = *tensors, rows, turns, own is not None, columns, high, size
+    copy = None if dtype is None else torch.empty_like(x, dtype=dtype)
+    read, written = x if own is None else own, of_x if copy is None else copy
+    tensors = grad, x, weight, means, scales, read, of_x, written, *parts
+    given = *tensors, rows, turns, own is not None, copy is not None, columns, high, size
     _launch(_norm_back_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
-    return of_x, of_weight, of_bias
+    return of_x, copy, of_weight, of_bias
 
 
 def _tile(columns: int) -> tuple[int, int, int]:

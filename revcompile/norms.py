@@ -112,8 +112,12 @@ class _NarrowNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _differentiable(grad.float(), x, weight, ctx.eps)
         else:
-            given = grad.contiguous(), x, weight, means, scales
-            found = _kernels().normed_back(*given, ctx.total.taken(x))
+            own, dtype = ctx.total.asked_of(x)
+            given = grad.contiguous(), x, weight, means, scales, own, dtype
+            of_x, copy, *of_parameters = _kernels().normed_back(*given)
+            if own is not None:
+                ctx.total.note(of_x, copy)
+            found = of_x, *of_parameters
         return *found, None, None, None
 
 

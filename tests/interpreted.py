@@ -37,16 +37,18 @@ def check(rows: tuple[int, ...], columns: int, dtype: torch.dtype) -> None:
 
 
 def check_added(columns: int) -> None:
-    """A stream's own gradient on top."""
+    """A stream's own gradient on top, and a copy of the sum."""
     given = problem((3, 37), columns)
     own, total = torch.randn_like(given[0]), GradientSum()
     out = norms._NarrowNorm.apply(*given, 1e-5, torch.float16, total)
     grad = torch.randn_like(out)
     plain = torch.autograd.grad(out, given, grad, retain_graph=True)
-    total.begin(own)
+    total.begin(own, torch.float16)
     found = torch.autograd.grad(out, given, grad)
     assert torch.allclose(found[0], own + plain[0], rtol=1e-6, atol=1e-6)
-    assert total.finish(found[0]) is found[0]
+    whole, copied = total.finish(found[0])
+    assert whole is found[0] and copied is not None
+    assert torch.equal(copied, whole.half())
     assert all(torch.equal(have, want) for have, want in zip(found[1:], plain[1:], strict=True))
 
 

@@ -51,10 +51,12 @@ def _normed_back(
     means: Tensor,
     scales: Tensor,
     own: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     given = grad.float(), x, x.shape[-1:], means, scales, weight, torch.zeros_like(weight)
     of_x, *rest = torch.ops.aten.native_layer_norm_backward(*given, [True] * 3)
-    return of_x if own is None else own + of_x, *rest
+    of_x = of_x if own is None else own + of_x
+    return of_x, None if dtype is None else of_x.to(dtype), *rest
 
 
 @pytest.fixture
@@ -150,20 +152,38 @@ def test_a_streams_own_gradient_is_added_once(count: int, kernels: list[str]) ->
     assert deviation < 2e-2, where  # sums in another order, rounded to bfloat16
 
 
-def test_a_gradient_that_lies_otherwise_is_added_later() -> None:
+def test_a_gradient_that_lies_otherwise_is_added_later(kernels: list[str]) -> None:
     stream, own = torch.randn(4, 6), torch.randn(6, 4).t()
     total = GradientSum()
     assert total.awaits(stream) is stream and GradientSum.of(stream) is total
-    assert total.taken(stream) is None, "there is none yet"
+    assert total.asked_of(stream) == (None, None), "there is none yet"
     for kind in (own, own.double(), own[:, :3]):
         total.begin(kind)
-        assert total.taken(stream) is None
-        assert torch.equal(total.finish(torch.ones_like(kind)), kind + 1)
-    total.begin(own.contiguous())
-    assert total.taken(stream) is not None and total.taken(stream) is None
-    assert torch.equal(total.finish(stream), stream), "whoever took it has added it"
+        assert total.asked_of(stream) == (None, None)
+        assert torch.equal(total.finish(torch.ones_like(kind))[0], kind + 1)
     total.begin(own)
-    assert total.finish(None) is own
+    assert total.finish(None) == (own, None)
+    x = stream.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = norm_of(nn.LayerNorm(6), total.awaits(x.view_as(x)))
+    plain = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    total.begin(own)
+    whole, _ = total.finish(torch.autograd.grad(out.sum(), x)[0])
+    assert torch.equal(whole, own + plain)
+    assert kernels == ["normed", "normed_back", "normed_back"]
+
+
+def test_a_copy_is_of_the_whole_sum() -> None:
+    total, stream, own = GradientSum(), torch.randn(4, 6), torch.randn(4, 6)
+    for other in (0, 1):
+        total.begin(own, torch.float16)
+        assert total.asked_of(stream) == (own, torch.float16)
+        written = own + 1
+        total.note(written, written.half())
+        assert total.asked_of(stream) == (None, None), "once"
+        found, copied = total.finish(written + 1 if other else written.view_as(written))
+        assert torch.equal(found, own + 1 + other)
+        assert (copied is None) == bool(other), "another reader's gradient is not in it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -126,6 +126,47 @@ def test_a_sum_is_read_as_it_was_copied(
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
+def _copied_gradient(
+    wide: Tensor, narrow: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    total = wide + narrow
+    if dtype is None:
+        return total, None
+    return total, torch.empty_like(total, dtype=dtype).copy_(total)
+
+
+@pytest.mark.parametrize(
+    ("model", "overlap", "copies"),
+    [(_Stack(), "off", 2), (_Stack(), "on", 2), (_Turned(), "off", 1), (_Stack(nn.ReLU), "off", 2)],
+    ids=["in a row", "overlapped", "linked", "read otherwise"],
+)
+def test_a_gradient_is_read_as_it_was_copied(
+    model: nn.Module, overlap: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All branches but the chain's last begin with a copy of the gradient's sum before."""
+    net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
+    results, casts = [], []
+    for added in (revcompile.gradients.added, _copied_gradient):
+        monkeypatch.setattr(revcompile.gradients, "added", added)
+        with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
+            results.append(gradients(copy.deepcopy(net), X))
+        casts.append(seen.narrowed)
+    assert casts[0] - casts[1] == copies
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_streams_of_the_branches_type_need_no_copied_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    added = revcompile.gradients.added
+    monkeypatch.setattr(
+        revcompile.gradients, "added", lambda *given: (asked.append(given[2]), added(*given))[1]
+    )
+    gradients(revcompile.reversify(_Stack(), X, check="off").train(), X)
+    assert asked == [None] * 3
+
+
 def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
