@@ -4,9 +4,11 @@
     python -m benchmarks run whole --device cuda --dtype bf16 --batch 16 256 \
         --model swin_base_patch4_window7_224 [--recorded]
     python -m benchmarks run whole --device cuda --dtype bf16 --model vit_large_patch16_224 --fit 16
+    python -m benchmarks run whole --device cuda --dtype bf16 --batch 256 --profile \
+        --model resnet152
 
 `--recorded` runs every variant's step as a CUDA graph, so that starting kernels costs nothing and
-what is left is what the GPU itself cannot hide.
+what is left is what the GPU itself cannot hide. `--profile` tells which kernels take the time.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.harness import autocast, interleave, ratio, show
+from benchmarks.one_device import hotspots
 from benchmarks.one_device.memory import memory_of
 from benchmarks.registry import Benchmark, Row
 from revcompile.overlap import Overlap
@@ -175,6 +178,34 @@ def time_models(
             yield {"model": name, "batch": batch, **figures}
 
 
+def profile_models(
+    names: Sequence[str], batches: Sequence[int], count: int, setting: Setting
+) -> Iterator[dict[str, Any]]:
+    """The kernels that take most of a step, of plain, checkpointed and reversible training."""
+    for name in names:
+        nets = variants(name, setting.device)
+        for batch in batches:
+            x, y = batch_for(nets["plain"], batch, setting.device)
+            steps = {
+                variant: step_of(nets[variant], x, y, setting)
+                for variant in ("plain", "checkpoint", OFF)
+                if variant in nets
+            }
+            spent = {
+                variant: hotspots.spent(step, setting.device, setting.warmup)
+                for variant, step in steps.items()
+            }
+            hotspots.report(f"{name}, batch {batch}, {setting.dtype}", spent, count)
+            yield {"model": name, "batch": batch, "spent": _as_figures(spent)}
+
+
+def _as_figures(spent: Mapping[str, Mapping[str, hotspots.Spent]]) -> dict[str, Any]:
+    return {
+        variant: {name: {"seconds": s.seconds, "calls": s.calls} for name, s in kernels.items()}
+        for variant, kernels in spent.items()
+    }
+
+
 # -- size ------------------------------------------------------------------------------------------
 
 
@@ -205,8 +236,9 @@ def fits(net: nn.Module, plain: nn.Module, batch: int, setting: Setting) -> bool
 
 def fit_models(names: Sequence[str], gib: float, setting: Setting) -> Iterator[dict[str, Any]]:
     """The largest batch of plain and of reversible training on a device of `gib`."""
-    total = torch.cuda.get_device_properties(setting.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(gib * GIB / total, setting.device)
+    place = device_index(setting.device)
+    total = torch.cuda.get_device_properties(place).total_memory
+    torch.cuda.set_per_process_memory_fraction(gib * GIB / total, place)
     for name in names:
         found: dict[str, int] = {}
         nets = variants(name, torch.device("cpu"))
@@ -220,7 +252,16 @@ def fit_models(names: Sequence[str], gib: float, setting: Setting) -> Iterator[d
         show(f"{name} in {gib:g} GiB, {setting.dtype}", columns, list(found.items()))
         print(f"{times:.1f} times plain's ({enough} the bar of {FIT_BAR:.0f})\n")
         yield {"model": name, "gib": gib, "largest": found}
-    torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
+    torch.cuda.set_per_process_memory_fraction(1.0, place)
+
+
+def device_index(device: torch.device) -> int:
+    """Which GPU: one without a number is the current one.
+
+    >>> device_index(torch.device("cuda:1"))
+    1
+    """
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -234,6 +275,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     parser.add_argument("--recorded", action="store_true", help="steps as CUDA graphs")
     parser.add_argument("--fit", type=float, help="the largest batch in so many GiB instead")
+    parser.add_argument(
+        "--profile", type=int, nargs="?", const=15, metavar="KERNELS", help="where the time goes"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
 
@@ -245,6 +289,8 @@ def main(args: argparse.Namespace) -> Iterator[Row]:
     setting = Setting(device, args.dtype, args.rounds, args.warmup, args.recorded)
     if args.fit is not None:
         yield from fit_models(args.model, args.fit, setting)
+    elif args.profile is not None:
+        yield from profile_models(args.model, args.batch, args.profile, setting)
     else:
         yield from time_models(args.model, args.batch, setting)
 
