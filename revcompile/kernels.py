@@ -21,7 +21,17 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["FEW", "fits", "normed", "normed_back", "norms_on", "summed", "summed_twice", "works_on"]
+__all__ = [
+    "FEW",
+    "fits",
+    "launch",
+    "normed",
+    "normed_back",
+    "norms_on",
+    "summed",
+    "summed_twice",
+    "works_on",
+]
 
 _SIZE: Final = 1024
 FEW: Final = 2**20
@@ -112,13 +122,15 @@ def _sum_up(
     count = wide.numel()
     tensors = wide, addend, wide if grid is None else grid, out, out if copy is None else copy
     given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
-    _launch(_kernel, triton.cdiv(count, _SIZE), wide, given, enable_fp_fusion=False)
+    launch(_kernel, (triton.cdiv(count, _SIZE),), wide, given, enable_fp_fusion=False)
 
 
-def _launch(kernel: Any, programs: int, like: Tensor, given: Sequence[Any], **options: Any) -> None:
+def launch(
+    kernel: Any, programs: tuple[int, ...], like: Tensor, given: Sequence[Any], **options: Any
+) -> None:
     """Start a kernel where a tensor is: Triton itself looks at the current device alone."""
     with torch.cuda.device_of(like):
-        kernel[(programs,)](*given, **options)
+        kernel[programs](*given, **options)
 
 
 # -- layer norms -----------------------------------------------------------------------------------
@@ -215,7 +227,8 @@ def normed(
     means, scales = x.new_empty(rows), x.new_empty(rows)
     high, size, warps = _tile(columns)
     given = x, weight, bias, out, means, scales, rows, eps, columns, high, size
-    _launch(_norm_kernel, triton.cdiv(rows, high), x, given, num_warps=warps, enable_fp_fusion=True)
+    programs = (triton.cdiv(rows, high),)
+    launch(_norm_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
     return out, means, scales
 
 
@@ -242,7 +255,7 @@ def normed_back(
     read, written = x if own is None else own, of_x if copy is None else copy
     tensors = grad, x, weight, means, scales, read, of_x, written, *parts
     given = *tensors, rows, turns, own is not None, copy is not None, columns, high, size
-    _launch(_norm_back_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
+    launch(_norm_back_kernel, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
     return of_x, copy, of_weight, of_bias
 

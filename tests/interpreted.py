@@ -1,4 +1,4 @@
-"""The layer norm kernels under Triton's interpreter, on the CPU, against torch's own.
+"""The kernels of norms under Triton's interpreter, on the CPU, against torch's own.
 
 A process of its own: Triton decides on being imported whether it interprets.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from revcompile import kernels, norms
+from revcompile import batch_kernels, batchnorms, kernels, norms
 from revcompile.gradients import GradientSum
 
 STEPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
@@ -52,6 +52,30 @@ def check_added(columns: int) -> None:
     assert all(torch.equal(have, want) for have, want in zip(found[1:], plain[1:], strict=True))
 
 
+def check_clipped(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A batch norm and its ReLU: result, running statistics, gradients."""
+    channels = shape[1]
+    x = torch.randn(shape) * 3 + 5 * torch.randn(channels)[:, None, None]
+    x = x.to(dtype, memory_format=torch.channels_last)
+    parameters = [torch.randn(channels).requires_grad_() for _ in range(2)]
+    running = torch.randn(channels), torch.rand(channels)
+    moved = tuple(t.clone() for t in running)
+    given, wide = (x.requires_grad_(), *parameters), x.detach().float().requires_grad_()
+    out = batchnorms._ClippedNorm.apply(*given, 1e-5, (*moved, 0.3))
+    still = batchnorms._ClippedNorm.apply(*given, 1e-5, None)
+    expected = F.relu(F.batch_norm(wide, *running, *parameters, True, 0.3, 1e-5))
+    assert out.dtype == dtype and out.stride() == x.stride() and torch.equal(out, still)
+    assert torch.allclose(out.float(), expected, rtol=STEPS[dtype], atol=1e-5)
+    for have, want in zip(moved, running, strict=True):
+        assert torch.allclose(have, want, rtol=1e-5, atol=1e-6)
+    grad = torch.randn_like(expected).to(dtype)
+    found = torch.autograd.grad(out, given, grad)
+    wanted = torch.autograd.grad(expected, (wide, *parameters), grad.float())
+    for have, want in zip(found, wanted, strict=True):
+        atol = 2e-6 * float(want.abs().max())
+        assert torch.allclose(have.float(), want, rtol=STEPS[have.dtype], atol=atol)
+
+
 def check_twice() -> None:
     """Gradients of a function of gradients."""
     given = problem((3, 4), 12)
@@ -80,3 +104,8 @@ if __name__ == "__main__":
     check_added(96)
     check_added(1500)
     check_twice()
+    batch_kernels._PROGRAMS = 5  # type: ignore[misc]
+    assert batch_kernels.works_on(torch.device("cpu"), torch.float16)
+    check_clipped((3, 8, 5, 7), torch.float16)
+    check_clipped((2, 200, 9, 9), torch.float16)
+    check_clipped((5, 130, 6, 7), torch.float32)

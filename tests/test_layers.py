@@ -19,6 +19,8 @@ GROUND = {
     "growth",
     "gradients",
     "grid",
+    "batch_kernels",
+    "batchnorms",
     "kernels",
     "masks",
     "norms",

@@ -19,6 +19,7 @@ from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signatu
 from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
+from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.narrow import narrowed
 from revcompile.tree import (
@@ -293,7 +294,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
     link = coupling.link
     return Block(
         name=coupling.name,
-        branch=compile_graph(narrowed(coupling.branch, root), coupling.name),
+        branch=compile_graph(clipped(narrowed(coupling.branch, root), root), coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         link=compile_graph(link.forward, coupling.name) if link else None,
         unlink=compile_graph(link.inverse, coupling.name) if link else None,
