@@ -8,7 +8,7 @@ tells what was cut off.
 from __future__ import annotations
 
 import functools
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ _WIDEST: Final = 128
 """Channels of a tile."""
 _PROGRAMS: Final = 528
 """How many share a sum over all images: four for each processor of a large GPU."""
+_FAST: Final[dict[str, Any]] = {"num_warps": 8, "enable_fp_fusion": True}
 _HIGH: Final = 16
 """Partial sums that are added up at a time."""
 
@@ -36,8 +37,13 @@ Running = tuple[Tensor, Tensor, float]
 """Running mean and variance, and the momentum they move with."""
 
 
+def _compiled(kernel: Any) -> Any:
+    return None if triton is None else triton.jit(kernel)
+
+
 # Triton reads annotations as code.
 # fmt: off
+@_compiled
 def _moments(  # type: ignore[no-untyped-def]
     x, parts, rows, turns, columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):
@@ -61,6 +67,7 @@ def _moments(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
+@_compiled
 def _settle(  # type: ignore[no-untyped-def]
     x, parts, means, scales, running_mean, running_variance, count, rows, eps, momentum,
     is_tracked: tl.constexpr, columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
@@ -89,7 +96,17 @@ def _settle(  # type: ignore[no-untyped-def]
         tl.store(running_variance + column, before + momentum * (unbiased - before), mask=there)
 
 
+@_compiled
+def _terms(means, scales, weight, bias, column, there):  # type: ignore[no-untyped-def]
+    mean = tl.load(means + column, mask=there, other=0.0)[None, :]
+    scale = tl.load(scales + column, mask=there, other=0.0)[None, :]
+    gain = tl.load(weight + column, mask=there, other=0.0)[None, :]
+    shift = tl.load(bias + column, mask=there, other=0.0)[None, :]
+    return mean, scale, gain, shift
+
+
 # fmt: off
+@_compiled
 def _clip(  # type: ignore[no-untyped-def]
     x, weight, bias, means, scales, out, rows,
     columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
@@ -100,10 +117,7 @@ def _clip(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * high + tl.arange(0, high)
     inside = (row < rows)[:, None] & there[None, :]
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    mean = tl.load(means + column, mask=there, other=0.0)[None, :]
-    scale = tl.load(scales + column, mask=there, other=0.0)[None, :]
-    gain = tl.load(weight + column, mask=there, other=0.0)[None, :]
-    shift = tl.load(bias + column, mask=there, other=0.0)[None, :]
+    mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     value = (value - mean) * scale * gain + shift
     value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -111,6 +125,7 @@ def _clip(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
+@_compiled
 def _sums_back(  # type: ignore[no-untyped-def]
     grad, x, weight, bias, means, scales, parts, rows, turns,
     columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
@@ -118,10 +133,7 @@ def _sums_back(  # type: ignore[no-untyped-def]
     # fmt: on
     column = tl.program_id(1) * wide + tl.arange(0, wide)
     there = column < columns
-    mean = tl.load(means + column, mask=there, other=0.0)[None, :]
-    scale = tl.load(scales + column, mask=there, other=0.0)[None, :]
-    gain = tl.load(weight + column, mask=there, other=0.0)[None, :]
-    shift = tl.load(bias + column, mask=there, other=0.0)[None, :]
+    mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
     of_weight = tl.zeros((high, wide), tl.float32)
     of_bias = tl.zeros((high, wide), tl.float32)
     for turn in tl.range(0, turns, num_stages=3):
@@ -139,6 +151,7 @@ def _sums_back(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
+@_compiled
 def _back(  # type: ignore[no-untyped-def]
     grad, x, weight, bias, means, scales, of_weight, of_bias, of_x, rows,
     columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
@@ -149,10 +162,7 @@ def _back(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * high + tl.arange(0, high)
     inside = (row < rows)[:, None] & there[None, :]
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    mean = tl.load(means + column, mask=there, other=0.0)[None, :]
-    scale = tl.load(scales + column, mask=there, other=0.0)[None, :]
-    gain = tl.load(weight + column, mask=there, other=0.0)[None, :]
-    shift = tl.load(bias + column, mask=there, other=0.0)[None, :]
+    mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
     along = tl.load(of_weight + column, mask=there, other=0.0)[None, :] / rows
     level = tl.load(of_bias + column, mask=there, other=0.0)[None, :] / rows
     up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -161,18 +171,10 @@ def _back(  # type: ignore[no-untyped-def]
     tl.store(of_x + at, (up - level - normal * along) * scale * gain, mask=inside)
 
 
-def _made(kernel):  # type: ignore[no-untyped-def]
-    return triton.jit(kernel) if triton is not None else None
-
-
-_moments_kernel, _settle_kernel, _clip_kernel = map(_made, (_moments, _settle, _clip))
-_sums_back_kernel, _back_kernel = map(_made, (_sums_back, _back))
-
-
 @functools.cache
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Can these be built here?"""
-    if _clip_kernel is None:
+    if _clip is None:
         return False
     x = torch.zeros(2, 256, 2, 2, device=device, dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
@@ -195,15 +197,15 @@ def clipped(
     turns, programs = _shared(rows, high, blocks)
     parts, (means, scales) = _floats(x, 2, programs, columns), _floats(x, 2, columns)
     sizes = columns, high, wide
-    launch(_moments_kernel, (programs, blocks), x, (x, parts, rows, turns, *sizes), num_warps=8)
+    launch(_moments, (programs, blocks), x, (x, parts, rows, turns, *sizes), **_FAST)
     mean, variance, momentum = running or (means, scales, 0.0)
     moved = x, parts, means, scales, mean, variance, programs, rows, eps, momentum
     settled = *moved, running is not None, columns, _HIGH, wide
     # Whether statistics move must not change a bit of the rest.
-    launch(_settle_kernel, (blocks,), x, settled, enable_fp_fusion=False)
+    launch(_settle, (blocks,), x, settled, enable_fp_fusion=False)
     out = torch.empty_like(x)
     given = x, weight, bias, means, scales, out, rows, *sizes
-    launch(_clip_kernel, (triton.cdiv(rows, high), blocks), x, given, num_warps=8)
+    launch(_clip, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
     return out, means, scales
 
 
@@ -218,11 +220,11 @@ def clipped_back(
     parts = _floats(x, 2, programs, columns)
     read, sizes = (grad, x, weight, bias, means, scales), (columns, high, wide)
     summed = *read, parts, rows, turns, *sizes
-    launch(_sums_back_kernel, (programs, blocks), x, summed, num_warps=8)
+    launch(_sums_back, (programs, blocks), x, summed, **_FAST)
     of_weight, of_bias = parts.sum(1)
     of_x = torch.empty_like(x)
     given = *read, of_weight, of_bias, of_x, rows, *sizes
-    launch(_back_kernel, (triton.cdiv(rows, high), blocks), x, given, num_warps=8)
+    launch(_back, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
     return of_x, of_weight, of_bias
 
 

@@ -62,6 +62,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+def _conv(width: int, size: int) -> nn.Conv2d:
+    """Without bias, whose gradient before a norm is nothing but noise."""
+    return nn.Conv2d(width, width, size, padding=size // 2, bias=False)
+
+
 class _Convs(nn.Module):
     """Residual blocks as a ResNet has them: two norms with a ReLU, the second behind the sum."""
 
@@ -69,8 +74,8 @@ class _Convs(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                *(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()),
-                *(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)),
+                *(_conv(width, 3), nn.BatchNorm2d(width), nn.ReLU()),
+                *(_conv(width, 1), nn.BatchNorm2d(width)),
             )
             for _ in range(depth)
         )
