@@ -188,25 +188,41 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def clipped(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, running: Running | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    running: Running | None,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`relu(batch_norm(x))`; each channel's mean and scale. Running statistics move, if given."""
+    """`relu(batch_norm(x))`; each channel's mean and scale, found unless `known`.
+
+    Running statistics move, if given, with what is found.
+    """
+    columns = x.shape[1]
+    rows = x.numel() // columns
+    high, wide, blocks = _tile(columns)
+    means, scales = known or _found(x, eps, running)
+    out = torch.empty_like(x)
+    given = x, weight, bias, means, scales, out, rows, columns, high, wide
+    launch(_clip, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
+    return out, means, scales
+
+
+def _found(x: Tensor, eps: float, running: Running | None) -> tuple[Tensor, Tensor]:
     columns = x.shape[1]
     rows = x.numel() // columns
     high, wide, blocks = _tile(columns)
     turns, programs = _shared(rows, high, blocks)
     parts, (means, scales) = _floats(x, 2, programs, columns), _floats(x, 2, columns)
-    sizes = columns, high, wide
-    launch(_moments, (programs, blocks), x, (x, parts, rows, turns, *sizes), **_FAST)
+    summed = x, parts, rows, turns, columns, high, wide
+    launch(_moments, (programs, blocks), x, summed, **_FAST)
     mean, variance, momentum = running or (means, scales, 0.0)
     moved = x, parts, means, scales, mean, variance, programs, rows, eps, momentum
-    settled = *moved, running is not None, columns, _HIGH, wide
+    given = *moved, running is not None, columns, _HIGH, wide
     # Whether statistics move must not change a bit of the rest.
-    launch(_settle, (blocks,), x, settled, enable_fp_fusion=False)
-    out = torch.empty_like(x)
-    given = x, weight, bias, means, scales, out, rows, *sizes
-    launch(_clip, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
-    return out, means, scales
+    launch(_settle, (blocks,), x, given, enable_fp_fusion=False)
+    return means, scales
 
 
 def clipped_back(

@@ -1,11 +1,15 @@
 """Batch norms and the ReLU after them in one pass over memory, where there are kernels for that.
 
 That is on a GPU, in training, for images in low precision whose channels lie together
-(channels_last). Everywhere else the two layers are what runs.
+(channels_last). Everywhere else the two layers are what runs. A branch that runs a second time has
+its statistics from the first: two numbers a channel, which take a pass over memory to find.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,7 +18,48 @@ from torch.nn import functional as F
 
 from revcompile.tree import LOW_PRECISION
 
-__all__ = ["clipped_norm"]
+__all__ = ["Statistics", "clipped_norm"]
+
+_Found = tuple[Tensor, Tensor]
+"""Each channel's mean and scale."""
+
+
+class Statistics:
+    """What batch norms found in one run of a branch, for the next."""
+
+    def __init__(self) -> None:
+        self._found: dict[nn.Module, list[_Found]] = {}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """The first run."""
+        self._found.clear()
+        with _listening(self):
+            yield
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """A run like the first, on the same values."""
+        with _listening({norm: iter(found) for norm, found in self._found.items()}):
+            yield
+
+    def note(self, norm: nn.Module, *found: Tensor) -> None:
+        """In the order in which a layer is called."""
+        means, scales = found
+        self._found.setdefault(norm, []).append((means, scales))
+
+
+_listener: ContextVar[Statistics | dict[nn.Module, Iterator[_Found]] | None]
+_listener = ContextVar("_listener", default=None)
+
+
+@contextmanager
+def _listening(listener: Statistics | dict[nn.Module, Iterator[_Found]]) -> Iterator[None]:
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 def clipped_norm(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Tensor:
@@ -28,8 +73,14 @@ def clipped_norm(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Ten
         moved = norm.running_mean, norm.running_var, norm.momentum
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
-    found: Tensor = _ClippedNorm.apply(x, norm.weight, norm.bias, norm.eps, moved)
-    return found
+    listener = _listener.get()
+    known = next(listener.get(norm, iter(())), None) if isinstance(listener, dict) else None
+    given = x, norm.weight, norm.bias, norm.eps, moved, known
+    out: Tensor
+    out, *found = _ClippedNorm.apply(*given)
+    if isinstance(listener, Statistics):
+        listener.note(norm, *found)
+    return out
 
 
 def _is_watched(layer: nn.Module | None) -> bool:
@@ -69,24 +120,25 @@ class _ClippedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, moved: Any
-    ) -> Tensor:
-        out: Tensor
-        out, means, scales = _kernels().clipped(x, weight, bias, eps, moved)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, moved: Any, known: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, means, scales = _kernels().clipped(x, weight, bias, eps, moved, known)
         ctx.eps = eps
         ctx.save_for_backward(x, weight, bias, means, scales)
-        return out
+        ctx.mark_non_differentiable(means, scales)
+        ctx.set_materialize_grads(False)
+        return out, means, scales
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
+        grad = grads[0]
         x, weight, bias, means, scales = ctx.saved_tensors
         if torch.is_grad_enabled():
             found = _differentiable(grad, x, weight, bias, ctx.eps)
         else:
             grad = grad.contiguous(memory_format=torch.channels_last)
             found = _kernels().clipped_back(grad, x, weight, bias, means, scales)
-        return *found, None, None
+        return *found, None, None, None
 
 
 def _differentiable(

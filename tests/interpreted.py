@@ -61,10 +61,12 @@ def check_clipped(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     running = torch.randn(channels), torch.rand(channels)
     moved = tuple(t.clone() for t in running)
     given, wide = (x.requires_grad_(), *parameters), x.detach().float().requires_grad_()
-    out = batchnorms._ClippedNorm.apply(*given, 1e-5, (*moved, 0.3))
-    still = batchnorms._ClippedNorm.apply(*given, 1e-5, None)
+    out, *statistics = batchnorms._ClippedNorm.apply(*given, 1e-5, (*moved, 0.3), None)
+    still = batchnorms._ClippedNorm.apply(*given, 1e-5, None, None)[0]
+    known = batchnorms._ClippedNorm.apply(*given, 1e-5, None, tuple(statistics))[0]
     expected = F.relu(F.batch_norm(wide, *running, *parameters, True, 0.3, 1e-5))
     assert out.dtype == dtype and out.stride() == x.stride() and torch.equal(out, still)
+    assert torch.equal(out, known)
     assert torch.allclose(out.float(), expected, rtol=STEPS[dtype], atol=1e-5)
     for have, want in zip(moved, running, strict=True):
         assert torch.allclose(have, want, rtol=1e-5, atol=1e-6)
