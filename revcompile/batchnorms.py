@@ -8,7 +8,7 @@ its statistics from the first: two numbers a channel, which take a pass over mem
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,18 +30,14 @@ class Statistics:
     def __init__(self) -> None:
         self._found: dict[nn.Module, list[_Found]] = {}
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """The first run."""
         self._found.clear()
-        with _listening(self):
-            yield
+        return _listening(self)
 
-    @contextmanager
-    def repeated(self) -> Iterator[None]:
+    def repeated(self) -> AbstractContextManager[None]:
         """A run like the first, on the same values."""
-        with _listening({norm: iter(found) for norm, found in self._found.items()}):
-            yield
+        return _listening({norm: iter(found) for norm, found in self._found.items()})
 
     def note(self, norm: nn.Module, *found: Tensor) -> None:
         """In the order in which a layer is called."""

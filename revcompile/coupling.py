@@ -299,8 +299,10 @@ class _Reversible(torch.autograd.Function):
                 with lanes.on(1 - rebuilt.lane):
                     call.rebuilt = _rebuild(earlier, _handed_on(ctx, rebuilt), 1 - rebuilt.lane)
             with lanes.differentiating(rebuilt.lane):
-                grad_b, found = _differentiate(ctx, rebuilt, grad_b, seeds)
+                grad_b, copy, found = _differentiate(ctx, rebuilt, grad_b, seeds)
                 grads = _before_link(ctx, grad_y, grad_b)
+                if copy is not None:
+                    call.seed = grads[1], _before_link(ctx, copy)[0]
         if ctx.index == 0 and call.probe is not None:
             rebuilt_input = _before_link(ctx, rebuilt.a, rebuilt.b)
             compare(call.probe, rebuilt_input, call.chain.name, call.chain.tolerance)
@@ -313,13 +315,6 @@ def _block_before(node: Any) -> Any:
     """The node of the block before, if gradients are wanted that far."""
     found = node.next_functions[0][0]
     return found if getattr(found, "call", None) is node.call else None
-
-
-def _seed_type(node: Any) -> torch.dtype | None:
-    """What the branch of the block before computes in, to which a gradient goes as it is."""
-    earlier = _block_before(node)
-    is_linked = node.call.chain.blocks[node.index].link is not None
-    return None if earlier is None or is_linked else earlier.addend_type
 
 
 def _before_link(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -378,19 +373,23 @@ def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
 
 def _differentiate(
     node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grads: tuple[Tensor, ...]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of `b`, and of sides and parameters, through the graph of F."""
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Gradients of `b`, of sides and of parameters, through the graph of F.
+
+    That of `b` comes in the type of the branch before, too, if that is there.
+    """
     wanted = [*(t for t in rebuilt.live if t.requires_grad), *node.parameters]
     seeds = zip(rebuilt.ends, grads, strict=True)
     seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(wanted)
+    copy: Tensor | None = None
     if seeded:
         ends, starts = zip(*seeded, strict=True)
         inputs = [rebuilt.leaf, *wanted]
-        rebuilt.gradient.begin(grad_b, _seed_type(node))
+        of_seed = getattr(_block_before(node), "addend_type", None)
+        rebuilt.gradient.begin(grad_b, of_seed)
         of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
         grad_b, copy = rebuilt.gradient.finish(of_b)
-        node.call.seed = None if copy is None else (grad_b, copy)
     each = iter(found)
     of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
-    return grad_b, [*of_sides, *each]
+    return grad_b, copy, [*of_sides, *each]

@@ -137,7 +137,7 @@ def _copied_gradient(
 
 @pytest.mark.parametrize(
     ("model", "overlap", "copies"),
-    [(_Stack(), "off", 2), (_Stack(), "on", 2), (_Turned(), "off", 1), (_Stack(nn.ReLU), "off", 2)],
+    [(_Stack(), "off", 2), (_Stack(), "on", 2), (_Turned(), "off", 2), (_Stack(nn.ReLU), "off", 2)],
     ids=["in a row", "overlapped", "linked", "read otherwise"],
 )
 def test_a_gradient_is_read_as_it_was_copied(
