@@ -32,6 +32,7 @@ from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
 from revcompile.probes import compare, probe, relative_error
 from revcompile.replay import Circumstances, Replay, is_recorded
+from revcompile.steps import laid_out_like
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
 
@@ -287,6 +288,9 @@ class _Reversible(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
+        if ctx.index == len(call.chain.blocks) - 1:
+            b, y, *_ = ctx.saved_tensors
+            grad_b, grad_y = laid_out_like(b, grad_b), laid_out_like(y, grad_y)
         rebuilt, call.rebuilt = call.rebuilt, None
         if rebuilt is None or rebuilt.index != ctx.index:
             rebuilt = _rebuild(ctx, call.handed_on)

@@ -18,7 +18,7 @@ from revcompile.ops import as_read
 from revcompile.runtime import reversible
 from revcompile.runtime.narrow import narrowed
 from revcompile.tree import reads_cast
-from tests.helpers import gradients
+from tests.helpers import gradients, worst
 
 
 class _Widened(TorchDispatchMode):
@@ -153,6 +153,33 @@ def test_a_gradient_is_read_as_it_was_copied(
         casts.append(seen.narrowed)
     assert casts[0] - casts[1] == copies
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_gradients_that_come_to_a_chain_are_laid_out_like_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once a chain: on a GPU, where a pooling layer hands out others."""
+    last, seen = torch.channels_last, []
+
+    def laid_out(value: Tensor, gradient: Tensor) -> Tensor:
+        seen.append((value.stride(), gradient.stride()))
+        return gradient.contiguous(memory_format=last)
+
+    x = X.double().to(memory_format=last)
+    net = revcompile.reversify(_Stack().double(), x, check="off").train().to(memory_format=last)
+    expected = gradients(copy.deepcopy(net), x)
+    monkeypatch.setattr(coupling, "laid_out_like", laid_out)
+    added = revcompile.gradients.added
+    strides = []
+    monkeypatch.setattr(
+        revcompile.gradients,
+        "added",
+        lambda *given: (strides.append(given[0].stride()), added(*given))[1],
+    )
+    found = gradients(net, x)
+    assert [value for value, _ in seen] == [x.stride()] * 2
+    assert strides == [x.stride()] * 3
+    assert worst(expected, found)[0] < 1e-10
 
 
 def test_streams_of_the_branches_type_need_no_copied_gradients(
