@@ -138,6 +138,21 @@ def test_statistics_of_a_layer_that_is_called_twice(kernels: list[str]) -> None:
     assert kernels.count("clipped") == 6 and kernels.count("clipped as known") == 12
 
 
+def test_layers_outside_of_chains(kernels: list[str]) -> None:
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    x = torch.randn(2, 3, 8, 8).to(memory_format=LAST)
+    net = revcompile.reversify(nn.Sequential(stem, _Convs(1)), x, policy="pretrained", check="off")
+    net = net.train().to(memory_format=LAST)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(net, x)
+    once = ["clipped", "clipped", "clipped as known", "clipped_back", "clipped_back"]
+    assert kernels == once, "the stem's, and one of the block's; its last ReLU stays outside"
+    assert int(net.get_submodule("0.1").num_batches_tracked) == 1
+    net.eval()(x)
+    assert kernels == once
+
+
 def test_what_there_is_no_kernel_for(kernels: list[str]) -> None:
     x = torch.randn(2, 8, 6, 6).to(memory_format=LAST).bfloat16()
     layer, relu = nn.BatchNorm2d(8), nn.ReLU()

@@ -245,7 +245,8 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
         first = run[0]
         if isinstance(first, Opaque):
             inputs, outputs = first.inputs, first.outputs
-            code: Callable[..., Any] | Chain = compile_graph(first.graph, first.name)
+            graph = clipped(first.graph, root)
+            code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
         else:
             couplings = [s for s in run if isinstance(s, Coupling)]
             sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
