@@ -41,6 +41,12 @@ def _compiled(kernel: Any) -> Any:
     return None if triton is None else triton.jit(kernel)
 
 
+@_compiled
+def _places(row, rows, column, columns):  # type: ignore[no-untyped-def]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return inside, row.to(tl.int64)[:, None] * columns + column[None, :]
+
+
 # Triton reads annotations as code.
 # fmt: off
 @_compiled
@@ -55,8 +61,7 @@ def _moments(  # type: ignore[no-untyped-def]
     second = tl.zeros((high, wide), tl.float32)
     for turn in tl.range(0, turns, num_stages=3):
         row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
-        inside = (row < rows)[:, None] & there[None, :]
-        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        inside, at = _places(row, rows, column, columns)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         value = tl.where(inside, value - level[None, :], 0.0)
         first += value
@@ -115,8 +120,7 @@ def _clip(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * wide + tl.arange(0, wide)
     there = column < columns
     row = tl.program_id(0) * high + tl.arange(0, high)
-    inside = (row < rows)[:, None] & there[None, :]
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside, at = _places(row, rows, column, columns)
     mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     value = (value - mean) * scale * gain + shift
@@ -138,8 +142,7 @@ def _sums_back(  # type: ignore[no-untyped-def]
     of_bias = tl.zeros((high, wide), tl.float32)
     for turn in tl.range(0, turns, num_stages=3):
         row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
-        inside = (row < rows)[:, None] & there[None, :]
-        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        inside, at = _places(row, rows, column, columns)
         up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
         up = tl.where(inside & (normal * gain + shift > 0.0), up, 0.0)
@@ -160,8 +163,7 @@ def _back(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * wide + tl.arange(0, wide)
     there = column < columns
     row = tl.program_id(0) * high + tl.arange(0, high)
-    inside = (row < rows)[:, None] & there[None, :]
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside, at = _places(row, rows, column, columns)
     mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
     along = tl.load(of_weight + column, mask=there, other=0.0)[None, :] / rows
     level = tl.load(of_bias + column, mask=there, other=0.0)[None, :] / rows
