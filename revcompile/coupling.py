@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from revcompile.errors import InversionError
-from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up, widening_sum
+from revcompile.gradients import GradientSum
+from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up
 from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
+from revcompile.probes import compare, probe, relative_error
 from revcompile.replay import Circumstances, Replay, is_recorded
+from revcompile.steps import laid_out_like
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
 
@@ -124,6 +126,11 @@ class Chain:
     overlap: Overlap = Overlap.OFF
     _calls: int = 0
 
+    @property
+    def name(self) -> str:
+        """Its first block and its last."""
+        return f"{self.blocks[0].name} .. {self.blocks[-1].name}"
+
     def grid(self, a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
         """The grid for one run, where branches need one."""
         return make_grid(a, b) if is_imprecise(a, cast, self.convolves) else None
@@ -156,7 +163,7 @@ class Chain:
         call = _Call(self, root, cast, self.grid(a, b, cast), self.overlap.applies_to(a))
         is_due = self.tolerance is not None and self._calls % self.check_every == 0
         if is_due and not is_recorded(a.device):
-            call.probe = (_probe(a), _probe(b))
+            call.probe = probe(a), probe(b)
         self._calls += 1
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
@@ -218,6 +225,8 @@ class _Call:
     """In backward: a block's input as reconstructed, which is the output of the block before."""
     rebuilt: _Rebuilt | None = None
     """In backward: the block before, rebuilt ahead."""
+    seed: tuple[Tensor, Tensor] | None = None
+    """In backward: a gradient, and the same in the type of the branch that it goes into next."""
 
     def is_read_cast(self, index: int, way: int) -> bool:
         """Does the branch one block on, or back, read a block's sum as autocast casts it?"""
@@ -239,6 +248,8 @@ class _Rebuilt:
     a: Tensor
     b: Tensor
     leaf: Tensor
+    gradient: GradientSum
+    """Of `b`: its own, and what comes through the branch."""
     live: list[Tensor]
     """The block's side tensors, as the graph knows them."""
     ends: tuple[Tensor, ...]
@@ -265,6 +276,7 @@ class _Reversible(torch.autograd.Function):
             addend, extras = run_branch(call.root, block, read, used, call.cast)
             y, call.copy = sum_up(a, addend, call.grid, False, call.is_read_cast(index, 1))
         ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
+        ctx.addend_type = addend.dtype
         count = sum(isinstance(side, Tensor) for side in used)
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         ctx.parameters = rest[count:]
@@ -276,20 +288,28 @@ class _Reversible(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
+        if ctx.index == len(call.chain.blocks) - 1:
+            b, y, *_ = ctx.saved_tensors
+            grad_b, grad_y = laid_out_like(b, grad_b), laid_out_like(y, grad_y)
         rebuilt, call.rebuilt = call.rebuilt, None
         if rebuilt is None or rebuilt.index != ctx.index:
             rebuilt = _rebuild(ctx, call.handed_on)
         call.handed_on = None
+        seed, call.seed = call.seed, None
+        seeds = seed[1] if seed and seed[0] is grad_y else grad_y, *grad_extras
         with side_by_side(grad_y.device, call.ahead) as lanes:
             earlier = _block_before(ctx) if call.ahead else None
             if earlier is not None:
                 with lanes.on(1 - rebuilt.lane):
                     call.rebuilt = _rebuild(earlier, _handed_on(ctx, rebuilt), 1 - rebuilt.lane)
             with lanes.differentiating(rebuilt.lane):
-                grad_b, found = _differentiate(ctx, rebuilt, grad_b, (grad_y, *grad_extras))
+                grad_b, copy, found = _differentiate(ctx, rebuilt, grad_b, seeds)
                 grads = _before_link(ctx, grad_y, grad_b)
+                if copy is not None:
+                    call.seed = grads[1], _before_link(ctx, copy)[0]
         if ctx.index == 0 and call.probe is not None:
-            _compare_probe(call.chain, call.probe, *_before_link(ctx, rebuilt.a, rebuilt.b))
+            rebuilt_input = _before_link(ctx, rebuilt.a, rebuilt.b)
+            compare(call.probe, rebuilt_input, call.chain.name, call.chain.tolerance)
         if ctx.index > 0 and earlier is None:
             call.handed_on = _handed_on(ctx, rebuilt)
         return None, None, None, *grads, *found
@@ -336,11 +356,13 @@ def _rebuild(node: Any, output: _Output | None, lane: int = 0) -> _Rebuilt:
     used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
     with torch.enable_grad(), node.replay.playing():
         leaf = _as_read((b if read is None else read).detach(), block, call.cast).requires_grad_()
+        gradient = GradientSum()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
-        addend, extras = run_branch(call.root, block, leaf.view_as(leaf), used, call.cast)
+        watched = gradient.awaits(leaf.view_as(leaf))
+        addend, extras = run_branch(call.root, block, watched, used, call.cast)
         with torch.no_grad():
             a, copy = sum_up(y, addend.detach(), call.grid, True, call.is_read_cast(node.index, -1))
-    return _Rebuilt(node.index, a, b, leaf, live, (addend, *extras), copy, lane)
+    return _Rebuilt(node.index, a, b, leaf, gradient, live, (addend, *extras), copy, lane)
 
 
 def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
@@ -355,45 +377,23 @@ def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
 
 def _differentiate(
     node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grads: tuple[Tensor, ...]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of `b`, and of sides and parameters, through the graph of F."""
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Gradients of `b`, of sides and of parameters, through the graph of F.
+
+    That of `b` comes in the type of the branch before, too, if that is there.
+    """
     wanted = [*(t for t in rebuilt.live if t.requires_grad), *node.parameters]
     seeds = zip(rebuilt.ends, grads, strict=True)
     seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(wanted)
+    copy: Tensor | None = None
     if seeded:
         ends, starts = zip(*seeded, strict=True)
         inputs = [rebuilt.leaf, *wanted]
+        of_seed = getattr(_block_before(node), "addend_type", None)
+        rebuilt.gradient.begin(grad_b, of_seed)
         of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-        grad_b = grad_b if of_b is None else widening_sum(grad_b, of_b)
+        grad_b, copy = rebuilt.gradient.finish(of_b)
     each = iter(found)
     of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
-    return grad_b, [*of_sides, *each]
-
-
-def relative_error(expected: Tensor, actual: Tensor) -> float:
-    """Largest deviation relative to the largest value."""
-    if not expected.numel():
-        return 0.0
-    difference = (expected.double() - actual.double()).abs().max()
-    error = float(difference / expected.double().abs().max().clamp_min(1e-30))
-    return error if error == error else float("inf")
-
-
-def _probe(stream: Tensor) -> Tensor:
-    """A few hundred evenly spaced elements of a stream."""
-    flat = stream.detach().reshape(-1) if stream.is_contiguous() else stream.detach().flatten()
-    return flat[:: max(1, flat.numel() // 256)].clone()
-
-
-def _compare_probe(chain: Chain, probe: tuple[Tensor, Tensor], a: Tensor, b: Tensor) -> None:
-    error = max(relative_error(probe[0], _probe(a)), relative_error(probe[1], _probe(b)))
-    assert chain.tolerance is not None
-    if error > chain.tolerance:
-        first, last = chain.blocks[0].name, chain.blocks[-1].name
-        raise InversionError(
-            f"the chain {first} .. {last} reconstructs its input only to {error:.1e} "
-            f"(tolerance {chain.tolerance:.1e}), so its gradients would be wrong. "
-            "revcompile.check_invertible(model, x) shows which block loses the precision; "
-            "keep the streams in float32, lower the scale of that branch, or raise tolerance="
-        )
+    return grad_b, copy, [*of_sides, *each]

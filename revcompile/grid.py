@@ -29,7 +29,6 @@ __all__ = [
     "rounded",
     "subtract",
     "sum_up",
-    "widening_sum",
 ]
 
 HEADROOM: Final = 7
@@ -116,16 +115,6 @@ def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
     if kernels.can_sum(stream, addend):
         return kernels.summed(stream, addend, grid, is_minus=sign == "-")
     return _generated(sign)(stream, addend, grid)
-
-
-def widening_sum(wide: Tensor, narrow: Tensor) -> Tensor:
-    """`wide + narrow`: torch's own kernel for two types is a third slower."""
-    if _fusible(wide) and wide.dtype != narrow.dtype:
-        from revcompile import kernels
-
-        if kernels.can_sum(wide, narrow):
-            return kernels.summed(wide, narrow)
-    return wide + narrow
 
 
 @functools.cache

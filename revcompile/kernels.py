@@ -25,6 +25,7 @@ __all__ = [
     "FEW",
     "can_sum",
     "fits",
+    "launch",
     "normed",
     "normed_back",
     "norms_on",
@@ -127,13 +128,15 @@ def _sum_up(
     count = wide.numel()
     tensors = wide, addend, wide if grid is None else grid, out, out if copy is None else copy
     given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
-    _launch(_kernel, triton.cdiv(count, _SIZE), wide, given, enable_fp_fusion=False)
+    launch(_kernel, (triton.cdiv(count, _SIZE),), wide, given, enable_fp_fusion=False)
 
 
-def _launch(kernel: Any, programs: int, like: Tensor, given: Sequence[Any], **options: Any) -> None:
+def launch(
+    kernel: Any, programs: tuple[int, ...], like: Tensor, given: Sequence[Any], **options: Any
+) -> None:
     """Start a kernel where a tensor is: Triton itself looks at the current device alone."""
     with torch.cuda.device_of(like):
-        kernel[(programs,)](*given, **options)
+        kernel[programs](*given, **options)
 
 
 # -- layer norms -----------------------------------------------------------------------------------
@@ -168,7 +171,8 @@ def _norm(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _norm_back(  # type: ignore[no-untyped-def]
-    grad, x, weight, means, scales, of_x, of_weight, of_bias, rows, turns,
+    grad, x, weight, means, scales, own, of_x, copy, of_weight, of_bias, rows, turns,
+    is_added: tl.constexpr, is_copied: tl.constexpr,
     columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
@@ -189,7 +193,11 @@ def _norm_back(  # type: ignore[no-untyped-def]
         level = tl.sum(scaled, 1) / columns
         along = tl.sum(scaled * normal, 1) / columns
         back = (scaled - level[:, None] - normal * along[:, None]) * scale[:, None]
+        if is_added:
+            back += tl.load(own + at, mask=inside, other=0.0)
         tl.store(of_x + at, back, mask=inside)
+        if is_copied:
+            tl.store(copy + at, back, mask=inside)
         sum_weight += up * normal
         sum_bias += up
     place = tl.program_id(0) * columns + column
@@ -209,7 +217,7 @@ def norms_on(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
     x = torch.zeros(1, columns, device=device)
     try:
         out, means, scales = normed(x, x[0], x[0], 1.0, dtype)
-        normed_back(out, x, x[0], means, scales)
+        normed_back(out, x, x[0], means, scales, x, dtype)  # which takes most of a processor
     except Exception:  # whatever a compiler may say: torch has layer norms too
         return False
     return True
@@ -225,24 +233,37 @@ def normed(
     means, scales = x.new_empty(rows), x.new_empty(rows)
     high, size, warps = _tile(columns)
     given = x, weight, bias, out, means, scales, rows, eps, columns, high, size
-    _launch(_norm_kernel, triton.cdiv(rows, high), x, given, num_warps=warps, enable_fp_fusion=True)
+    programs = (triton.cdiv(rows, high),)
+    launch(_norm_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
     return out, means, scales
 
 
 def normed_back(
-    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a layer norm's input, weight and bias: each program adds up its rows'."""
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    own: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of a layer norm's input, weight and bias: each program adds up its rows'.
+
+    The input's is added to its `own`, if there is one, and comes second in another type, if wanted.
+    """
     rows, columns = means.numel(), x.shape[-1]
     high, size, warps = _tile(columns)
     tiles = triton.cdiv(rows, high)
     turns = triton.cdiv(tiles, _PROGRAMS)
     programs = triton.cdiv(tiles, turns)
     of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
-    given = grad, x, weight, means, scales, of_x, *parts, rows, turns, columns, high, size
-    _launch(_norm_back_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
+    copy = None if dtype is None else torch.empty_like(x, dtype=dtype)
+    read, written = x if own is None else own, of_x if copy is None else copy
+    tensors = grad, x, weight, means, scales, read, of_x, written, *parts
+    given = *tensors, rows, turns, own is not None, copy is not None, columns, high, size
+    launch(_norm_back_kernel, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
-    return of_x, of_weight, of_bias
+    return of_x, copy, of_weight, of_bias
 
 
 def _tile(columns: int) -> tuple[int, int, int]:

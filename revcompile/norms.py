@@ -2,7 +2,8 @@
 
 Under autocast a layer norm writes float32, which a cast reads again for the layer that comes next;
 backward goes the same way back. On a GPU one kernel each does that in one pass over memory, with
-float32's arithmetic all the same. Everywhere else torch's own layer norm is what runs.
+float32's arithmetic all the same, and adds the stream's own gradient where it is at hand
+(`gradients`). Everywhere else torch's own layer norm is what runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from revcompile.gradients import GradientSum
 from revcompile.ops import is_autocasting
 
 __all__ = ["is_layer_norm", "layer_norm", "norm_of"]
@@ -59,7 +61,7 @@ def _narrow(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """The same bits wherever `x` lies: in backward that is somewhere else than in forward."""
     dtype = torch.get_autocast_dtype(x.device.type)
     aligned = x.clone() if x.data_ptr() % _ALIGNED else x
-    narrow: Tensor = _NarrowNorm.apply(aligned, weight, bias, eps, dtype)
+    narrow: Tensor = _NarrowNorm.apply(aligned, weight, bias, eps, dtype, GradientSum.of(x))
     return narrow
 
 
@@ -89,11 +91,17 @@ class _NarrowNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        total: GradientSum | None = None,
     ) -> Tensor:
         out: Tensor
         out, means, scales = _kernels().normed(x, weight, bias, eps, dtype)
-        ctx.eps = eps
+        ctx.eps, ctx.total = eps, total or GradientSum()
         ctx.save_for_backward(x, weight, means, scales)
         return out
 
@@ -104,8 +112,13 @@ class _NarrowNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _differentiable(grad.float(), x, weight, ctx.eps)
         else:
-            found = _kernels().normed_back(grad.contiguous(), x, weight, means, scales)
-        return *found, None, None
+            own, dtype = ctx.total.asked_of(x)
+            given = grad.contiguous(), x, weight, means, scales, own, dtype
+            of_x, copy, *of_parameters = _kernels().normed_back(*given)
+            if own is not None:
+                ctx.total.note(of_x, copy)
+            found = of_x, *of_parameters
+        return *found, None, None, None
 
 
 def _differentiable(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
+from revcompile.batchnorms import Statistics
 from revcompile.masks import Masks
 
 __all__ = ["Circumstances", "Replay", "StatefulBuffers", "is_recorded"]
@@ -89,6 +90,7 @@ class Replay:
         self.masks = Masks() if is_recorded(self.device) else None
         self.random = _random_state(self.device) if self.masks is None else None
         self.buffers = branch.stateful.before()
+        self.statistics = Statistics()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -99,7 +101,8 @@ class Replay:
         """
         torch.set_autocast_cache_enabled(False)
         try:
-            with nullcontext() if self.masks is None else self.masks.kept():
+            masks = nullcontext() if self.masks is None else self.masks.kept()
+            with masks, self.statistics.kept():
                 yield
         finally:
             torch.set_autocast_cache_enabled(self.cached)
@@ -126,6 +129,7 @@ class Replay:
                 stack.enter_context(self.masks.repeated())
             stack.enter_context(self.branch.stateful.replayed(self.buffers))
             stack.enter_context(_statistics_frozen(self.branch.norms))
+            stack.enter_context(self.statistics.repeated())
             yield
 
 

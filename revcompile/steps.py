@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _WORD: Final = (1 << 64) - 1
+_Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
 _seeder: Callable[[int, int], None] | None = None
 
 
@@ -106,7 +107,7 @@ def pull_back(
     return tuple(found)
 
 
-def laid_out_like(value: Tensor, gradient: Tensor | None) -> Tensor | None:
+def laid_out_like(value: Tensor, gradient: _Gradient) -> _Gradient:
     """A gradient in the memory format of its value.
 
     Pooling hands out others, which every layer before it would have to rearrange again.

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.one_device.whole import record
-from revcompile import coupling, grid, kernels, norms
+from revcompile import coupling, gradients, grid, kernels, norms
+from revcompile.gradients import GradientSum
 from revcompile.norms import layer_norm, norm_of
 from tests.helpers import worst
 
@@ -135,6 +136,24 @@ def test_norms_equal_torch(rows: int, columns: int, dtype: torch.dtype) -> None:
     assert deviation < 1e-4, where
 
 
+@pytest.mark.parametrize("columns", [96, 768, 4096])
+def test_a_norm_adds_a_streams_own_gradient(columns: int, counted: Counter[str]) -> None:
+    layer, x = nn.LayerNorm(columns).cuda(), torch.randn(20001, columns, device="cuda")
+    total, own = GradientSum(), torch.randn_like(x)
+    stream = total.awaits(x.requires_grad_().view_as(x))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = norm_of(layer, stream)
+    grad, given = torch.randn_like(out), (x, *layer.parameters())
+    plain = torch.autograd.grad(out, given, grad, retain_graph=True)
+    total.begin(own, torch.bfloat16)
+    found = torch.autograd.grad(out, given, grad)
+    assert counted["normed_back"] >= 2
+    whole, copied = total.finish(found[0])
+    assert whole is found[0] and copied is not None and torch.equal(copied, whole.bfloat16())
+    assert torch.allclose(found[0], own + plain[0], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(have, want) for have, want in zip(found[1:], plain[1:], strict=True))
+
+
 def test_norms_come_out_the_same_recorded_or_not() -> None:
     """To the bit: what is rebuilt in backward must be what forward had."""
     layer, x = nn.LayerNorm(768).cuda(), torch.randn(9999, 768, device="cuda")
@@ -197,10 +216,12 @@ def test_a_step_with_copied_sums_to_the_bit(
     net, x = _net(_Convs, overlap=overlap)
     twin = copy.deepcopy(net)
     found = _step(net, x)
-    assert counted == {"summed_twice": 6}, "three sums each way have such a reader"
-    sum_up = coupling.sum_up
+    assert counted == {"summed_twice": 9}, "three sums each way, and three of gradients"
+    sum_up, added = coupling.sum_up, gradients.added
     monkeypatch.setattr(coupling, "sum_up", lambda *given: sum_up(*given[:-1], False))
+    monkeypatch.setattr(gradients, "added", lambda *given: added(*given[:2]))
     expected = _step(twin, x)
+    assert counted == {"summed_twice": 9}
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 

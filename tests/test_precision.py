@@ -18,7 +18,7 @@ from revcompile.ops import as_read
 from revcompile.runtime import reversible
 from revcompile.runtime.narrow import narrowed
 from revcompile.tree import reads_cast
-from tests.helpers import gradients
+from tests.helpers import gradients, worst
 
 
 class _Widened(TorchDispatchMode):
@@ -124,6 +124,74 @@ def test_a_sum_is_read_as_it_was_copied(
     # Seeds of three backward passes are cast too.
     assert seen.narrowed == casts + 3
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def _copied_gradient(
+    wide: Tensor, narrow: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    total = wide + narrow
+    if dtype is None:
+        return total, None
+    return total, torch.empty_like(total, dtype=dtype).copy_(total)
+
+
+@pytest.mark.parametrize(
+    ("model", "overlap", "copies"),
+    [(_Stack(), "off", 2), (_Stack(), "on", 2), (_Turned(), "off", 2), (_Stack(nn.ReLU), "off", 2)],
+    ids=["in a row", "overlapped", "linked", "read otherwise"],
+)
+def test_a_gradient_is_read_as_it_was_copied(
+    model: nn.Module, overlap: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All branches but the chain's last begin with a copy of the gradient's sum before."""
+    net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
+    results, casts = [], []
+    for added in (revcompile.gradients.added, _copied_gradient):
+        monkeypatch.setattr(revcompile.gradients, "added", added)
+        with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
+            results.append(gradients(copy.deepcopy(net), X))
+        casts.append(seen.narrowed)
+    assert casts[0] - casts[1] == copies
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_gradients_that_come_to_a_chain_are_laid_out_like_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once a chain: on a GPU, where a pooling layer hands out others."""
+    last, seen = torch.channels_last, []
+
+    def laid_out(value: Tensor, gradient: Tensor) -> Tensor:
+        seen.append((value.stride(), gradient.stride()))
+        return gradient.contiguous(memory_format=last)
+
+    x = X.double().to(memory_format=last)
+    net = revcompile.reversify(_Stack().double(), x, check="off").train().to(memory_format=last)
+    expected = gradients(copy.deepcopy(net), x)
+    monkeypatch.setattr(coupling, "laid_out_like", laid_out)
+    added = revcompile.gradients.added
+    strides = []
+    monkeypatch.setattr(
+        revcompile.gradients,
+        "added",
+        lambda *given: (strides.append(given[0].stride()), added(*given))[1],
+    )
+    found = gradients(net, x)
+    assert [value for value, _ in seen] == [x.stride()] * 2
+    assert strides == [x.stride()] * 3
+    assert worst(expected, found)[0] < 1e-10
+
+
+def test_streams_of_the_branches_type_need_no_copied_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    added = revcompile.gradients.added
+    monkeypatch.setattr(
+        revcompile.gradients, "added", lambda *given: (asked.append(given[2]), added(*given))[1]
+    )
+    gradients(revcompile.reversify(_Stack(), X, check="off").train(), X)
+    assert asked == [None] * 3
 
 
 def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signatu
 from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
+from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.narrow import narrowed
 from revcompile.tree import (
@@ -244,7 +245,8 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
         first = run[0]
         if isinstance(first, Opaque):
             inputs, outputs = first.inputs, first.outputs
-            code: Callable[..., Any] | Chain = compile_graph(first.graph, first.name)
+            graph = clipped(first.graph, root)
+            code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
         else:
             couplings = [s for s in run if isinstance(s, Coupling)]
             sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
@@ -293,7 +295,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
     link = coupling.link
     return Block(
         name=coupling.name,
-        branch=compile_graph(narrowed(coupling.branch, root), coupling.name),
+        branch=compile_graph(clipped(narrowed(coupling.branch, root), root), coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         link=compile_graph(link.forward, coupling.name) if link else None,
         unlink=compile_graph(link.inverse, coupling.name) if link else None,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from revcompile import ops
-from revcompile.coupling import relative_error
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ops import attribute
+from revcompile.probes import relative_error
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.buffers import Buffers, Keeper

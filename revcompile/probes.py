@@ -1,0 +1,40 @@
+"""A look at whether a chain got back what it was given: a few elements, compared."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from revcompile.errors import InversionError
+
+__all__ = ["compare", "probe", "relative_error"]
+
+
+def relative_error(expected: Tensor, actual: Tensor) -> float:
+    """Largest deviation relative to the largest value."""
+    if not expected.numel():
+        return 0.0
+    difference = (expected.double() - actual.double()).abs().max()
+    error = float(difference / expected.double().abs().max().clamp_min(1e-30))
+    return error if error == error else float("inf")
+
+
+def probe(stream: Tensor) -> Tensor:
+    """A few hundred evenly spaced elements of a stream."""
+    flat = stream.detach().reshape(-1) if stream.is_contiguous() else stream.detach().flatten()
+    return flat[:: max(1, flat.numel() // 256)].clone()
+
+
+def compare(
+    before: tuple[Tensor, ...], streams: tuple[Tensor, ...], chain: str, tolerance: float | None
+) -> None:
+    """Stop training if streams have come back as something else than the probes of them say."""
+    pairs = zip(before, streams, strict=True)
+    error = max(relative_error(expected, probe(stream)) for expected, stream in pairs)
+    assert tolerance is not None
+    if error > tolerance:
+        raise InversionError(
+            f"the chain {chain} reconstructs its input only to {error:.1e} "
+            f"(tolerance {tolerance:.1e}), so its gradients would be wrong. "
+            "revcompile.check_invertible(model, x) shows which block loses the precision; "
+            "keep the streams in float32, lower the scale of that branch, or raise tolerance="
+        )
