@@ -10,6 +10,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from revcompile.optim import LeadAdamW, LeadSGD
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -70,7 +72,7 @@ def paper_recipe(
     Recipe(rate=0.1, updates=600, warmup=100, weight_decay=0.0005, kind='sgd', schedule='steps')
     """
     leading = min(5, epochs / 6) if warmup is None else warmup
-    is_paper = options.get("kind", "sgd") == "sgd"
+    is_paper = options.get("kind", "sgd") in ("sgd", "lead-sgd")
     return Recipe(
         rate=rate or (paper_rate(batch * accumulate) if is_paper else ADAPTIVE_RATE),
         updates=epochs * steps // accumulate,
@@ -115,5 +117,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
     "adamw": AdamW,
     "nadam": partial(NAdam, betas=(0.99, 0.999), decoupled_weight_decay=True),
+    "lead-sgd": LeadSGD,
+    "lead-adamw": LeadAdamW,
 }
-"""NAdam moves by a long mean of gradients, in which it matters little that each comes late."""
+"""The last two look ahead as far as a stage's gradients lag behind."""

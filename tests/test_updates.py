@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import NonFiniteError
+from revcompile.optim import LeadAdamW, LeadSGD
 from revcompile.runtime.backend import actors
 from revcompile.runtime.backend.flags import noted, put_back
 from revcompile.runtime.backend.updates import RecordedUpdater, unfit
@@ -34,6 +35,8 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
     "adadelta": lambda p: torch.optim.Adadelta(p, 1.0, weight_decay=0.1),
     "asgd": lambda p: torch.optim.ASGD(p, 1e-1, t0=5, weight_decay=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, 1e-3),
+    "lead sgd": lambda p: LeadSGD(p, 1e-2, weight_decay=0.1),
+    "lead adamw": lambda p: LeadAdamW(p, 1e-2, weight_decay=0.1),
 }
 """Those whose kernels no flag can stop."""
 
@@ -236,7 +239,7 @@ class Own(torch.optim.NAdam):
     ("make", "why"),
     [
         (torch.optim.Adagrad, "Adagrad has no step that can be recorded"),
-        (Own, "Own has no step that can be recorded; use SGD, .* of torch.optim itself"),
+        (Own, "Own has no step that can be recorded; use SGD, .* of torch.optim or"),
         (functools.partial(torch.optim.NAdam, differentiable=True), "differentiable=True"),
     ],
 )

@@ -12,8 +12,8 @@ PLAIN = "plain"
 """Backprop on the model as it is, not rewired."""
 
 
-_OPTIMIZERS = {"vit_tiny": "adamw"}
-"""With what a model is usually trained, if not with SGD."""
+_USUAL = {"resnet18": ("sgd", 10), "vit_tiny": ("adamw", 8)}
+"""With what a model is trained, and in how many stages, unless its name says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,14 @@ class Experiment:
     def setting(self) -> str:
         """Its name, without the seed: what is averaged over seeds."""
         order = f"-{self.order}" if self.order else ""
-        usual = _OPTIMIZERS.get(self.model, "sgd")
+        usual, stages = _USUAL[self.model]
+        cut = f"-{self.stages}stages" if self.stages != stages else ""
         optimizer = f"-{self.optimizer}" if self.optimizer != usual else ""
         helps = f"-{self.recipe}" if self.recipe else ""
         rate = f"-lr{self.rate:g}" if self.rate is not None else ""
         schedule = f"-{self.schedule}" if self.schedule != "steps" else ""
         how = f"{optimizer}{rate}{schedule}{helps}"
-        return f"{self.model}-{self.method}{order}-k{self.accumulate}{how}"
+        return f"{self.model}-{self.method}{order}-k{self.accumulate}{cut}{how}"
 
     @property
     def name(self) -> str:
@@ -103,6 +104,14 @@ def _momentum(seeds: int, epochs: int) -> Iterator[Experiment]:
         yield Experiment(method, order, k, seed, epochs=epochs, schedule="cosine", recipe="short")
 
 
+def _lead(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """The same again, with momentum that looks ahead; backprop has no delay to make up for."""
+    for seed, k in itertools.product(range(seeds), (4, 2, 8, 1)):
+        yield Experiment(
+            "petra", "half", k, seed, epochs=epochs, schedule="cosine", optimizer="lead-sgd"
+        )
+
+
 def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
     """Which buffer matters: the five rows of PETRA's Table 4, k = 1, the paper's order."""
     for seed in range(seeds):
@@ -132,28 +141,35 @@ def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 
 def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """A vision transformer: does NAdam, with a long memory, make up for delay?"""
-    optimizers, methods = ("nadam", "adamw"), ("backprop", "petra")
-    for seed, k, optimizer, method in itertools.product(range(seeds), (4, 1), optimizers, methods):
-        yield Experiment(
-            method,
-            None,
-            k,
-            seed,
-            model="vit_tiny",
-            stages=8,
-            epochs=epochs,
-            rate=5e-4,
-            optimizer=optimizer,
-            schedule="cosine",
-            weight_decay=0.05,
-        )
+    """A vision transformer: what makes up for delay?"""
+    same = Experiment(
+        "petra",
+        accumulate=4,
+        model="vit_tiny",
+        stages=8,
+        epochs=epochs,
+        rate=5e-4,
+        optimizer="lead-adamw",
+        schedule="cosine",
+        weight_decay=0.05,
+    )
+    few = replace(same, stages=4)
+    for seed in range(seeds):
+        for experiment in (
+            same,
+            few,
+            replace(few, accumulate=8),
+            *(replace(same, method="backprop", optimizer=o) for o in ("adamw", "lead-adamw")),
+            *(replace(same, optimizer=o) for o in ("adamw", "nadam")),
+        ):
+            yield replace(experiment, seed=seed)
 
 
 TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "orders": _orders,
     "cosine": _cosine,
     "momentum": _momentum,
+    "lead": _lead,
     "ablation": _ablation,
     "helps": _helps,
     "watched": _watched,

@@ -9,8 +9,8 @@ so far: copied to another machine, training goes on there with what is missing. 
 prints the results and draws the curves.
 
 Tables: orders (two orders of PETRA against backprop, by accumulation), cosine (the same with
-another schedule), momentum (with a shorter one), ablation (PETRA's Table 4), helps (what to do
-about delay), watched (its Figures 5 and 6), transformer (NAdam and AdamW).
+another schedule), momentum (with a shorter one), lead (with one that looks ahead), ablation
+(PETRA's Table 4), helps (what to do about delay), watched (its Figures 5 and 6), transformer.
 """
 
 from __future__ import annotations

@@ -29,10 +29,14 @@ def make_actor(
     transport: Transport,
     *,
     seed: int,
+    delay: float,
     objective: Objective | None,
     guarded: bool,
 ) -> Actor:
-    """The actor of one stage; the last one is given the objective."""
+    """The actor of one stage, whose gradients are so many updates late.
+
+    The last one is given the objective.
+    """
     index = program.index
     held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
     owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
@@ -54,6 +58,7 @@ def make_actor(
         optimizer,
         groups=settings.param_groups,
         lr_schedule=settings.lr_schedule,
+        delay=delay,
     )
     synthesiser = None
     if program.method.order is Order.SYNTHETIC and objective is None:

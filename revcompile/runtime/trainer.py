@@ -38,7 +38,7 @@ from revcompile.runtime.trace import Trace
 from revcompile.runtime.transport import InProcess
 from revcompile.runtime.update import OptimizerFactory
 from revcompile.runtime.worker import Actor, Worker
-from revcompile.schedule import Schedule, delay
+from revcompile.schedule import Schedule, delay, mean_delay
 from revcompile.steps import mix
 from revcompile.tree import device_of_model
 
@@ -118,7 +118,8 @@ class Trainer:
         return True
 
     def _actor(self, program: StageProgram, optimizer: OptimizerFactory) -> Actor:
-        is_last = program.index == len(self.programs) - 1
+        stages, accumulate = len(self.programs), self.settings.accumulate
+        is_last = program.index == stages - 1
         return make_actor(
             program,
             self.model,
@@ -127,6 +128,7 @@ class Trainer:
             self.settings,
             self.transport,
             seed=self.stage_seed,
+            delay=mean_delay(program.method, stages, program.index, accumulate),
             objective=self.objective if is_last else None,
             guarded=self.guarded,
         )

@@ -47,6 +47,7 @@ class Updater:
         *,
         groups: ParamGroups | None = None,
         lr_schedule: ScheduleFactory | None = None,
+        delay: float = 0.0,
     ) -> None:
         self.where = where
         self.parameters: dict[str, nn.Parameter] = {
@@ -55,6 +56,8 @@ class Updater:
             if p.requires_grad
         }
         self.optimizer = self._build(factory, groups) if self.parameters else None
+        if self.optimizer is not None and hasattr(self.optimizer, "delay"):  # as ours have
+            self.optimizer.delay = delay
         self.lr_schedule = None
         if lr_schedule is not None and self.optimizer is not None:
             self.lr_schedule = lr_schedule(self.optimizer)

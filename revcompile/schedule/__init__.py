@@ -14,7 +14,17 @@ ever, and says how busy each one is.
 
 from revcompile.schedule.action import Action, Op, Tie
 from revcompile.schedule.dryrun import Costs, ScheduleError, Span, Timeline, dry_run, throughput
-from revcompile.schedule.methods import METHODS, Keep, Method, Order, Weights, choose, delay, window
+from revcompile.schedule.methods import (
+    METHODS,
+    Keep,
+    Method,
+    Order,
+    Weights,
+    choose,
+    delay,
+    mean_delay,
+    window,
+)
 from revcompile.schedule.plan import (
     Wire,
     busy_share,
@@ -47,6 +57,7 @@ __all__ = [
     "dry_run",
     "hiding_alpha",
     "in_one_process",
+    "mean_delay",
     "period",
     "throughput",
     "window",

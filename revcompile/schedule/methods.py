@@ -23,6 +23,7 @@ __all__ = [
     "check_sizes",
     "choose",
     "delay",
+    "mean_delay",
     "window",
 ]
 
@@ -161,6 +162,16 @@ def delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> int:
     between = window(method, stages, stage, accumulate) - 1
     # All other orders have an update only when nothing is in flight.
     return -(-between // accumulate) if method.order is Order.CONTINUOUS else 0
+
+
+def mean_delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> float:
+    """The same on average over micro-batches.
+
+    >>> [mean_delay(choose("petra"), 4, stage, accumulate=2) for stage in range(4)]
+    [1.5, 1.0, 0.5, 0.0]
+    """
+    between = window(method, stages, stage, accumulate) - 1
+    return between / accumulate if method.order is Order.CONTINUOUS else 0.0
 
 
 def check_sizes(stages: int, accumulate: int) -> None:

@@ -26,6 +26,7 @@ from torch.optim import (
     Rprop,
 )
 
+from revcompile.optim import LeadAdamW, LeadSGD
 from revcompile.runtime.backend.flags import noted, put_back
 from revcompile.runtime.update import COUNTERS, Updater, counts_on_device
 
@@ -33,7 +34,8 @@ __all__ = ["RecordedUpdater", "unfit"]
 
 _FUSED: Final = (SGD, Adam, AdamW)
 """Their kernels read a flag that stops them."""
-_CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop)
+_OURS: Final = (LeadSGD, LeadAdamW)
+_CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, *_OURS)
 """Their steps wait for no device, but cannot be stopped."""
 
 
@@ -49,7 +51,7 @@ def unfit(optimizer: Optimizer) -> str | None:
         known = [kind.__name__ for kind in (*_FUSED, *_CAPTURABLE)]
         return (
             f"{name} has no step that can be recorded; use {', '.join(known[:-1])} or {known[-1]} "
-            "of torch.optim itself"
+            "of torch.optim or revcompile.optim themselves"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
