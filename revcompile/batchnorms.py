@@ -20,6 +20,10 @@ from revcompile.tree import LOW_PRECISION
 
 __all__ = ["Statistics", "clipped_norm"]
 
+MANY: int = 2**24
+"""Elements from which on a step that is not recorded gains by kernels: to start their five, from
+Python, takes the host longer than two of torch's, and a deep net has it start hundreds."""
+
 _Found = tuple[Tensor, Tensor]
 """Each channel's mean and scale."""
 
@@ -108,7 +112,7 @@ def _is_for_kernels(x: Tensor) -> bool:
         return False
     from revcompile.kernels import FEW
 
-    return x.numel() >= FEW
+    return x.numel() >= (FEW if torch.cuda.is_current_stream_capturing() else MANY)
 
 
 class _ClippedNorm(torch.autograd.Function):

@@ -131,26 +131,27 @@ def test_experiments_of_a_table_have_names_of_their_own() -> None:
         assert all(e.method == "plain" or e.chosen for e in experiments)
 
 
-def test_an_optimizer_that_is_not_the_model_s_usual_one_stands_in_the_name() -> None:
-    def setting(model: str, optimizer: str) -> str:
-        return Experiment("petra", None, 4, model=model, optimizer=optimizer).setting
+def test_what_is_not_usual_for_a_model_stands_in_the_name() -> None:
+    def setting(model: str, optimizer: str, stages: int) -> str:
+        made = Experiment("petra", None, 4, model=model, optimizer=optimizer, stages=stages)
+        return made.setting
 
-    assert setting("vit_tiny", "nadam") == "vit_tiny-petra-k4-nadam"
-    assert setting("vit_tiny", "adamw") == "vit_tiny-petra-k4"
-    assert setting("resnet18", "adamw") == "resnet18-petra-k4-adamw"
-    assert setting("resnet18", "sgd") == "resnet18-petra-k4"
+    assert setting("vit_tiny", "nadam", 8) == "vit_tiny-petra-k4-nadam"
+    assert setting("vit_tiny", "adamw", 4) == "vit_tiny-petra-k4-4stages"
+    assert setting("resnet18", "adamw", 10) == "resnet18-petra-k4-adamw"
+    assert setting("resnet18", "sgd", 10) == "resnet18-petra-k4"
 
 
 def test_the_transformer_s_table() -> None:
-    settings = [e.setting.removeprefix("vit_tiny-") for e in TABLES["transformer"](1, 3)]
-    pairs = [
-        f"{method}-k{k}{optimizer}-lr0.0005-cosine"
-        for k in (4, 1)
-        for optimizer in ("-nadam", "")
-        for method in ("backprop", "petra")
+    found = list(TABLES["transformer"](2, 3))
+    assert len(found) == 14 and {e.seed for e in found} == {0, 1}
+    assert [e.setting.removeprefix("vit_tiny-") for e in found[:4]] == [
+        "petra-k4-lead-adamw-lr0.0005-cosine",
+        "petra-k4-4stages-lead-adamw-lr0.0005-cosine",
+        "petra-k8-4stages-lead-adamw-lr0.0005-cosine",
+        "backprop-k4-lr0.0005-cosine",
     ]
-    assert settings == pairs
-    assert {e.batch for e in TABLES["transformer"](1, 3)} == {64}
+    assert {(e.batch, e.rate, e.weight_decay) for e in found} == {(64, 5e-4, 0.05)}
 
 
 def test_results_of_another_machine_count(tmp_path: Path) -> None:
