@@ -120,4 +120,4 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "lead-sgd": LeadSGD,
     "lead-adamw": LeadAdamW,
 }
-"""The last two look ahead as far as a stage's gradients lag behind."""
+"""The last two look as far ahead as a stage's gradients lag behind."""

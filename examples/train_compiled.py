@@ -155,8 +155,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=0, help="processes that read images")
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=int, default=4)
-    told = "nadam, with beta1 = 0.99, is for transformers whose gradients are late"
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help=told)
+    told = "lead-...: with momentum that looks as far ahead as gradients are late; without delay"
+    told += " lead-sgd is sgd, with Nesterov momentum. For transformers: lead-adamw"
+    add("--optimizer", choices=OPTIMIZERS, default="lead-sgd", help=told)
     add("--lr", type=float, help="peak learning rate; 0.1 for 256 samples an update (sgd) or 5e-4")
     add("--schedule", choices=SCHEDULES, default="steps", help="cosine: delay costs less")
     add("--warmup", type=float, help="epochs; a sixth of all, 5 at most, without it")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from revcompile.schedule import Keep, Method, Order, Weights, choose
 
@@ -64,7 +65,12 @@ class Experiment:
         return choose(self.method, order=self.order)
 
 
-_HALF, _PAPER, _BACKPROP = ("petra", "half"), ("petra", "paper"), ("backprop", None)
+_Row = tuple[str, str | None, str]
+"""Method, order and optimizer."""
+_HALF: Final[_Row] = ("petra", "half", "sgd")
+_PAPER: Final[_Row] = ("petra", "paper", "sgd")
+_LEAD: Final[_Row] = ("petra", "half", "lead-sgd")
+_BACKPROP: Final[_Row] = ("backprop", None, "sgd")
 
 PARAMETERS_BUFFERED = "params-buffer"
 """Gradients with the parameters of the forward pass, inputs rebuilt with the latest ones."""
@@ -77,17 +83,24 @@ _ABLATED = {
 
 
 def _orders(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """PETRA's two orders against backprop, by accumulation: what is asked first comes first."""
+    """PETRA's two orders against backprop, and a lead, by accumulation: first what matters most."""
     others = range(1, seeds)
-    for seeded, methods in (
-        (range(1), (_HALF, _BACKPROP, _PAPER)),
-        (others, (_HALF, _BACKPROP)),
+    for seeded, rows in (
+        (range(1), (_LEAD, _BACKPROP, _HALF, _PAPER)),
+        (others, (_LEAD, _BACKPROP)),
+        (others, (_HALF,)),
         (others, (_PAPER,)),
     ):
-        for seed, k, (method, order) in itertools.product(seeded, (2, 1, 4, 8), methods):
-            yield Experiment(method, order, k, seed, epochs=epochs)
-        if _PAPER in methods:
+        yield from _by_accumulation(seeded, rows, epochs)
+        if _PAPER in rows:
             yield from (Experiment(PLAIN, None, 1, seed, epochs=epochs) for seed in seeded)
+
+
+def _by_accumulation(
+    seeds: Iterable[int], rows: Sequence[_Row], epochs: int
+) -> Iterator[Experiment]:
+    for seed, k, (method, order, optimizer) in itertools.product(seeds, (2, 1, 4, 8), rows):
+        yield Experiment(method, order, k, seed, epochs=epochs, optimizer=optimizer)
 
 
 def _cosine(seeds: int, epochs: int) -> Iterator[Experiment]:
@@ -98,18 +111,9 @@ def _cosine(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 def _momentum(seeds: int, epochs: int) -> Iterator[Experiment]:
     """The same again, with a shorter momentum."""
-    for seed, (method, order), k in itertools.product(
-        range(seeds), (_HALF, _BACKPROP), (2, 1, 4, 8)
-    ):
-        yield Experiment(method, order, k, seed, epochs=epochs, schedule="cosine", recipe="short")
-
-
-def _lead(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """The same again, with momentum that looks ahead; backprop has no delay to make up for."""
-    for seed, k in itertools.product(range(seeds), (4, 2, 8, 1)):
-        yield Experiment(
-            "petra", "half", k, seed, epochs=epochs, schedule="cosine", optimizer="lead-sgd"
-        )
+    for row in (_HALF, _BACKPROP):
+        for experiment in _by_accumulation(range(seeds), (row,), epochs):
+            yield replace(experiment, schedule="cosine", recipe="short")
 
 
 def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
@@ -169,7 +173,6 @@ TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "orders": _orders,
     "cosine": _cosine,
     "momentum": _momentum,
-    "lead": _lead,
     "ablation": _ablation,
     "helps": _helps,
     "watched": _watched,

@@ -37,13 +37,13 @@ def draw_curves(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) ->
 
 
 def _style(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Colour by accumulation; dashes: backprop, dots: the paper's order, crosses: NAdam."""
+    """Colour by accumulation; dashes: backprop, dots: the paper's order, crosses: with a lead."""
     kind = ":" if experiment["order"] == "paper" else "-"
     if experiment["method"] in ("backprop", "reversible_backprop", "plain"):
         kind = "--"
     shade = math.log2(experiment["accumulate"]) / 3
     colour = "0.5" if experiment["method"] == "plain" else _colour(0.9 * (1 - min(shade, 1)))
-    marker = "x" if experiment["optimizer"] == "nadam" else ""
+    marker = "x" if experiment["optimizer"].startswith("lead") else ""
     return {"linestyle": kind, "color": colour, "marker": marker, "lw": 1.5}
 
 
@@ -88,3 +88,17 @@ def _colour(shade: float) -> Any:
 def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
+
+
+def draw_stability(delays: Sequence[int], found: Mapping[str, Sequence[float]], file: Path) -> None:
+    """The largest stable curvature by delay, a line a kind of momentum."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for index, (kind, values) in enumerate(found.items()):
+        colour = _colour(0.9 * index / max(1, len(found) - 1))
+        axes.plot(delays, values, marker="o", ms=4, color=colour, label=kind)
+    axes.set(xlabel="delay in updates", ylabel="largest stable curvature", yscale="log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.legend(frameon=False, fontsize="small")
+    _plain(axes)
+    figure.savefig(file)

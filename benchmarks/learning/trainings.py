@@ -8,9 +8,9 @@ and given again it goes on from the last checkpoints. `results.json` in the fold
 so far: copied to another machine, training goes on there with what is missing. The second command
 prints the results and draws the curves.
 
-Tables: orders (two orders of PETRA against backprop, by accumulation), cosine (the same with
-another schedule), momentum (with a shorter one), lead (with one that looks ahead), ablation
-(PETRA's Table 4), helps (what to do about delay), watched (its Figures 5 and 6), transformer.
+Tables: orders (two orders of PETRA, and momentum with a lead, against backprop, by accumulation),
+cosine (the same with another schedule), momentum (with a shorter one), ablation (PETRA's Table 4),
+helps (what else to do about delay), watched (its Figures 5 and 6), transformer.
 """
 
 from __future__ import annotations
