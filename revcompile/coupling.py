@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from revcompile.gradients import GradientSum
-from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up
 from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
+from revcompile.precision.gradients import GradientSum
+from revcompile.precision.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up
 from revcompile.probes import compare, probe, relative_error
 from revcompile.replay import Circumstances, Replay, is_recorded
 from revcompile.steps import laid_out_like

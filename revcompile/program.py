@@ -25,8 +25,8 @@ __all__ = ["Part", "Partition", "Piece", "Port", "StageProgram", "Unit"]
 class Piece:
     """A segment, or a part of an opaque one: what is never torn.
 
-    Couplings of one chain share a `grid` (see `revcompile.grid`), a value that the chain's
-    first coupling makes (`opens`) and that travels with the streams.
+    Couplings of one chain share a `grid` (see `precision.grid`), a value that the chain's first
+    coupling makes (`opens`) and that travels with the streams.
     """
 
     segment: Segment

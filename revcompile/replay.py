@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
-from revcompile.batchnorms import Statistics
 from revcompile.masks import Masks
+from revcompile.precision.batchnorms import Statistics
 
 __all__ = ["Circumstances", "Replay", "StatefulBuffers", "is_recorded"]
 

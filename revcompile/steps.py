@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
-from revcompile.grid import add, is_imprecise, make_grid, rounded, subtract
+from revcompile.precision.grid import add, is_imprecise, make_grid, rounded, subtract
 from revcompile.tree import LOW_PRECISION
 
 __all__ = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from revcompile import batch_kernels, batchnorms, kernels, norms
-from revcompile.gradients import GradientSum
+from revcompile.precision import batch_kernels, batchnorms, kernels, norms
+from revcompile.precision.gradients import GradientSum
 
 STEPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 """One rounding, relatively; the interpreter cuts a bfloat16 off where a GPU rounds it."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile import batchnorms
-from revcompile.batchnorms import clipped_norm
+from revcompile.precision import batchnorms
+from revcompile.precision.batchnorms import clipped_norm
 from revcompile.runtime.clipped import clipped
 from tests.helpers import gradients, worst
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.one_device.whole import record
-from revcompile import batch_kernels, batchnorms
-from revcompile.batchnorms import clipped_norm
-from revcompile.kernels import FEW
+from revcompile.precision import batch_kernels, batchnorms
+from revcompile.precision.batchnorms import clipped_norm
+from revcompile.precision.kernels import FEW
 from tests.helpers import worst
 from tests.test_batchnorms import _Convs
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile import norms
-from revcompile.gradients import GradientSum
-from revcompile.norms import is_layer_norm, layer_norm, norm_of
 from revcompile.ops import is_autocasting
+from revcompile.precision import norms
+from revcompile.precision.gradients import GradientSum
+from revcompile.precision.norms import is_layer_norm, layer_norm, norm_of
 from revcompile.runtime.narrow import narrowed
 from tests.helpers import gradients, worst
 

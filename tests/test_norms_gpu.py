@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.one_device.whole import record
-from revcompile import coupling, gradients, grid, kernels, norms
-from revcompile.gradients import GradientSum
-from revcompile.norms import layer_norm, norm_of
+from revcompile import coupling
+from revcompile.precision import gradients, grid, kernels, norms
+from revcompile.precision.gradients import GradientSum
+from revcompile.precision.norms import layer_norm, norm_of
 from tests.helpers import worst
 
 pytestmark = [

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.one_device.whole import record
 from benchmarks.stacks import KINDS, Sizes, batch_of
-from revcompile import grid, kernels, overlap
+from revcompile import overlap
 from revcompile.overlap import Overlap
+from revcompile.precision import grid, kernels
 from tests.helpers import gradients, worst
 
 pytestmark = [

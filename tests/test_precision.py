@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
-from revcompile import coupling, grid, kernels
+from revcompile import coupling
 from revcompile.ops import as_read
+from revcompile.precision import gradients as sums
+from revcompile.precision import grid, kernels
 from revcompile.runtime import reversible
 from revcompile.runtime.narrow import narrowed
 from revcompile.tree import reads_cast
@@ -146,8 +148,8 @@ def test_a_gradient_is_read_as_it_was_copied(
     """All branches but the chain's last begin with a copy of the gradient's sum before."""
     net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
     results, casts = [], []
-    for added in (revcompile.gradients.added, _copied_gradient):
-        monkeypatch.setattr(revcompile.gradients, "added", added)
+    for added in (sums.added, _copied_gradient):
+        monkeypatch.setattr(sums, "added", added)
         with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
             results.append(gradients(copy.deepcopy(net), X))
         casts.append(seen.narrowed)
@@ -169,10 +171,10 @@ def test_gradients_that_come_to_a_chain_are_laid_out_like_its_streams(
     net = revcompile.reversify(_Stack().double(), x, check="off").train().to(memory_format=last)
     expected = gradients(copy.deepcopy(net), x)
     monkeypatch.setattr(coupling, "laid_out_like", laid_out)
-    added = revcompile.gradients.added
+    added = sums.added
     strides = []
     monkeypatch.setattr(
-        revcompile.gradients,
+        sums,
         "added",
         lambda *given: (strides.append(given[0].stride()), added(*given))[1],
     )
@@ -186,10 +188,8 @@ def test_streams_of_the_branches_type_need_no_copied_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    added = revcompile.gradients.added
-    monkeypatch.setattr(
-        revcompile.gradients, "added", lambda *given: (asked.append(given[2]), added(*given))[1]
-    )
+    added = sums.added
+    monkeypatch.setattr(sums, "added", lambda *given: (asked.append(given[2]), added(*given))[1])
     gradients(revcompile.reversify(_Stack(), X, check="off").train(), X)
     assert asked == [None] * 3
 

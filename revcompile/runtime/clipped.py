@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from revcompile.batchnorms import clipped_norm
+from revcompile.precision.batchnorms import clipped_norm
 
 __all__ = ["clipped"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from revcompile.norms import is_layer_norm, layer_norm, norm_of
 from revcompile.ops import as_read
+from revcompile.precision.norms import is_layer_norm, layer_norm, norm_of
 from revcompile.tree import casts_input
 
 __all__ = ["narrowed"]

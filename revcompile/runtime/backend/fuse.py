@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile import steps
-from revcompile.grid import is_imprecise, make_grid
 from revcompile.ops import as_read, attribute
+from revcompile.precision.grid import is_imprecise, make_grid
 from revcompile.runtime.backend.stretches import Stretch, stretches
 
 __all__ = ["Fused", "fuse", "narrow_leaf"]

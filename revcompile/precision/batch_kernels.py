@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.kernels import launch
+from revcompile.precision.kernels import launch
 
 try:
     import triton

@@ -78,7 +78,7 @@ def added(
     """
     is_mixed = dtype is not None or wide.dtype != narrow.dtype
     if is_mixed and wide.is_cuda and not torch.is_grad_enabled():
-        from revcompile import kernels  # Triton takes a moment to import
+        from revcompile.precision import kernels  # Triton takes a moment to import
 
         if kernels.can_sum(wide, narrow):
             if dtype is None:

@@ -110,7 +110,7 @@ def _is_for_kernels(x: Tensor) -> bool:
     """A large tensor of a GPU's; `torch.compile` has kernels of its own."""
     if torch.compiler.is_compiling() or not x.is_cuda or type(x) is not Tensor:
         return False
-    from revcompile.kernels import FEW
+    from revcompile.precision.kernels import FEW
 
     return x.numel() >= (FEW if torch.cuda.is_current_stream_capturing() else MANY)
 
@@ -151,6 +151,6 @@ def _differentiable(
 
 def _kernels() -> Any:
     """Imported late: Triton takes a moment."""
-    from revcompile import batch_kernels
+    from revcompile.precision import batch_kernels
 
     return batch_kernels

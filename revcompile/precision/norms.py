@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from revcompile.gradients import GradientSum
 from revcompile.ops import is_autocasting
+from revcompile.precision.gradients import GradientSum
 
 __all__ = ["is_layer_norm", "layer_norm", "norm_of"]
 
@@ -136,6 +136,6 @@ def _differentiable(
 
 def _kernels() -> Any:
     """Imported late: Triton takes a moment."""
-    from revcompile import kernels
+    from revcompile.precision import kernels
 
     return kernels

@@ -99,7 +99,7 @@ def sum_up(
     """
     is_fusible = grid is not None and _fusible(stream)
     if is_read_cast and is_fusible and is_autocasting(stream.device):
-        from revcompile import kernels
+        from revcompile.precision import kernels
 
         if kernels.can_sum(stream, addend):
             dtype = torch.get_autocast_dtype(stream.device.type)
@@ -110,7 +110,7 @@ def sum_up(
 
 def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
     """Round and add in one pass over memory: three kernels cost a step up to 9 % of its time."""
-    from revcompile import kernels  # Triton takes a moment to import
+    from revcompile.precision import kernels  # Triton takes a moment to import
 
     if kernels.can_sum(stream, addend):
         return kernels.summed(stream, addend, grid, is_minus=sign == "-")
