@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 Log = Sequence[Mapping[str, Any]]
 
@@ -98,6 +98,7 @@ def draw_stability(delays: Sequence[int], found: Mapping[str, Sequence[float]], 
         colour = _colour(0.9 * index / max(1, len(found) - 1))
         axes.plot(delays, values, marker="o", ms=4, color=colour, label=kind)
     axes.set(xlabel="delay in updates", ylabel="largest stable curvature", yscale="log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.legend(frameon=False, fontsize="small")
     _plain(axes)
