@@ -146,12 +146,13 @@ def test_the_transformer_s_table() -> None:
     found = list(TABLES["transformer"](2, 3))
     assert len(found) == 14 and {e.seed for e in found} == {0, 1}
     assert [e.setting.removeprefix("vit_tiny-") for e in found[:4]] == [
-        "petra-k4-lead-adamw-lr0.0005-cosine",
+        "petra-k8-4stages-of32-lead-adamw-lr0.0005-cosine",
         "petra-k4-4stages-lead-adamw-lr0.0005-cosine",
-        "petra-k8-4stages-lead-adamw-lr0.0005-cosine",
+        "petra-k4-lead-adamw-lr0.0005-cosine",
         "backprop-k4-lr0.0005-cosine",
     ]
-    assert {(e.batch, e.rate, e.weight_decay) for e in found} == {(64, 5e-4, 0.05)}
+    assert {(e.rate, e.weight_decay) for e in found} == {(5e-4, 0.05)}
+    assert {(e.batch, e.accumulate) for e in found} == {(32, 8), (64, 4)}
 
 
 def test_results_of_another_machine_count(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ PLAIN = "plain"
 """Backprop on the model as it is, not rewired."""
 
 
-_USUAL = {"resnet18": ("sgd", 10), "vit_tiny": ("adamw", 8)}
-"""With what a model is trained, and in how many stages, unless its name says otherwise."""
+_USUAL = {"resnet18": ("sgd", 10, (64, 256)), "vit_tiny": ("adamw", 8, (64,))}
+"""With what a model is trained, in how many stages and by micro-batches of which sizes, unless the
+name says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Experiment:
     def setting(self) -> str:
         """Its name, without the seed: what is averaged over seeds."""
         order = f"-{self.order}" if self.order else ""
-        usual, stages = _USUAL[self.model]
+        usual, stages, sizes = _USUAL[self.model]
         cut = f"-{self.stages}stages" if self.stages != stages else ""
+        cut += f"-of{self.batch}" if self.batch not in sizes else ""
         optimizer = f"-{self.optimizer}" if self.optimizer != usual else ""
         helps = f"-{self.recipe}" if self.recipe else ""
         rate = f"-lr{self.rate:g}" if self.rate is not None else ""
@@ -145,7 +147,7 @@ def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 
 def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """A vision transformer: what makes up for delay?"""
+    """A vision transformer: what makes up for delay? The first two have the same updates."""
     same = Experiment(
         "petra",
         accumulate=4,
@@ -160,9 +162,9 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
     few = replace(same, stages=4)
     for seed in range(seeds):
         for experiment in (
-            same,
+            replace(few, accumulate=8, batch=32),
             few,
-            replace(few, accumulate=8),
+            same,
             *(replace(same, method="backprop", optimizer=o) for o in ("adamw", "lead-adamw")),
             *(replace(same, optimizer=o) for o in ("adamw", "nadam")),
         ):
