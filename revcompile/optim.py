@@ -67,25 +67,34 @@ class _Lead(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            there = [p for p in group["params"] if p.grad is not None]
-            for alike in _alike(there):
+            for alike in self._alike(group):
                 self._update(group, alike, [_dense(p) for p in alike])
         return loss
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         raise NotImplementedError
 
+    def _alike(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
+        """Parameters with a gradient; lists of one device, type and number of updates each.
+
+        Numbers that are on a device are not looked at: there a group has its updates together.
+        """
+        found: dict[Any, list[Tensor]] = {}
+        for p in (p for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if "step" not in state:
+                where = p.device if group["capturable"] else "cpu"
+                state["step"] = torch.zeros((), device=where)
+                state["mean"] = torch.zeros_like(p)
+            number = None if group["capturable"] else state["step"].item()
+            found.setdefault((p.device, p.dtype, number), []).append(p)
+        return found.values()
+
     def _counted(self, group: dict[str, Any], params: list[Tensor]) -> _Number:
-        """The number of this update. All parameters of a group have theirs together."""
-        first = self.state[params[0]]
-        if "step" not in first:
-            where = params[0].device if group["capturable"] else "cpu"
-            for p in params:
-                self.state[p]["step"] = torch.zeros((), device=where)
-                self.state[p]["mean"] = torch.zeros_like(p)
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
-        step: Tensor = first["step"]
-        return step.double() if group["capturable"] else step.item()
+        """The number of this update."""
+        steps: list[Tensor] = [self.state[p]["step"] for p in params]
+        torch._foreach_add_(steps, 1)
+        return steps[0].double() if group["capturable"] else steps[0].item()
 
     def _led(
         self,
@@ -209,14 +218,6 @@ def _dense(p: Tensor) -> Tensor:
     if grad.is_sparse or grad.is_complex():
         raise RuntimeError("gradients that are sparse or complex have no lead; use torch.optim.SGD")
     return grad
-
-
-def _alike(params: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Lists of one device and type each: those go through one kernel."""
-    found: dict[Any, list[Tensor]] = {}
-    for p in params:
-        found.setdefault((p.device, p.dtype), []).append(p)
-    return found.values()
 
 
 def _check(**settings: float) -> None:

@@ -205,15 +205,15 @@ class StagedModel:
         """A trainer for this model.
 
         `optimizer` is a function from a list of parameters to a torch optimizer and is called
-        once a stage; `lr_schedule` one from an optimizer to its schedule, stepped at every
-        update. `method` is a row of the methods' table ("petra", "backprop", "1f1b",
-        "pipedream", ...); `order` "half" (the default) or "paper", the paper's, with twice the
-        delay; `alpha` anything in between or beyond. `param_groups` turns a stage's named
-        parameters into torch's parameter groups. `autocast` computes branches in torch.bfloat16
-        or torch.float16; with float16 the loss is scaled as torch.amp.GradScaler does, and
-        micro-batches whose gradients overflow are left out (`loss_scale` "dynamic", a number that
-        stays, or a `LossScale`). `clip_grad_norm` clips the norm over the whole
-        model where all stages update together, and each stage's own norm where they do not.
+        once a stage (those of `revcompile.optim` make up for its delay); `lr_schedule` one from an
+        optimizer to its schedule, stepped at every update. `method` is a row of the methods' table
+        ("petra", "backprop", "1f1b", "pipedream", ...); `order` "half" (the default) or "paper",
+        the paper's, with twice the delay; `alpha` anything in between or beyond. `param_groups`
+        turns a stage's named parameters into torch's parameter groups. `autocast` computes branches
+        in torch.bfloat16 or torch.float16; with float16 the loss is scaled as torch.amp.GradScaler
+        does, and micro-batches whose gradients overflow are left out (`loss_scale` "dynamic", a
+        number that stays, or a `LossScale`). `clip_grad_norm` clips the norm over the whole model
+        where all stages update together, and each stage's own norm where they do not.
         `measure_every` has every n-th micro-batch's reconstruction error measured. `backend` is
         how a full pipeline is run: "eager", action by action; "cudagraphs", a whole round as one
         CUDA graph, which reports bad gradients some steps late (they are never applied);

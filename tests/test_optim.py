@@ -147,6 +147,24 @@ def test_with_a_lead_it_stays_calm(delay: int) -> None:
     assert calm < 1e-3 and _reach(_nesterov, delay, 4.0) == float("inf")
 
 
+@pytest.mark.parametrize("make", [LeadSGD, LeadAdamW])
+def test_a_parameter_that_joins_later(make: Callable[..., Any]) -> None:
+    """As if it had an optimizer of its own."""
+    params = _parameters()
+    twins = copy.deepcopy(params)
+    both, first, last = make(params, lr=0.1), make(twins[:2], lr=0.1), make(twins[2:], lr=0.1)
+    for optimizer in (both, first, last):
+        optimizer.delay = 2.0
+    for step in range(30):
+        for p, twin, grad in zip(params, twins, _gradients(step, params), strict=True):
+            p.grad, twin.grad = grad.clone(), grad.clone()
+        if step < 10:
+            params[2].grad = twins[2].grad = None
+        for optimizer in (both, first, last):
+            optimizer.step()
+    assert_close(params, twins, rtol=0, atol=1e-12)
+
+
 def test_settings_that_make_no_sense() -> None:
     for bad in ({"lr": -1.0}, {"lr": 0.1, "momentum": 1.0}, {"lr": 0.1, "weight_decay": -1.0}):
         with pytest.raises(ValueError, match=r"expected a number"):
