@@ -102,6 +102,7 @@ WHOLE = {
     "delayed": (PAPER, PAPER_3),
     "dsp": (PAPER, PAPER_3),
     "petra": (HALF, HALF_3),
+    "petra_stashed": (HALF, HALF_3),
     "dni": (DNI, DNI_3),
 }
 PETRA_TIED = """
@@ -170,6 +171,7 @@ def test_methods_are_the_three_choices_of_the_table() -> None:
         "delayed": ("continuous", 2, Keep.INPUT, stashed),
         "dsp": ("continuous", 2, Keep.INPUT, latest),
         "petra": ("continuous", 1, Keep.NOTHING, latest),
+        "petra_stashed": ("continuous", 1, Keep.NOTHING, stashed),
         "dni": ("synthetic", 0, Keep.GRAPH, latest),
     }
 
@@ -179,6 +181,7 @@ FACTOR = dict.fromkeys(METHODS, 0) | {
     "ddg": 1,
     "features_replay": 1,
     "petra": 1,
+    "petra_stashed": 1,
     "delayed": 2,
     "dsp": 2,
 }

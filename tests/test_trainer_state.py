@@ -37,6 +37,7 @@ from tests.training import (
 SAVED_IN_FLIGHT: Final = (
     ("petra", "half"),
     ("petra", "paper"),
+    ("petra_stashed", "half"),
     ("features_replay", None),
     ("dsp", None),
     ("pipedream", None),

@@ -51,6 +51,7 @@ class Row(enum.Enum):
 
 ROWS: Final = {
     "petra": (Row.RECONSTRUCT, "half"),
+    "petra_stashed": (Row.STASH, "half"),  # what is rebuilt is what would have been kept
     "pipedream": (Row.STASH, "half"),
     "ddg": (Row.STASH, "half"),
     "features_replay": (Row.REPLAY, "half"),

@@ -89,6 +89,7 @@ def _table() -> Iterator[Method]:
     yield Method("delayed", Order.CONTINUOUS, 2.0, Keep.INPUT, stashed)
     yield Method("dsp", Order.CONTINUOUS, 2.0, Keep.INPUT, latest)
     yield Method("petra", Order.CONTINUOUS, 1.0, Keep.NOTHING, latest)
+    yield Method("petra_stashed", Order.CONTINUOUS, 1.0, Keep.NOTHING, stashed)
     yield Method("dni", Order.SYNTHETIC, 0.0, Keep.GRAPH, latest)
 
 
