@@ -144,8 +144,9 @@ def test_what_is_not_usual_for_a_model_stands_in_the_name() -> None:
 
 def test_the_transformer_s_table() -> None:
     found = list(TABLES["transformer"](2, 3))
-    assert len(found) == 14 and {e.seed for e in found} == {0, 1}
-    assert [e.setting.removeprefix("vit_tiny-") for e in found[:4]] == [
+    assert len(found) == 16 and {e.seed for e in found} == {0, 1}
+    assert [e.setting.removeprefix("vit_tiny-") for e in found[:5]] == [
+        "petra_stashed-k4-lead-adamw-lr0.0005-cosine",
         "petra-k8-4stages-of32-lead-adamw-lr0.0005-cosine",
         "petra-k4-4stages-lead-adamw-lr0.0005-cosine",
         "petra-k4-lead-adamw-lr0.0005-cosine",

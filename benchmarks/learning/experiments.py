@@ -147,7 +147,7 @@ def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 
 def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """A vision transformer: what makes up for delay? The first two have the same updates."""
+    """A vision transformer: what makes up for delay? All have updates with 256 images."""
     same = Experiment(
         "petra",
         accumulate=4,
@@ -162,6 +162,7 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
     few = replace(same, stages=4)
     for seed in range(seeds):
         for experiment in (
+            replace(same, method="petra_stashed"),
             replace(few, accumulate=8, batch=32),
             few,
             same,

@@ -97,6 +97,8 @@ class Stage:
         self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
         """What its modules compute with, if not with the parameters they hold."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None
+        self.is_stashing = self._stash is not None
+        """Does a forward pass keep its weights? Not where somebody else does."""
         names = castable(program, root, self.parameters) if autocast is not None else []
         self.casts = Casts(self.parameters, names, autocast)
         self._random = any(unit.random for unit in program.units)
@@ -131,7 +133,7 @@ class Stage:
     ) -> dict[str, Any]:
         """Run a micro-batch; what backward needs stays here until then."""
         program = self.program
-        weights = self._stash.version(self.parameters) if self._stash else None
+        weights = self.version()
         values = [inputs[port.name] for port in program.inputs]
         before = self._stateful.before()
         with self._running(weights, microbatch):
@@ -244,6 +246,20 @@ class Stage:
         """The parameters have changed."""
         if self._stash is not None:
             self._stash.forget()
+
+    def ages(self) -> dict[int, int]:
+        """Of every micro-batch in flight: versions of stashed weights between its own and now."""
+        if self._stash is None:
+            return dict.fromkeys(self.in_flight, 0)
+        versions = {id(held.weights): None for held in reversed(self.in_flight.values())}
+        first = 0 if self._stash.is_current(next(iter(versions), 0)) else 1
+        order = {version: first + place for place, version in enumerate(versions)}
+        return {microbatch: order[id(held.weights)] for microbatch, held in self.in_flight.items()}
+
+    def version(self) -> Mapping[str, Tensor] | None:
+        """The weights of a forward pass now, if they are stashed."""
+        stash = self._stash if self.is_stashing else None
+        return stash.version(self.parameters) if stash is not None else None
 
     def stashed(self) -> int:
         """How many copies of its parameters the stage keeps."""

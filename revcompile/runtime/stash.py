@@ -51,6 +51,10 @@ class Stash:
             }
         return self._current
 
+    def is_current(self, version: int) -> bool:
+        """Is this the id of the version that forward passes use now?"""
+        return self._current is not None and id(self._current) == version
+
     def forget(self) -> None:
         """The parameters have changed: the next version is a new one."""
         self._current = None

@@ -14,6 +14,7 @@ from revcompile.runtime.backend.flags import Statistics, judge, unless
 from revcompile.runtime.backend.fuse import Fused, fuse
 from revcompile.runtime.backend.lanes import Lanes
 from revcompile.runtime.backend.updates import RecordedUpdater
+from revcompile.runtime.backend.versions import Versions
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.objective import Objective
 from revcompile.runtime.stage import Programs, Stage
@@ -64,10 +65,14 @@ class RecordedActor(Actor):
         self.count = torch.zeros((), device=device)
         """How many micro-batches are in the gathered gradient, where some may be left out."""
         self._noted: Sequence[Tensor] = ()
+        self._stashes = actor.stage.is_stashing
+        self.versions: Versions | None = None
+        """Its weights of some updates ago, if they are stashed."""
 
     def use(self, on: bool) -> None:
         """Let the stage compute as recorded rounds do, or as it did before."""
         self.stage.run_with(self._programs if on else None)
+        self.stage.is_stashing = not on and self._stashes
 
     def perform(self, action: Action) -> bool:
         """Do it, on the stream it belongs to."""
@@ -127,6 +132,8 @@ class RecordedActor(Actor):
             self.updater.bad = self.flag
         else:
             self.updater.bad = (self.count == 0).float().reshape(1)
+        if self.versions is not None:
+            self.versions.shift()
         done = super()._update(action)
         if done:
             self.casts.refresh()

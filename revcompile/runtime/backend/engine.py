@@ -36,10 +36,11 @@ from revcompile.runtime.backend.held import Held, held_by, in_flight, missing_ro
 from revcompile.runtime.backend.lanes import Lanes
 from revcompile.runtime.backend.recorders import CannotRecord, Keys, Recorder
 from revcompile.runtime.backend.rings import Belt, Ring, SideStream
+from revcompile.runtime.backend.versions import Versions, age
 from revcompile.runtime.objective import Objective
 from revcompile.runtime.transport import Channel, InProcess, Message
 from revcompile.runtime.worker import Actor, Worker
-from revcompile.schedule import Action, Order, Schedule, window
+from revcompile.schedule import Action, Order, Schedule, delay, window
 from revcompile.steps import mix
 
 __all__ = ["Engine", "Outcome"]
@@ -75,6 +76,8 @@ class Engine:
         self._recorder = recorder
         self._check_finite, self._is_fused = check_finite, fused is not None
         method, count = schedule.method, schedule.stages
+        self._accumulate = schedule.accumulate
+        self._delays = [delay(method, count, j, schedule.accumulate) for j in range(count)]
         self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
         self._post = Post(count)
         self._ahead = method.order is Order.CONTINUOUS
@@ -137,7 +140,7 @@ class Engine:
         if not self._steady(schedule, alike) or not all(a.updater.started for a in self.actors):
             return False
         held = held_by(self._ordinary, transport, self._flags[:1] if self._check_finite else None)
-        if held is None:
+        if held is None or not self._of_age(schedule):
             return False
         if not self._fits(held, batch) or self.is_outdated:
             self.forget()
@@ -153,6 +156,18 @@ class Engine:
     def _steady(self, schedule: Schedule, alike: int) -> bool:
         lengths = [len(found) + 1 for found in schedule.outstanding]
         return lengths == self._windows and alike >= max(lengths) - 1
+
+    def _of_age(self, schedule: Schedule) -> bool:
+        """Are stashed weights as old as they will be from here on? Not right after a start."""
+        return all(
+            {m: self._age(m, schedule.injected, schedule.accumulated, actor.index) for m in found}
+            == found
+            for actor in self._ordinary
+            if actor.stage.is_stashing and (found := actor.stage.ages())
+        )
+
+    def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
+        return age(microbatch, entering, accumulated[stage], self._accumulate)
 
     def _fits(self, held: Held, batch: Any) -> bool:
         if self._inputs is None or not self._inputs.fits(batch):
@@ -175,6 +190,9 @@ class Engine:
         for key, messages in held.mail.items():
             like = contents(messages[0])
             self._post.boxes[key] = [Box(like) for _ in range(self._waiting[key[1]])]
+        for index in held.versions:
+            actor = self.actors[index]
+            actor.versions = Versions(actor.stage.parameters, self._delays[index])
 
     def _take(self, schedule: Schedule, held: Held) -> None:
         filled = [
@@ -189,6 +207,10 @@ class Engine:
                 self._sum_of(actor.index, actor.stage.gradients)
                 filled.append((self._sums[actor.index], actor.stage.gradients))
         fill_all(filled)
+        for index, versions in held.versions.items():
+            for updates, weights in versions.items():
+                if (kept := self.actors[index].versions) is not None:
+                    kept.take(updates, weights)
         self._counts.copy_(torch.tensor([float(actor.contributed) for actor in self._ordinary]))
         for actor, mine in zip(self._ordinary, self.actors, strict=True):
             actor.stage.in_flight.clear()
@@ -212,9 +234,14 @@ class Engine:
         for actor, mine in zip(self._ordinary, self.actors, strict=True):
             mine.updater.leave()
             stage, index = actor.stage, actor.index
+            stage.updated()
+            weights: dict[int, Any] = {0: stage.version()}
             for microbatch in schedule.outstanding[index]:
                 kept = self._rings[index].slot(microbatch).value
-                stage.in_flight[microbatch] = in_flight(kept)
+                ago = self._age(microbatch, schedule.injected, schedule.accumulated, index)
+                if ago not in weights and mine.versions is not None:
+                    weights[ago] = mine.versions.given(ago)
+                stage.in_flight[microbatch] = in_flight(kept, weights.get(ago))
             if schedule.accumulated[index]:
                 contributed = schedule.accumulated[index]
                 actor.contributed = int(counts[index]) if self._check_finite else contributed
@@ -345,7 +372,10 @@ class Engine:
             stage = actor.stage
             if index in self._rings:
                 kept = self._rings[index].due(self._turn).value
-                stage.in_flight[due[index]] = in_flight(kept)
+                ago = self._age(due[index], entering, accumulated, index)
+                versions = actor.versions
+                weights = versions.ago(ago) if versions is not None else None
+                stage.in_flight[due[index]] = in_flight(kept, weights)
             if accumulated[index]:
                 stage.gradients = dict(self._sums[index].value)
             actor.count = self._counts[index]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class Held:
 
     kept: dict[int, dict[int, Any]]
     mail: dict[tuple[int, int, Channel], list[Message]]
+    versions: dict[int, dict[int, Mapping[str, Tensor]]] = field(default_factory=dict)
+    """Of stages that stash their weights: by how many updates ago they were."""
     set_aside: int = 0
     """Bytes of what is copied for a while during updates."""
 
@@ -30,7 +32,7 @@ class Held:
     def size(self) -> int:
         """Bytes of all tensors."""
         messages = [(m.values, m.gradients) for found in self.mail.values() for m in found]
-        leaves = pytree.tree_leaves((self.kept, messages))
+        leaves = pytree.tree_leaves((self.kept, messages, self.versions))
         return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
 
@@ -41,10 +43,13 @@ def held_by(actors: Sequence[Actor], transport: InProcess, flag: Tensor | None) 
     """
     found = Held({}, {})
     for actor in actors:
+        ages = actor.stage.ages()
         for microbatch, held in actor.stage.in_flight.items():
-            if held.weights is not None or held.buffers or held.original:
+            if held.buffers or held.original:
                 return None
             found.kept.setdefault(actor.index, {})[microbatch] = held.kept
+            if held.weights is not None:
+                found.versions.setdefault(actor.index, {})[ages[microbatch]] = held.weights
     for (source, target, channel), queue in transport.queues.items():
         for message in queue:
             if message.void or message.scale is not None or channel is not Channel.DY:
@@ -77,7 +82,7 @@ def on_device(device: torch.device, tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
 
 
-def in_flight(kept: tuple[Any, ...]) -> InFlight:
-    """A micro-batch of which a stage keeps this."""
+def in_flight(kept: tuple[Any, ...], weights: Mapping[str, Tensor] | None = None) -> InFlight:
+    """A micro-batch of which a stage keeps this, and has these weights stashed."""
     versions = tuple(t._version if isinstance(t, Tensor) else 0 for t in kept)
-    return InFlight(kept=kept, versions=versions)
+    return InFlight(kept=kept, weights=weights, versions=versions)

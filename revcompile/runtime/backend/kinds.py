@@ -12,7 +12,7 @@ import torch
 from revcompile.errors import InputError
 from revcompile.runtime.backend.updates import unfit
 from revcompile.runtime.worker import Actor
-from revcompile.schedule import Keep, Order, Schedule, Weights, window
+from revcompile.schedule import Keep, Order, Schedule, window
 
 __all__ = ["Backend", "backend_of", "obstacle"]
 
@@ -66,8 +66,6 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
     method = schedule.method
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         yield f"rounds of {method.name!r} differ from each other; use 'petra' or 'backprop'"
-    if method.weights is Weights.STASHED:
-        yield f"{method.name!r} keeps copies of its weights, made anew at every update"
     if schedule.ties:
         yield "stages share parameters; compile with fewer stages, or so that they share a stage"
     if schedule.accumulate > MOST_KINDS:
@@ -79,9 +77,10 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
     for actor in actors:
         count = window(method, schedule.stages, actor.index, schedule.accumulate)
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in actor.program.units):
+            keeper = f"{method.name!r}" if method.keep is Keep.GRAPH else "its memory budget"
             yield (
-                f"stage {actor.index} keeps graphs of micro-batches in flight, which its memory "
-                "budget allows; leave out memory= to have rounds recorded"
+                f"stage {actor.index} keeps graphs of micro-batches in flight, as {keeper} has it; "
+                "stages that keep less can be recorded"
             )
         if actor.updater.optimizer is not None and (why := unfit(actor.updater.optimizer)):
             yield why
