@@ -372,7 +372,11 @@ def test_shared_parameters_are_not_recorded() -> None:
 # -- compiled stretches ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "backprop", "accumulate": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, *({"method": method, "accumulate": 2} for method in ("backprop", "petra_stashed"))],
+    ids=str,
+)
 def test_stretches_compute_what_programs_do(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:

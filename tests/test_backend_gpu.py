@@ -59,6 +59,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {"clip_grad_norm": 0.1},
     "unchecked": {"check_finite": False},
     "backprop": {"method": "backprop"},
+    "stashed": {"method": "petra_stashed"},
+    "stashed, accumulated": {"method": "petra_stashed", "accumulate": 2, "optimizer": adam},
 }
 
 
