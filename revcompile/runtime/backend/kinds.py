@@ -77,10 +77,12 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
     for actor in actors:
         count = window(method, schedule.stages, actor.index, schedule.accumulate)
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in actor.program.units):
-            keeper = f"{method.name!r}" if method.keep is Keep.GRAPH else "its memory budget"
+            own = method.keep is Keep.GRAPH
+            why = f"as {method.name!r} has it" if own else "which its memory budget allows"
+            advice = "use 'pipedream' or 'petra_stashed'" if own else "leave out memory="
             yield (
-                f"stage {actor.index} keeps graphs of micro-batches in flight, as {keeper} has it; "
-                "stages that keep less can be recorded"
+                f"stage {actor.index} keeps graphs of micro-batches in flight, {why}; {advice} to "
+                "have rounds recorded"
             )
         if actor.updater.optimizer is not None and (why := unfit(actor.updater.optimizer)):
             yield why
