@@ -78,10 +78,10 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
         count = window(method, schedule.stages, actor.index, schedule.accumulate)
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in actor.program.units):
             own = method.keep is Keep.GRAPH
-            why = f"as {method.name!r} has it" if own else "which its memory budget allows"
+            cause = f"as {method.name!r} has it" if own else "which its memory budget allows"
             advice = "use 'pipedream' or 'petra_stashed'" if own else "leave out memory="
             yield (
-                f"stage {actor.index} keeps graphs of micro-batches in flight, {why}; {advice} to "
+                f"stage {actor.index} keeps graphs of micro-batches in flight, {cause}; {advice} to "
                 "have rounds recorded"
             )
         if actor.updater.optimizer is not None and (why := unfit(actor.updater.optimizer)):
