@@ -81,8 +81,8 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
             cause = f"as {method.name!r} has it" if own else "which its memory budget allows"
             advice = "use 'pipedream' or 'petra_stashed'" if own else "leave out memory="
             yield (
-                f"stage {actor.index} keeps graphs of micro-batches in flight, {cause}; {advice} to "
-                "have rounds recorded"
+                f"stage {actor.index} keeps graphs of micro-batches in flight, {cause}; {advice} "
+                "to have rounds recorded"
             )
         if actor.updater.optimizer is not None and (why := unfit(actor.updater.optimizer)):
             yield why
