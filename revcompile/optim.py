@@ -6,9 +6,9 @@ below 13.6. If gradients come t updates late that number falls to 0.8 for t = 2 
 t = 9 (without Nesterov's step, as in Adam, from 38 to 0.5 and 0.13): training is slow, or fails,
 because it swings, not because late gradients are wrong.
 
-Two numbers put that right. Let m be a running mean of the gradients g over `memory` updates. The
-step goes along m + lead (m - m'), where m' is the mean of one update before: the mean as it will be
-in `lead` updates. Nesterov's is lead 1. With
+Two numbers put that right. Let m be a running mean of the gradients g over `memory` updates, g the
+last one included. The step goes along m + (g - m) lead / memory: about where the mean will be in
+`lead` updates, if gradients stay as they are. Nesterov's is lead 1. With
 
     memory = (1 + t**2) / (1 - momentum)        lead = 1 + 1.25 t
 
@@ -122,6 +122,8 @@ class _Lead(Optimizer):
     def _share(self, group: dict[str, Any], step: _Number) -> _Number:
         """Of the mean: how much of it is gradients, and not the zero it began with."""
         least, most = (memory_of(delay, group["momentum"]) for delay in (0, self.delay))
+        if least <= 1:  # the first gradient is all there is of the first mean
+            return 1.0
         growing = _least(step, math.ceil(most - least))
         left = (least - 1) / (least - 1 + growing) * (1 - 1 / most) ** (step - growing)
         return 1 - left

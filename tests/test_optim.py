@@ -165,6 +165,17 @@ def test_a_parameter_that_joins_later(make: Callable[..., Any]) -> None:
     assert_close(params, twins, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("delay", [0.0, 2.0])
+def test_without_momentum(delay: float) -> None:
+    params = _parameters()
+    optimizer = LeadAdamW(params, 0.1, betas=(0.0, 0.999))
+    optimizer.delay = delay
+    assert all(p.isfinite().all() for p in _follow(optimizer, params, 20))
+    params, twins = _parameters(), _parameters()
+    found = _follow(LeadSGD(params, 0.1, momentum=0.0), params, 20)
+    assert_close(found, _follow(SGD(twins, 0.1), twins, 20), rtol=0, atol=1e-13)
+
+
 def test_settings_that_make_no_sense() -> None:
     for bad in ({"lr": -1.0}, {"lr": 0.1, "momentum": 1.0}, {"lr": 0.1, "weight_decay": -1.0}):
         with pytest.raises(ValueError, match=r"expected a number"):
