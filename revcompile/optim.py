@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class _Lead(Optimizer):
 
     delay: float = 0.0
     """How many updates late gradients are, on average. A trainer says so to each stage's."""
+    _means: ClassVar[tuple[str, ...]] = ("mean",)
+    """What is averaged over updates, of each parameter."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -85,7 +87,7 @@ class _Lead(Optimizer):
             if "step" not in state:
                 where = p.device if group["capturable"] else "cpu"
                 state["step"] = torch.zeros((), device=where)
-                state["mean"] = torch.zeros_like(p)
+                state.update({name: torch.zeros_like(p) for name in self._means})
             number = None if group["capturable"] else state["step"].item()
             found.setdefault((p.device, p.dtype, number), []).append(p)
         return found.values()
@@ -175,6 +177,8 @@ class LeadAdamW(_Lead):
     0.9
     """
 
+    _means = ("mean", "square")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -195,8 +199,6 @@ class LeadAdamW(_Lead):
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         step, beta = self._counted(group, params), group["beta"]
         steps = self._led(group, params, grads, step, self._share(group, step))
-        for p in params:
-            self.state[p].setdefault("square", torch.zeros_like(p))
         squares = [self.state[p]["square"] for p in params]
         torch._foreach_mul_(squares, beta)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta)

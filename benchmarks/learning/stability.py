@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import show
 from benchmarks.learning.pictures import draw_stability
@@ -50,11 +49,7 @@ def radius(memory: float, lead: float, delay: int, curvature: float) -> float:
     for back in range(1, delay + 1):
         update[back, back - 1] = 1
     update[-1] = mean
-    return float(_largest(torch.linalg.eigvals(update)))
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.abs().max()
+    return float(torch.linalg.eigvals(update).abs().max())
 
 
 def most_curved(memory: float, lead: float, delay: int) -> float:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Slots", "Stash", "as_of"]
+__all__ = ["Slots", "Stash", "as_of", "copied"]
 
 
 class Slots:
@@ -45,10 +45,7 @@ class Stash:
     def version(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The current parameters as tensors no optimizer will touch."""
         if self._current is None:
-            self._current = {
-                name: p.detach().clone().requires_grad_(p.requires_grad)
-                for name, p in parameters.items()
-            }
+            self._current = copied(parameters)
         return self._current
 
     def is_current(self, version: int) -> bool:
@@ -58,6 +55,11 @@ class Stash:
     def forget(self) -> None:
         """The parameters have changed: the next version is a new one."""
         self._current = None
+
+
+def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that no optimizer will touch."""
+    return {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in weights.items()}
 
 
 @contextmanager

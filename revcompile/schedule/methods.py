@@ -160,9 +160,7 @@ def delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> int:
     >>> [delay(choose("petra", order="paper"), 4, stage) for stage in range(4)]
     [6, 4, 2, 0]
     """
-    between = window(method, stages, stage, accumulate) - 1
-    # All other orders have an update only when nothing is in flight.
-    return -(-between // accumulate) if method.order is Order.CONTINUOUS else 0
+    return -(-_between(method, stages, stage, accumulate) // accumulate)
 
 
 def mean_delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> float:
@@ -171,8 +169,14 @@ def mean_delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> 
     >>> [mean_delay(choose("petra"), 4, stage, accumulate=2) for stage in range(4)]
     [1.5, 1.0, 0.5, 0.0]
     """
-    between = window(method, stages, stage, accumulate) - 1
-    return between / accumulate if method.order is Order.CONTINUOUS else 0.0
+    return _between(method, stages, stage, accumulate) / accumulate
+
+
+def _between(method: Method, stages: int, stage: int, accumulate: int) -> int:
+    """Micro-batches whose gradients a stage may apply between the two passes of one."""
+    others = window(method, stages, stage, accumulate) - 1
+    # All other orders have an update only when nothing is in flight.
+    return others if method.order is Order.CONTINUOUS else 0
 
 
 def check_sizes(stages: int, accumulate: int) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from revcompile.runtime.stash import copied
+
 __all__ = ["Versions", "age"]
 
 
@@ -28,7 +30,7 @@ class Versions:
 
     def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
         self._parameters = parameters
-        self._past = [_copied(parameters) for _ in range(count)]
+        self._past = [copied(parameters) for _ in range(count)]
 
     def ago(self, updates: int) -> dict[str, Tensor] | None:
         """Weights of so many updates ago; None: as they are."""
@@ -47,11 +49,7 @@ class Versions:
 
     def given(self, updates: int) -> dict[str, Tensor] | None:
         """A copy, for somewhere else; None: as they are."""
-        return _copied(self._past[updates - 1]) if updates else None
-
-
-def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in weights.items()}
+        return copied(self._past[updates - 1]) if updates else None
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
