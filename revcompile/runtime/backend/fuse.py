@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from revcompile import steps
 from revcompile.ops import as_read, attribute
 from revcompile.precision.grid import is_imprecise, make_grid
-from revcompile.runtime.backend.stretches import Stretch, stretches
+from revcompile.runtime.backend.stretches import End, Stretch, stretches, take_sums_in
 
 __all__ = ["Fused", "fuse", "narrow_leaf"]
 
@@ -28,19 +28,29 @@ class Fused:
     def __init__(self, compile: Callable[[Any], Callable[..., Any]] | None = None) -> None:
         self._compile = compile or _compiled
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._signs: dict[tuple[torch.device, bool], Tensor] = {}
         self.plus = self._on_grid(self._compile(_plus), steps.plus)
         self.minus = self._on_grid(self._compile(_minus), steps.minus)
         self._rounded = self._compile(_rounded)
         self._sum = self._compile(_summed)
 
-    def function(self, stretch: Stretch, root: nn.Module) -> Callable[..., Any]:
-        """The function of a stretch: of its inputs, then of the tensors it reads."""
-        shape = stretch.shape, *(attribute(root, path).shape for path in stretch.reads)
-        if shape not in self._functions:
+    def function(
+        self, stretch: Stretch, root: nn.Module, end: End | None = None
+    ) -> Callable[..., Any]:
+        """The function of a stretch: of its inputs (and its end's), then of what it reads."""
+        shapes = (attribute(root, path).shape for path in stretch.reads)
+        key = stretch.shape, None if end is None else end.place, *shapes
+        if key not in self._functions:
             modules = {f"m{index}": module for index, module in enumerate(stretch.modules)}
-            made = fx.GraphModule(nn.ModuleDict(modules), stretch.graph)
-            self._functions[shape] = self._compile(made)
-        return self._functions[shape]
+            graph = stretch.graph if end is None else end.graph
+            self._functions[key] = self._compile(fx.GraphModule(nn.ModuleDict(modules), graph))
+        return self._functions[key]
+
+    def sign(self, device: torch.device, is_minus: bool) -> Tensor:
+        """Given as a tensor, so that both directions are one function: to the bit the same."""
+        if (device, is_minus) not in self._signs:
+            self._signs[device, is_minus] = torch.tensor(-1.0 if is_minus else 1.0, device=device)
+        return self._signs[device, is_minus]
 
     def enter_chain(
         self, a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
@@ -113,11 +123,13 @@ def fuse(
         for node in stretch.inputs:
             if node.target is steps.leaf and _is_cast(stretch, node):
                 node.target = narrow_leaf
+    take_sums_in(*found)
     leaves = {tuple(s.reads): _graded(s) for s in found[1]}
     for graph, here in zip(programs, found, strict=True):
+        now: dict[fx.Node, fx.Node] = {}
         for number, stretch in enumerate(here):
             graded = leaves.get(tuple(stretch.reads), _graded(stretch))
-            _replace(graph, stretch, _runner(stretch, root, fused, graded, number))
+            _replace(graph, stretch, _runner(stretch, root, fused, graded, number), now)
         for node in graph.nodes:
             if node.target in _STEPS:
                 node.target = getattr(fused, _STEPS[node.target])
@@ -159,15 +171,24 @@ def narrow_leaf(x: Any) -> Any:
     return steps.leaf(as_read(x) if isinstance(x, Tensor) else x)
 
 
-def _replace(graph: fx.Graph, stretch: Stretch, run: Callable[..., Any]) -> None:
+def _replace(
+    graph: fx.Graph, stretch: Stretch, run: Callable[..., Any], now: dict[fx.Node, fx.Node]
+) -> None:
+    """One call for a stretch; the sum that it ends with is the last of its results.
+
+    `now`: what stands for values of stretches before.
+    """
+    end = () if stretch.end is None else stretch.end.inputs
+    ended = [] if stretch.end is None else [stretch.end.node]
     with graph.inserting_after(stretch.nodes[-1]):
-        called = graph.call_function(run, tuple(stretch.inputs))
+        called = graph.call_function(run, (*(now.get(x, x) for x in stretch.inputs), *end))
     last = called
-    for index, node in enumerate(stretch.outputs):
+    for index, node in enumerate([*stretch.outputs, *ended]):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (called, index))
         node.replace_all_uses_with(last)
-    for node in reversed(stretch.nodes):
+        now[node] = last
+    for node in (*ended, *reversed(stretch.nodes)):
         graph.erase_node(node)
 
 
@@ -175,7 +196,7 @@ def _runner(
     stretch: Stretch, root: nn.Module, fused: Fused, graded: Sequence[Begin], number: int
 ) -> Callable[..., Any]:
     """Calls a compiled stretch as the program does: recorded, or not to be seen by autograd."""
-    reads, counters = stretch.reads, stretch.counters
+    reads, counters, end = stretch.reads, stretch.counters, stretch.end
     scratch: dict[str, Tensor] = {}
 
     def still(path: str) -> Tensor:
@@ -184,19 +205,33 @@ def _runner(
             scratch[path] = torch.zeros_like(attribute(root, path))
         return scratch[path]
 
-    def run(*inputs: Any) -> Any:
-        function = fused.function(stretch, root)
+    def run(*inputs: Any, end: End | None = None, summed: Sequence[Tensor] = ()) -> Any:
+        function = fused.function(stretch, root, end)
         if torch.is_grad_enabled():
             for path in counters:
                 attribute(root, path).add_(1)
-            return _quietly(function, *inputs, *(attribute(root, path) for path in reads))
+            return _quietly(function, *inputs, *summed, *(attribute(root, path) for path in reads))
         pairs = zip(inputs, graded, strict=True)
         leaves = [begin(x) for x, begin in pairs]
         tensors = (still(p) if p in stretch.moved else attribute(root, p) for p in reads)
         with torch.enable_grad():
-            found = _quietly(function, *leaves, *tensors)
+            found = _quietly(function, *leaves, *summed, *tensors)
         return tuple(steps.detached(value) for value in found)
 
+    def run_to_the_end(*inputs: Any) -> Any:
+        assert end is not None
+        *own, stream, grid = inputs
+        if grid is None or (torch.is_grad_enabled() and not end.is_minus):
+            found = run(*own)  # exact without a grid; or a graph goes on through the stream
+            plain = steps.minus if end.is_minus else steps.plus
+            return *found, plain(stream, found[end.place], grid)
+        sign = fused.sign(stream.device, end.is_minus)
+        found = run(*own, end=end, summed=(stream.detach(), grid, sign))
+        return *found, steps.detached(found[end.place])
+
+    if end is not None:
+        run_to_the_end.__name__ = run_to_the_end.__qualname__ = f"compiled_{number}_and_sum"
+        return run_to_the_end
     run.__name__ = run.__qualname__ = f"compiled_{number}"
     return run
 

@@ -1,13 +1,15 @@
 """What of a stage's program can be compiled: the stretches between its steps, as functions.
 
 A stretch becomes a function of its inputs and of every tensor it reads, so that blocks of one shape
-share one.
+share one. Where it is a branch F, the sum that follows can be a part of it: F's result
+is then never written to memory. Forward and backward have to do the same there, or what is rebuilt
+would not be what there was.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +19,7 @@ from torch.nn import functional as F
 
 from revcompile import steps
 
-__all__ = ["Stretch", "stretches"]
+__all__ = ["End", "Stretch", "stretches", "take_sums_in"]
 
 _STATELESS: Final = (
     nn.AdaptiveAvgPool2d,
@@ -57,6 +59,28 @@ _METHODS: Final = frozenset(
 
 
 @dataclass
+class End:
+    """A sum that ends a stretch: of a stream and the branch's result, on a grid."""
+
+    node: fx.Node
+    place: int
+    """Of the branch's result, among the stretch's outputs."""
+    graph: fx.Graph
+    """The stretch with its sum: after its own inputs it takes the stream, the grid and a sign."""
+
+    @property
+    def inputs(self) -> tuple[fx.Node, fx.Node]:
+        """Stream and grid."""
+        stream, _, grid = self.node.args
+        return stream, grid  # type: ignore[return-value]
+
+    @property
+    def is_minus(self) -> bool:
+        """Is a stream rebuilt?"""
+        return self.node.target is steps.minus
+
+
+@dataclass
 class Stretch:
     """Nodes of a program in a row, as a function of their inputs and the tensors they read."""
 
@@ -71,6 +95,7 @@ class Stretch:
     counters: list[str] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
+    end: End | None = None
 
     @property
     def shape(self) -> str:
@@ -213,3 +238,65 @@ def _written(
         stretch.modules.append(layer)
         return graph.call_module(f"m{len(stretch.modules) - 1}", args)
     return graph.node_copy(node, copies.__getitem__)
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def take_sums_in(forward: Sequence[Stretch], backward: Sequence[Stretch]) -> None:
+    """Let stretches end with the sums of their results, where both programs can."""
+    for stretch in forward:
+        again = [other for other in backward if other.reads == stretch.reads]
+        is_only = sum(other.reads == stretch.reads for other in forward) == 1
+        end, ends = _end(stretch), [_end(other) for other in again if _sums(other)]
+        if is_only and end is not None and None not in ends:
+            for one in (stretch, *(other for other in again if _sums(other))):
+                one.end = _end(one)
+
+
+def _sums(stretch: Stretch) -> list[tuple[int, fx.Node]]:
+    """Sums that a stretch's results go into."""
+    return [
+        (place, user)
+        for place, node in enumerate(stretch.outputs)
+        for user in node.users
+        if user.target in (steps.plus, steps.minus) and user.args[1] is node
+    ]
+
+
+def _end(stretch: Stretch) -> End | None:
+    """The sum that can be a part of a stretch: nothing else but a gradient reads the result."""
+    sums = _sums(stretch)
+    if len(sums) != 1:
+        return None
+    place, node = sums[0]
+    others = [user for user in stretch.outputs[place].users if user is not node]
+    inside = set(stretch.nodes)
+    if any(user.target is not steps.pull_back and user not in inside for user in others):
+        return None
+    last = stretch.nodes[-1]
+    if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):
+        return None
+    return End(node, place, _with_sum(stretch, place))
+
+
+def _with_sum(stretch: Stretch, place: int) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(stretch.graph, copies)
+    assert isinstance(output, tuple)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(placeholders[len(stretch.inputs) - 1]):
+        sign = graph.placeholder("sign")
+        grid = graph.placeholder("grid")
+        stream = graph.placeholder("stream")
+    found = list(output)
+    found[place] = graph.call_function(_sum_on_grid, (found[place], stream, grid, sign))
+    graph.output(tuple(found))
+    return graph
+
+
+def _sum_on_grid(addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor) -> Tensor:
+    """The stream plus or minus the addend; its gradient is the addend's own, with no sign."""
+    value = addend.detach()
+    return (addend - value) + (stream + sign * ((value.float() + grid) - grid))
