@@ -68,9 +68,6 @@ class Engine:
         *,
         check_finite: bool = True,
         fused: Fused | None = None,
-        alternate: bool = True,
-        overlap: bool = True,
-        carry_beside: bool = False,
     ) -> None:
         self._ordinary = list(actors)
         self._recorder = recorder
@@ -82,7 +79,7 @@ class Engine:
         self._post = Post(count)
         self._ahead = method.order is Order.CONTINUOUS
         device = actors[0].stage._device()
-        beside = overlap and self._ahead and device.type == "cuda"
+        beside = self._ahead and device.type == "cuda"
         self._lanes = Lanes(device, count - 1) if beside else None
         self._objective = copy.copy(objective)
         self._objective.targets, self._objective.losses = {}, {}
@@ -103,9 +100,8 @@ class Engine:
         waiting = [a - b for a, b in zip(self._windows, self._windows[1:], strict=False)]
         self._waiting = waiting
         """How many messages wait for each stage between rounds."""
-        self._alternates = alternate and self._ahead and set(waiting) <= {1}
-        carries = carry_beside and beside and self._alternates
-        self._side = SideStream(device) if carries else None
+        self._alternates = self._ahead and set(waiting) <= {1}
+        self._side = SideStream(device) if beside and self._alternates else None
         self._period = math.lcm(1, *(n for n in waiting if n))
         self._alarms = Alarms()
         self._losses, self._outputs = Recycled(), Recycled()
