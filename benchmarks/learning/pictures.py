@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -16,35 +16,67 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def draw_curves(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
-    """Test error by epoch, the mean over seeds, a line a setting; the end is what matters."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
+    """Training loss and test error by epoch: a column an accumulation factor, a colour a kind.
+
+    Lines are means over seeds, with all seeds within the band around them.
+    """
+    factors = sorted({results[0]["experiment"]["accumulate"] for results in found.values()})
+    kinds = _kinds(found)
+    shades = {kind: index for index, kind in enumerate(dict.fromkeys(kinds.values()))}
+    figure = Figure(figsize=(1.5 + 2.6 * max(2, len(factors)), 6.5), layout="constrained")
+    grid = figure.subplots(2, len(factors), sharex=True, sharey="row", squeeze=False)
     for setting, results in found.items():
-        logs = [result["log"] for result in results]
-        means = [
-            100 - 100 * fmean(line["test_accuracy"] for line in lines)
-            for lines in zip(*logs, strict=False)
-        ]
-        at = [line["epoch"] for line in logs[0]][: len(means)]
-        axes.plot(at, means, label=setting.partition("-")[2], **_style(results[0]["experiment"]))
-    axes.set(xlabel="epoch", ylabel="test error, %", yscale="log")
-    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(frameon=False, fontsize="small", ncols=2)
-    _plain(axes)
+        experiment, kind = results[0]["experiment"], kinds[setting]
+        dashes = "--" if experiment["method"] in _WITHOUT_DELAY else "-"
+        colour = colormaps["tab10"](shades[kind] % 10)
+        column = factors.index(experiment["accumulate"])
+        for axes, measure in zip(grid[:, column], _MEASURES.values(), strict=True):
+            seeds = [[measure(line) for line in result["log"]] for result in results]
+            values = list(zip(*seeds, strict=False))
+            at = range(1, len(values) + 1)
+            axes.plot(at, [fmean(v) for v in values], ls=dashes, color=colour, label=kind, lw=1.5)
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            axes.fill_between(at, low, high, color=colour, alpha=0.2, lw=0)
+    for row, name in zip(grid, _MEASURES, strict=True):
+        row[0].set(ylabel=name, yscale="log")
+        row[0].yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+        row[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        row[0].yaxis.set_minor_formatter(NullFormatter())
+        for axes in row:
+            _plain(axes)
+    for axes, factor in zip(grid[0], factors, strict=True):
+        axes.set_title(f"k = {factor}", fontsize="medium")
+    for axes in grid[-1]:
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lines = {line.get_label(): line for axes in grid[0] for line in axes.lines}
+    figure.legend(
+        lines.values(),
+        lines.keys(),
+        loc="outside lower center",
+        ncols=max(2, len(factors)),
+        frameon=False,
+    )
     figure.savefig(file)
 
 
-def _style(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Colour by accumulation; dashes: backprop, dots: the paper's order, crosses: with a lead."""
-    kind = ":" if experiment["order"] == "paper" else "-"
-    if experiment["method"] in ("backprop", "reversible_backprop", "plain"):
-        kind = "--"
-    shade = math.log2(experiment["accumulate"]) / 3
-    colour = "0.5" if experiment["method"] == "plain" else _colour(0.9 * (1 - min(shade, 1)))
-    marker = "x" if experiment["optimizer"].startswith("lead") else ""
-    return {"linestyle": kind, "color": colour, "marker": marker, "lw": 1.5}
+_WITHOUT_DELAY: Final = ("backprop", "reversible_backprop", "plain")
+
+_MEASURES: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
+    "training loss": lambda line: line["train_loss"],
+    "test error, %": lambda line: 100 - 100 * line["test_accuracy"],
+}
+
+
+def _kinds(found: Iterable[str]) -> dict[str, str]:
+    """What of a setting's name tells it from the others, apart from the accumulation factor."""
+    parts = {setting: setting.split("-") for setting in found}
+    shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
+    return {
+        setting: "-".join(p for p in mine if p not in shared and not re.fullmatch(r"k\d+", p))
+        or setting
+        for setting, mine in parts.items()
+    }
 
 
 def draw_gradients(log: Log, file: Path) -> None:
