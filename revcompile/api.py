@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from revcompile.inspect.tables import invertibility_table, summary_text
 from revcompile.ir import Policy, TensorType
 from revcompile.overlap import Overlap
 from revcompile.runtime.reversible import Reversible
-from revcompile.schedule import choose
+from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 
 __all__ = [
@@ -119,6 +120,7 @@ def petrafy(
     memory_limit: int | None = None,
     batch_size: int | None = None,
     optimizer_copies: int = 1,
+    keep: str = "nothing",
 ) -> StagedModel:
     """Rewire a model, cut it into balanced stages and generate each stage's programs.
 
@@ -128,6 +130,8 @@ def petrafy(
     block's name to a number. `memory_limit` is what one device can hold, in
     bytes, with `batch_size` samples a micro-batch (the example's if not given) and
     `optimizer_copies` numbers of optimizer state a parameter (SGD with momentum 1, Adam 2).
+    `keep` is what stages will keep of a micro-batch, and so what they have to compute again:
+    "nothing", or, where the trainer is given a budget of `memory` that suffices, their "graph".
 
     >>> import timm, revcompile
     >>> net = revcompile.petrafy(timm.create_model("resnet18"), num_stages=4, check="off")
@@ -136,6 +140,7 @@ def petrafy(
     """
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise InputError(f"petrafy: num_stages={num_stages!r}; expected a whole number")
+    kept = _kept(keep)
     net = reversify(
         model,
         example_inputs,
@@ -145,13 +150,20 @@ def petrafy(
         leaf_modules=leaf_modules,
         tolerance=tolerance,
     )
-    method = choose("petra")
-    limits = None
+    method, limits = choose("petra"), None
     if memory_limit is not None:
         limits = Limits(memory_limit, batch_size or _example_batch(net), optimizer_copies)
-    cut = partition(net.rewired, num_stages, method, how=cost, limits=limits)
+    expected = dataclasses.replace(method, keep=kept)
+    cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
     verify_partition(cut)
     return StagedModel(net, cut, method)
+
+
+def _kept(keep: str) -> Keep:
+    found = {one.value: one for one in Keep}
+    if keep not in found:
+        raise InputError(f"petrafy: keep={keep!r}; use one of: {', '.join(sorted(found))}")
+    return found[keep]
 
 
 def _example_batch(net: ReversibleModule) -> int:

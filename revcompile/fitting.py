@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
@@ -22,11 +23,10 @@ __all__ = ["fit_memory", "in_a_row", "prove"]
 
 def in_a_row(partition: Partition, ranks: int) -> list[int]:
     """Stages in a row on so many ranks, balanced by cost."""
-    parts = partition.parts
-    costs = [sum(cost.forward + cost.backward for cost in part.costs) for part in parts]
+    costs = [math.fsum(partition.works(part)) for part in partition.parts]
     ends = balance(costs, ranks)
     assert ends is not None
-    return [bisect_right(ends, stage) for stage in range(len(parts))]
+    return [bisect_right(ends, stage) for stage in range(len(costs))]
 
 
 def fit_memory(

@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 
-from revcompile.compiler.budget import recomputes
 from revcompile.compiler.cost import How, MemoryModel
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.compiler.partition import partition
@@ -152,7 +151,7 @@ def _passes(
     for piece, cost in zip(part.pieces, part.costs, strict=True):
         ahead, back = (time * batch / cost.batch for time in seconds.of(cost))
         forward += ahead
-        backward += back if recomputes(method.keep, piece, last) else back - ahead
+        backward += back if piece.recomputed(method.keep, last) else back - ahead
     return forward, max(backward, 0.0)
 
 

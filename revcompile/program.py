@@ -55,6 +55,20 @@ class Piece:
         made = (self.grid,) if self.grid and self.opens else ()
         return (*self.segment.outputs, *made)
 
+    def recomputed(self, keep: Keep, is_last: bool) -> bool:
+        """Is the piece computed again in the backward pass of a stage that keeps this?
+
+        Where nothing is kept, opaque pieces of the last stage keep their graph: backward follows
+        at once.
+        """
+        kept = keep is Keep.GRAPH or (keep is Keep.NOTHING and is_last and not self.reversible)
+        return not kept
+
+    def work(self, cost: Cost, keep: Keep, is_last: bool) -> float:
+        """Both passes: 4N, or 3N if nothing is computed again."""
+        spared = 0.0 if self.recomputed(keep, is_last) else cost.forward
+        return cost.forward + cost.backward - spared
+
 
 @dataclass(frozen=True)
 class Part:
@@ -81,6 +95,16 @@ class Partition:
     types: Mapping[str, Any]
     ties: Mapping[Tie, tuple[str, ...]]
     """Parameters (by name) that two stages share."""
+    keep: Keep = Keep.NOTHING
+    """What stages were expected to keep when they were balanced."""
+
+    def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
+        """Both passes of each piece of a stage that keeps this; without it, what was expected."""
+        kept, is_last = keep or self.keep, part.index == len(self.parts) - 1
+        return tuple(
+            piece.work(cost, kept, is_last)
+            for piece, cost in zip(part.pieces, part.costs, strict=False)
+        )
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:

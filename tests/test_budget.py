@@ -16,8 +16,10 @@ import pytest
 import test_stage_memory as models
 import torch
 import training
+from test_partition import HEAVY_HEAD, Chain
 from torch import nn
 
+import revcompile
 from benchmarks.harness import LiveStorages
 from benchmarks.stages.holding import Bytes, CpuMeter, Watch
 from benchmarks.stages.stage_memory import images
@@ -217,6 +219,21 @@ def test_the_summary_says_what_is_kept() -> None:
     assert "stage 1 (device 1) keeps its graph" in str(plan)
     facts = net.facts(batch=8, memory="100MiB")
     assert [stage.buffers for stage in facts] == [c.memory.buffers for c in plan.chosen]
+
+
+def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
+    x = torch.randn(2, 5)
+    made = {
+        keep: revcompile.petrafy(Chain(), 2, x, cost=HEAVY_HEAD, keep=keep, check="off")
+        for keep in ("nothing", "graph")
+    }
+    plans = {keep: net.memory_plan("1GiB", batch=8) for keep, net in made.items()}
+    assert {keep: round(plan.balance, 2) for keep, plan in plans.items()} == {
+        "nothing": 1.17,
+        "graph": 1.0,
+    }
+    assert "1.17x the mean work; petrafy(..., keep='graph')" in str(plans["nothing"])
+    assert "petrafy" not in str(plans["graph"])
 
 
 def test_a_micro_batch_larger_than_planned_is_said() -> None:

@@ -18,7 +18,7 @@ from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir import Cost, TensorType
 from revcompile.program import Partition, Piece
-from revcompile.schedule import choose
+from revcompile.schedule import Keep, choose
 
 EVEN: Final = 1.15
 """How far above the mean the largest of four stages may be, where a legal cut permits it."""
@@ -314,6 +314,39 @@ def test_a_memory_limit_that_cannot_be_met() -> None:
     said = str(raised.value)
     assert said.startswith("petrafy: Chain does not fit 2 devices of 0.00 GiB at 64 samples")
     assert "the most), and no other cut fits either. Use more stages" in said
+
+
+# -- what stages will keep ------------------------------------------------------------------------
+
+HEAVY_HEAD: Final = {"stem": 1.0, "head": 6.0, **{f"layers.{i}": 1.0 for i in range(5)}}
+"""Of 4 parts of work 1 is spared where nothing is computed again: always, in a head."""
+
+
+def test_stages_that_keep_graphs_are_balanced_by_what_they_then_compute() -> None:
+    x = torch.randn(2, 5)
+    rebuilt = cut(Chain(), 2, x, cost=HEAVY_HEAD)
+    kept = cut(Chain(), 2, x, cost=HEAVY_HEAD, keep="graph")
+    assert (sizes(rebuilt), sizes(kept)) == ([5, 2], [6, 1])
+    assert [sum(rebuilt.works(part)) for part in rebuilt.parts] == work(rebuilt) == [5.0, 5.5]
+    assert [sum(kept.works(part)) for part in kept.parts] == [4.5, 4.5]
+    graphs = [sum(rebuilt.works(part, Keep.GRAPH)) for part in rebuilt.parts]
+    assert graphs == [3.75, 5.25]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_cut_for_graphs_has_a_smaller_largest_stage(stages: int) -> None:
+    found = cut(Chain(), stages, torch.randn(2, 5), cost=HEAVY_HEAD, keep="graph")
+    _, costs = flat(found)
+    largest = max(sum(found.works(part)) for part in found.parts)
+    assert largest == min(
+        max(sum(cost.backward for cost in costs[a:b]) for a, b in spans)
+        for spans in every_cut(len(costs), stages)
+    )
+
+
+def test_what_is_kept_has_a_name() -> None:
+    with pytest.raises(InputError, match=r"keep='all'; use one of: graph, input, nothing"):
+        cut(Chain(), 2, torch.randn(2, 5), keep="all")
 
 
 # -- tied layers ----------------------------------------------------------------------------------

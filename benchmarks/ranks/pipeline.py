@@ -82,8 +82,9 @@ class Bench:
 
     def net(self) -> StagedModel:
         """The same two stages each time; every variant trains its own copy."""
+        keep = "nothing" if self.options.memory is None else "graph"
         return revcompile.petrafy(
-            self.case.create(), RANKS, self.x[:2], check="off", cost=self.costs
+            self.case.create(), RANKS, self.x[:2], check="off", cost=self.costs, keep=keep
         )
 
     @functools.cached_property

@@ -23,7 +23,7 @@ import torch
 
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.errors import InputError
-from revcompile.program import Part, Partition, Piece
+from revcompile.program import Partition
 from revcompile.quantities import readable, size_of
 from revcompile.schedule import Keep, Method, Order, Weights
 
@@ -35,11 +35,12 @@ __all__ = [
     "choices",
     "on_device",
     "plan_memory",
-    "recomputes",
 ]
 
 _MOST: Final = 4096
 """Sums carried along from stage to stage."""
+_EVEN: Final = 1.03
+"""Up to here devices' work is called balanced."""
 _KEEPS: Final = (Keep.NOTHING, Keep.INPUT, Keep.GRAPH)
 """In the order they are preferred among equals."""
 
@@ -94,6 +95,8 @@ class MemoryPlan:
     """The most each device holds."""
     full: float
     """All stages' work if nothing were kept."""
+    expected: Keep = Keep.NOTHING
+    """What the stages were balanced for."""
 
     @property
     def keeps(self) -> tuple[Keep, ...]:
@@ -104,6 +107,17 @@ class MemoryPlan:
     def work(self) -> float:
         """All stages' work for a micro-batch, in the unit of the costs."""
         return math.fsum(choice.work for choice in self.chosen)
+
+    @property
+    def balance(self) -> float:
+        """The largest device's work, in means of all devices."""
+        works = [
+            math.fsum(
+                c.work for c, place in zip(self.chosen, self.places, strict=True) if place == d
+            )
+            for d in sorted(set(self.places))
+        ]
+        return max(works) * len(works) / (math.fsum(works) or 1.0)
 
     def memory(self, device: int) -> int:
         """The most a device holds, in bytes."""
@@ -118,7 +132,13 @@ class MemoryPlan:
                 "work of keeping nothing"
             )
         held = ", ".join(f"device {i} {readable(peak)}" for i, peak in enumerate(self.peaks))
-        return "\n".join([*lines, f"in all {100 * self.work / self.full:.1f} %; {held}"])
+        lines.append(f"in all {100 * self.work / self.full:.1f} %; {held}")
+        if self.balance > _EVEN and set(self.keeps[:-1]) == {Keep.GRAPH} != {self.expected}:
+            lines.append(
+                f"the largest device has {self.balance:.2f}x the mean work; petrafy(..., "
+                "keep='graph') balances stages that keep their graphs"
+            )
+        return "\n".join(lines)
 
 
 _KEPT: Final = {
@@ -173,7 +193,15 @@ def _planned(
     alone = len(held) == 1
     full = (cost.forward + cost.backward for part in partition.parts for cost in part.costs)
     peaks = tuple(on_device(memory, terms, alone) for memory in held)
-    return MemoryPlan(limit, terms.batch, places, tuple(chosen), peaks, math.fsum(full) or 1.0)
+    return MemoryPlan(
+        limit,
+        terms.batch,
+        places,
+        tuple(chosen),
+        peaks,
+        math.fsum(full) or 1.0,
+        partition.keep,
+    )
 
 
 # -- what can be chosen ---------------------------------------------------------------------------
@@ -190,38 +218,18 @@ def choices(partition: Partition, terms: Terms) -> tuple[tuple[Choice, ...], ...
         group=terms.accumulate,
         low=terms.autocast,
     )
-    last = len(partition.parts) - 1
     return tuple(
         tuple(
             Choice(
                 part.index,
                 keep,
                 model.stage(part.index, *places, keep),
-                _work(part, keep, part.index == last),
+                math.fsum(partition.works(part, keep)),
             )
             for keep in _KEEPS
         )
         for part, places in zip(partition.parts, partition.ranges, strict=True)
     )
-
-
-def recomputes(keep: Keep, piece: Piece, is_last: bool) -> bool:
-    """Does the backward pass compute a piece again?
-
-    Where nothing is kept, opaque pieces of the last stage keep their graph: backward follows at
-    once.
-    """
-    kept = keep is Keep.GRAPH or (keep is Keep.NOTHING and is_last and not piece.reversible)
-    return not kept
-
-
-def _work(part: Part, keep: Keep, is_last: bool) -> float:
-    spared = (
-        cost.forward
-        for piece, cost in zip(part.pieces, part.costs, strict=True)
-        if not recomputes(keep, piece, is_last)
-    )
-    return math.fsum(cost.forward + cost.backward for cost in part.costs) - math.fsum(spared)
 
 
 # -- one device -----------------------------------------------------------------------------------

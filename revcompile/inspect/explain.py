@@ -11,7 +11,7 @@ from typing import Final
 from torch import fx
 
 from revcompile.errors import InputError
-from revcompile.inspect.facts import modules_of, work_of
+from revcompile.inspect.facts import modules_of
 from revcompile.inspect.stages import short_range
 from revcompile.inspect.words import bytes_of, size
 from revcompile.ir import (
@@ -209,8 +209,8 @@ class _Teller:
         )
         if part.costs:
             cost = part.costs[self.place]
-            all_work = sum(map(work_of, self.partition.parts)) or 1.0
-            share = (cost.forward + cost.backward) / all_work
+            works = [self.partition.works(one) for one in self.partition.parts]
+            share = works[part.index][self.place] / (sum(map(sum, works)) or 1.0)
             yield f"{cost.parameters:,} parameters, {100 * share:.1f} % of the model's work"
         yield f"reads {self._values(self.piece.inputs)}"
         yield f"gives {self._values(self.piece.outputs)}"

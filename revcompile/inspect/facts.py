@@ -13,7 +13,7 @@ from revcompile.ir import PATH, Coupling, Opaque, TensorType
 from revcompile.program import Part, Partition, Piece, Port, StageProgram
 from revcompile.schedule import delay, window
 
-__all__ = ["Block", "Memory", "Stage", "modules_of", "stages_of", "work_of"]
+__all__ = ["Block", "Memory", "Stage", "modules_of", "stages_of"]
 
 
 class Memory(Protocol):
@@ -109,6 +109,7 @@ def _stage(
     kinds = (partition.types.get(kept) for kept in program.kept)
     kept = sum(bytes_of(kind, batch) for kind in kinds if isinstance(kind, TensorType))
     costs = part.costs or (None,) * len(part.pieces)
+    works = partition.works(part) or (0.0,) * len(part.pieces)
     blocks = tuple(
         Block(
             name=piece.name,
@@ -116,13 +117,13 @@ def _stage(
             why=_why(piece),
             parameters=cost.parameters if cost else 0,
             flops=cost.flops if cost else 0,
-            work=cost.forward + cost.backward if cost else 0.0,
+            work=work,
             enters=entering,
             leaves=leaving,
             modules=modules_of(piece),
         )
-        for piece, cost, (entering, leaving) in zip(
-            part.pieces, costs, lines[part.index], strict=True
+        for piece, cost, work, (entering, leaving) in zip(
+            part.pieces, costs, works, lines[part.index], strict=True
         )
     )
     return Stage(
@@ -150,11 +151,6 @@ def modules_of(piece: Piece) -> tuple[str, ...]:
     called = (node for node in graph.nodes if node.op.startswith("call"))
     paths = (str(node.meta.get(PATH, "")) for node in called)
     return tuple(dict.fromkeys(path for path in paths if path))
-
-
-def work_of(part: Part) -> float:
-    """Forward and backward work of a stage."""
-    return math.fsum(cost.forward + cost.backward for cost in part.costs)
 
 
 def _lines(partition: Partition) -> dict[int, list[tuple[int, int]]]:

@@ -7,6 +7,7 @@ than stages, or where that makes the largest stage noticeably smaller.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -63,7 +64,7 @@ def partition(
     how: How = "analytic",
     limits: Limits | None = None,
 ) -> Partition:
-    """Cut a rewired model into `stages` stages of balanced cost."""
+    """Cut a rewired model into `stages` stages whose work, by what `method` keeps, is balanced."""
     whole = whole_pieces(rewired.body)
     groups, new_types = torn_pieces(rewired, whole)
     torn = tuple(itertools.chain(*groups))
@@ -76,11 +77,12 @@ def partition(
         costs = tuple(sum_costs([next(rest) for _ in group]) for group in groups)
         coarse = _items(rewired, whole, types, costs)
         found = _solve(coarse, stages, method, limits)
-        if found and (not ends or _worst(coarse, found) <= TEARING_GAIN * _worst(finest, ends)):
+        bound = TEARING_GAIN * _worst(finest, ends, method) if ends else math.inf
+        if found and _worst(coarse, found, method) <= bound:
             chosen, ends = coarse, found
     if ends is None:
         raise InputError(_does_not_fit(rewired, finest, stages, method, limits))
-    return _assemble(rewired, chosen, ends)
+    return _assemble(rewired, chosen, ends, method)
 
 
 def _enough(rewired: Rewired, stages: int, pieces: Sequence[Piece]) -> None:
@@ -126,7 +128,7 @@ def _solve(
     best = _balanced(items, stages, method, limits, ())
     if best is None:
         return None
-    bound = TYING_LOSS * _worst(items, best)
+    bound = TYING_LOSS * _worst(items, best, method)
     sharing = nx.Graph()
     for readers in items.shared.values():
         nx.add_path(sharing, readers)
@@ -134,7 +136,7 @@ def _solve(
     for component in nx.connected_components(sharing):
         wanted = [*together, *itertools.pairwise(sorted(component))]
         ends = _balanced(items, stages, method, limits, wanted)
-        if ends is not None and _worst(items, ends) <= bound:
+        if ends is not None and _worst(items, ends, method) <= bound:
             best, together = ends, wanted
     return best
 
@@ -150,29 +152,24 @@ def _balanced(
         return 0.0 if end == len(items.pieces) else float(size_of(items.alive[end], items.types))
 
     return balance(
-        _work(items),
+        _work(items, method),
         stages,
-        last=_work_of_last(items),
+        last=_work(items, method, is_last=True),
         allowed=_fits(items, stages, method, limits),
         penalty=sent,
         together=together,
     )
 
 
-def _work(items: _Items) -> list[float]:
-    return [cost.forward + cost.backward for cost in items.costs]
-
-
-def _work_of_last(items: _Items) -> list[float]:
-    """The last stage's opaque pieces are differentiated at once and never computed again."""
+def _work(items: _Items, method: Method, *, is_last: bool = False) -> list[float]:
     return [
-        cost.forward + cost.backward - (0.0 if piece.reversible else cost.forward)
+        piece.work(cost, method.keep, is_last)
         for piece, cost in zip(items.pieces, items.costs, strict=True)
     ]
 
 
-def _worst(items: _Items, ends: Sequence[int]) -> float:
-    return largest(_work(items), ends, last=_work_of_last(items))
+def _worst(items: _Items, ends: Sequence[int], method: Method) -> float:
+    return largest(_work(items, method), ends, last=_work(items, method, is_last=True))
 
 
 def _fits(
@@ -223,7 +220,7 @@ def _ranges(ends: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise((0, *ends)))
 
 
-def _assemble(rewired: Rewired, items: _Items, ends: Sequence[int]) -> Partition:
+def _assemble(rewired: Rewired, items: _Items, ends: Sequence[int], method: Method) -> Partition:
     parts = tuple(
         Part(
             index=index,
@@ -234,7 +231,7 @@ def _assemble(rewired: Rewired, items: _Items, ends: Sequence[int]) -> Partition
         )
         for index, (start, end) in enumerate(_ranges(ends))
     )
-    return Partition(rewired, parts, items.types, _ties(items, ends))
+    return Partition(rewired, parts, items.types, _ties(items, ends), method.keep)
 
 
 def _ties(items: _Items, ends: Sequence[int]) -> dict[Tie, tuple[str, ...]]:

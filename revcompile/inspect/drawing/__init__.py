@@ -79,9 +79,11 @@ def draw_schedule(
 def costs_of(partition: Partition) -> Costs:
     """What each stage's passes cost, in the unit of the partition's costs; links cost nothing."""
     none = (0.0,) * len(partition.parts)
+    forward = tuple(sum(cost.forward for cost in part.costs) for part in partition.parts)
+    both = tuple(sum(partition.works(part)) for part in partition.parts)
     return Costs(
-        tuple(sum(cost.forward for cost in part.costs) for part in partition.parts),
-        tuple(sum(cost.backward for cost in part.costs) for part in partition.parts),
+        forward,
+        tuple(work - ahead for work, ahead in zip(both, forward, strict=True)),
         none,
         none[1:],
         none[1:],
