@@ -125,9 +125,9 @@ def petrafy(
     """Rewire a model, cut it into balanced stages and generate each stage's programs.
 
     Arguments up to `tolerance` are those of `reversify`. `cost` says how work is measured:
-    "analytic" (FLOPs and bytes), "measured" on the device the model is on, "replayed" (kernels
-    alone, as recorded rounds on a GPU take them), or given as a mapping or function from a
-    block's name to a number. `memory_limit` is what one device can hold, in
+    "analytic" (FLOPs and bytes), "measured" on the device the model is on, updates included,
+    "replayed" (kernels alone, as recorded rounds on a GPU take them), or given as a mapping or
+    function from a block's name to a number. `memory_limit` is what one device can hold, in
     bytes, with `batch_size` samples a micro-batch (the example's if not given) and
     `optimizer_copies` numbers of optimizer state a parameter (SGD with momentum 1, Adam 2).
     `keep` is what stages will keep of a micro-batch, and so what they have to compute again:

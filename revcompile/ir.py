@@ -359,6 +359,8 @@ class Cost:
     """Work of the forward pass: FLOPs and bytes moved in one unit, seconds, or the user's unit."""
     backward: float = 0.0
     """Work of computing forward again (or inverting) and differentiating, in the same unit."""
+    update: float = 0.0
+    """Work of an update of its parameters, where it was measured, in the same unit."""
     saved: int = 0
     """Bytes autograd holds for one run with gradients: each storage once, no parameters."""
     shared: int = 0

@@ -65,9 +65,9 @@ class Piece:
         return not kept
 
     def work(self, cost: Cost, keep: Keep, is_last: bool) -> float:
-        """Both passes: 4N, or 3N if nothing is computed again."""
+        """Both passes, 4N, or 3N if nothing is computed again; and an update."""
         spared = 0.0 if self.recomputed(keep, is_last) else cost.forward
-        return cost.forward + cost.backward - spared
+        return cost.forward + cost.backward - spared + cost.update
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Partition:
     """What stages were expected to keep when they were balanced."""
 
     def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
-        """Both passes of each piece of a stage that keeps this; without it, what was expected."""
+        """All work of each piece of a stage that keeps this; without it, what was expected."""
         kept, is_last = keep or self.keep, part.index == len(self.parts) - 1
         return tuple(
             piece.work(cost, kept, is_last)

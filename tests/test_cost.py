@@ -16,6 +16,7 @@ from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
 from revcompile.ir import Cost, Coupling, Opaque, Rewired, Segment
 from revcompile.program import Piece
+from revcompile.schedule import Keep
 
 WORD = 4  # bytes of a float32
 
@@ -236,6 +237,29 @@ def test_measuring_a_model_of_token_ids() -> None:
     rewired = rewired_of(Words(), torch.randint(0, 7, (2, 5)))
     found = piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
     assert all(cost.forward > 0 for cost in found)
+
+
+def test_updates_are_measured_where_a_parameter_is_used_first() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.g = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head = nn.Linear(4, 2).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.f, self.g, self.f):
+                x = x + layer(x).tanh()
+            return self.head(x)
+
+    rewired = rewired_of(Shared(), torch.randn(2, 4))
+    pieces = pieces_of(rewired)
+    found = piece_costs(rewired, pieces, rewired.body.types, "measured")
+    trained = [cost.trained > 0 for cost in found]
+    assert sum(trained) == 2
+    assert [cost.update > 0 for cost in found] == trained
+    assert sum_costs(found).update == pytest.approx(sum(cost.update for cost in found))
+    spent = [one.work(cost, Keep.INPUT, False) for one, cost in zip(pieces, found, strict=True)]
+    assert spent == [c.forward + c.backward + c.update for c in found]
 
 
 def test_measuring_needs_a_real_device() -> None:

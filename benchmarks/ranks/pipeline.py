@@ -44,6 +44,7 @@ from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
 from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
 from revcompile.runtime.distributed.trainer import DistributedTrainer
+from revcompile.schedule import Keep
 from revcompile.staged import StagedModel
 
 IDEAL = "ideal"
@@ -53,19 +54,23 @@ UNTRAINED = (IDEAL, budgeted.IDEAL, *ALONE)
 Turn = Callable[[], None]
 
 
-def measured(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Seconds of every piece of a model on this machine, undisturbed as far as can be."""
-    found = [_measured(model, x) for _ in range(3)]
+def measured(model: nn.Module, x: Tensor, again: bool) -> dict[str, float]:
+    """Seconds of every piece of a model on this machine, undisturbed as far as can be.
+
+    `again`: are pieces computed again in backward?
+    """
+    found = [_measured(model, x, again) for _ in range(3)]
     return {name: min(times[name] for times in found) for name in found[0]}
 
 
-def _measured(model: nn.Module, x: Tensor) -> dict[str, float]:
+def _measured(model: nn.Module, x: Tensor, again: bool) -> dict[str, float]:
     rewired = revcompile.reversify(model, x, check="off").rewired
     groups, new_types = torn_pieces(rewired, whole_pieces(rewired.body))
     pieces = [piece for group in groups for piece in group]
     types = {**rewired.body.types, **new_types}
     found = piece_costs(rewired, pieces, types, "measured")
-    return {p.name: c.forward + c.backward for p, c in zip(pieces, found, strict=True)}
+    keep = Keep.INPUT if again else Keep.GRAPH
+    return {p.name: p.work(c, keep, False) for p, c in zip(pieces, found, strict=True)}
 
 
 class Bench:
@@ -82,6 +87,8 @@ class Bench:
 
     def net(self) -> StagedModel:
         """The same two stages each time; every variant trains its own copy."""
+        # Costs that were given for stages that keep graphs are those of all that is left to do:
+        # spared is the same share of each.
         keep = "nothing" if self.options.memory is None else "graph"
         return revcompile.petrafy(
             self.case.create(), RANKS, self.x[:2], check="off", cost=self.costs, keep=keep
@@ -92,7 +99,8 @@ class Bench:
         """What the stages are balanced by: the same for every copy, on every rank."""
         if self.options.cost == "analytic":
             return self.options.cost
-        found = [measured(self.case.create(), self.x) if self.rank == 0 else None]
+        again = self.options.memory is None
+        found = [measured(self.case.create(), self.x, again) if self.rank == 0 else None]
         distributed.broadcast_object_list(found)
         return found[0]
 

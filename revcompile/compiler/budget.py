@@ -191,7 +191,7 @@ def _planned(
         for device in sorted(set(places))
     ]
     alone = len(held) == 1
-    full = (cost.forward + cost.backward for part in partition.parts for cost in part.costs)
+    full = (c.forward + c.backward + c.update for part in partition.parts for c in part.costs)
     peaks = tuple(on_device(memory, terms, alone) for memory in held)
     return MemoryPlan(
         limit,

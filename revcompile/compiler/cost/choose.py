@@ -31,7 +31,7 @@ def piece_costs(
 ) -> tuple[Cost, ...]:
     """Cost of every piece in order; `types` knows every live value.
 
-    Numbers of the user's own stand for forward and backward work together, in any unit. They may
+    Numbers of the user's own stand for forward, backward and update together, in any unit. They may
     be given for pieces, or for whole segments, whose parts then share them.
     """
     clocks = {clock.value: clock for clock in Clock}
@@ -61,6 +61,7 @@ def sum_costs(costs: Sequence[Cost]) -> Cost:
         parameters=sum(cost.parameters for cost in costs),
         forward=math.fsum(cost.forward for cost in costs),
         backward=math.fsum(cost.backward for cost in costs),
+        update=math.fsum(cost.update for cost in costs),
         saved=first.saved + sum(cost.saved - cost.shared for cost in rest),
         shared=first.shared,
         passing=max(cost.passing for cost in costs),

@@ -1,5 +1,7 @@
 """Costs by the clock: every piece runs a few times on real tensors, on the model's own device.
 
+Updates are those of SGD with momentum, one for every micro-batch.
+
 A GPU may spend less time on a piece than Python does on starting its kernels. What Python needs
 counts where stages run action by action; where whole rounds are recorded only the kernels do.
 """
@@ -14,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from revcompile.compiler.capture.check import model_unchanged
 from revcompile.compiler.capture.copies import attributes_kept, set_mode
@@ -73,8 +75,9 @@ def measured_costs(
             f"cost: {rewired.name} is on {device}, where no kernels can be replayed; move it to "
             'a CUDA device first, or use how="measured"'
         )
-    timed = _called if clock is Clock.CALL else _replayed
-    seconds: list[tuple[float, float]] = []
+    passes, timed = (_called, _call) if clock is Clock.CALL else (_replayed, _replay)
+    seconds: list[tuple[float, float, float]] = []
+    counted: set[int] = set()
 
     def visit(piece: Piece, given: Given) -> Ran:
         wanted = [t for t in given.inputs if isinstance(t, Tensor) and t.requires_grad]
@@ -88,7 +91,10 @@ def measured_costs(
             with torch.enable_grad():
                 _differentiate(given.forward().results, wanted)
 
-        seconds.append(timed(forward, backward, device))
+        own = [p for p in wanted if isinstance(p, nn.Parameter) and id(p) not in counted]
+        counted.update(map(id, own))
+        updating = timed(_update(own), device) if own else 0.0
+        seconds.append((*passes(forward, backward, device), updating))
         return forward()
 
     with model_unchanged(root), attributes_kept(root):
@@ -97,12 +103,12 @@ def measured_costs(
         values = _example(rewired, types, device)
         walk(pieces, values, lambda graph: _code(root, graph), visit)
     return tuple(
-        replace(cost, forward=forward, backward=backward)
-        for cost, (forward, backward) in zip(analytic, seconds, strict=True)
+        replace(cost, forward=forward, backward=backward, update=update)
+        for cost, (forward, backward, update) in zip(analytic, seconds, strict=True)
     )
 
 
-def _code(root: torch.nn.Module, graph: fx.Graph) -> Code:
+def _code(root: nn.Module, graph: fx.Graph) -> Code:
     """Generated code: an interpreter's own time would be measured too."""
     code = graph.python_code("self")
     namespace = dict(code.globals)
@@ -135,14 +141,40 @@ def _differentiate(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> None:
         torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
 
 
+def _update(parameters: Sequence[Tensor]) -> Run:
+    """An update of copies: what SGD with momentum does."""
+    weights, gradients, means = (
+        [torch.zeros_like(parameter) for parameter in parameters] for _ in range(3)
+    )
+
+    def run() -> None:
+        torch._foreach_mul_(means, 0.9)
+        torch._foreach_add_(means, gradients)
+        torch._foreach_add_(weights, means, alpha=-0.1)
+
+    return run
+
+
+def _call(run: Run, device: torch.device) -> float:
+    """Seconds of a call, with a warm cache."""
+    for _ in range(WARM_UP):
+        run()
+    return _median(run, device)
+
+
 def _called(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
-    """Seconds of each, with a warm cache."""
-    found = []
-    for run in (forward, backward):
+    """Seconds of each, one after the other."""
+    return _call(forward, device), _call(backward, device)
+
+
+def _replay(run: Run, device: torch.device) -> float:
+    """Seconds of the kernels of a call."""
+    here = torch.cuda.Stream(device)
+    here.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(here):
         for _ in range(WARM_UP):
             run()
-        found.append(_median(run, device))
-    return found[0], found[1]
+    return _recorded(run, here, device)
 
 
 def _replayed(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:

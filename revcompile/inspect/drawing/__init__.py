@@ -78,16 +78,14 @@ def draw_schedule(
 
 def costs_of(partition: Partition) -> Costs:
     """What each stage's passes cost, in the unit of the partition's costs; links cost nothing."""
-    none = (0.0,) * len(partition.parts)
+    none = (0.0,) * (len(partition.parts) - 1)
     forward = tuple(sum(cost.forward for cost in part.costs) for part in partition.parts)
-    both = tuple(sum(partition.works(part)) for part in partition.parts)
-    return Costs(
-        forward,
-        tuple(work - ahead for work, ahead in zip(both, forward, strict=True)),
-        none,
-        none[1:],
-        none[1:],
+    update = tuple(sum(cost.update for cost in part.costs) for part in partition.parts)
+    backward = tuple(
+        sum(partition.works(part)) - forward[part.index] - update[part.index]
+        for part in partition.parts
     )
+    return Costs(forward, backward, update, none, none)
 
 
 def _target(who: str, path: str | Path, known: Collection[str]) -> Path:
