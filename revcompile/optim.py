@@ -59,7 +59,13 @@ class _Lead(Optimizer):
     delay: float = 0.0
     """How many updates late gradients are, on average. A trainer says so to each stage's."""
     _means: ClassVar[tuple[str, ...]] = ("mean",)
-    """What is averaged over updates, of each parameter."""
+    """What is averaged over updates, of each parameter: in float32 at least."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in every optimizer; settings of a group are checked like those of all."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check(**{name: group[name] for name in _CHECKED if name in group})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -70,7 +76,8 @@ class _Lead(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for alike in self._alike(group):
-                self._update(group, alike, [_dense(p) for p in alike])
+                wide = self.state[alike[0]][self._means[0]].dtype
+                self._update(group, alike, [_dense(p).to(wide) for p in alike])
         return loss
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
@@ -87,7 +94,8 @@ class _Lead(Optimizer):
             if "step" not in state:
                 where = p.device if group["capturable"] else "cpu"
                 state["step"] = torch.zeros((), device=where)
-                state.update({name: torch.zeros_like(p) for name in self._means})
+                wide = torch.promote_types(p.dtype, torch.float32)
+                state.update({name: torch.zeros_like(p, dtype=wide) for name in self._means})
             number = None if group["capturable"] else state["step"].item()
             found.setdefault((p.device, p.dtype, number), []).append(p)
         return found.values()
@@ -107,7 +115,7 @@ class _Lead(Optimizer):
         share: _Number = 1.0,
     ) -> tuple[Tensor, ...]:
         """Move the means; where they, divided by `share`, will be."""
-        means = [self.state[p]["mean"] for p in params]
+        means = [self.state[p][self._means[0]] for p in params]
         rate = 1 / self._memory(group, step)
         torch._foreach_mul_(means, 1 - rate)
         torch._foreach_add_(means, torch._foreach_mul(grads, rate))
@@ -145,6 +153,8 @@ class LeadSGD(_Lead):
     0.81
     """
 
+    _means = ("momentum_buffer",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -161,8 +171,10 @@ class LeadSGD(_Lead):
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        steps = self._led(group, params, grads, self._counted(group, params))
-        torch._foreach_mul_(steps, -group["lr"] / (1 - group["momentum"]))
+        # As in SGD: what is kept is how far to go, so that momentum may change on the way.
+        reaching = list(torch._foreach_mul(grads, 1 / (1 - group["momentum"])))
+        steps = self._led(group, params, reaching, self._counted(group, params))
+        torch._foreach_mul_(steps, -group["lr"])
         torch._foreach_add_(params, steps)
 
 
@@ -196,6 +208,14 @@ class LeadAdamW(_Lead):
             params, settings | {"weight_decay": weight_decay, "capturable": capturable}
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """A group may have `betas` of its own."""
+        if "betas" in param_group:
+            momentum, beta = param_group["betas"]
+            rest = {key: value for key, value in param_group.items() if key != "betas"}
+            param_group = rest | {"momentum": momentum, "beta": beta}
+        super().add_param_group(param_group)
+
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         step, beta = self._counted(group, params), group["beta"]
         steps = self._led(group, params, grads, step, self._share(group, step))
@@ -222,6 +242,9 @@ def _dense(p: Tensor) -> Tensor:
     if grad.is_sparse or grad.is_complex():
         raise RuntimeError("gradients that are sparse or complex have no lead; use torch.optim.SGD")
     return grad
+
+
+_CHECKED: Final = ("lr", "momentum", "weight_decay", "beta", "eps")
 
 
 def _check(**settings: float) -> None:

@@ -261,7 +261,7 @@ class StagedModel:
             settings,
             optimizer,
             parameters=dict(self.model.named_parameters()),
-            batch=batch_size or self.batch,
+            batch=self.batch if batch_size is None else batch_size,
             places=places,
         )
         programs = self._programs(chosen, plan.keeps if plan else None)

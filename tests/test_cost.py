@@ -239,6 +239,24 @@ def test_measuring_a_model_of_token_ids() -> None:
     assert all(cost.forward > 0 for cost in found)
 
 
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else self.layer(2 * x)
+
+
+def test_what_looks_at_numbers_is_counted_on_real_ones() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(), Looking(), nn.Linear(6, 2))
+    x = torch.randn(4, 3)
+    before = torch.random.get_rng_state()
+    net = revcompile.petrafy(model, 2, x, check="off", leaf_modules=[Looking])
+    assert sum(cost.flops for part in net.partition.parts for cost in part.costs) == 4 * 2 * 66
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
 def test_updates_are_measured_where_a_parameter_is_used_first() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

@@ -49,6 +49,35 @@ def test_without_delay_it_is_nesterov_momentum() -> None:
     assert_close(found, _follow(torchs, twins, 60), rtol=0, atol=1e-13)
 
 
+def test_momentum_may_change_as_in_torch() -> None:
+    """As one-cycle schedules change it: what is kept is the distance to go."""
+    params = _parameters()
+    twins = copy.deepcopy(params)
+    pair = LeadSGD(params, 0.1, 0.95), SGD(twins, 0.1, 0.95, nesterov=True)
+    for optimizer, mine in zip(pair, (params, twins), strict=True):
+        _follow(optimizer, mine, 20)
+        optimizer.param_groups[0]["momentum"] = 0.85
+        _follow(optimizer, mine, 20)
+    assert_close(params, twins, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", [LeadSGD, LeadAdamW])
+def test_means_of_low_precision_parameters_do_not_freeze(make: Callable[..., Any]) -> None:
+    """A mean over 820 updates moves by less than bfloat16 can tell."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        p = nn.Parameter(torch.zeros(1, dtype=dtype))
+        optimizer = make([p], lr=0.0)
+        optimizer.delay = 9.0
+        for step in range(1500):
+            p.grad = torch.full_like(p, 1.0 if step < 500 else -1.0)
+            optimizer.step()
+        found[dtype] = next(v for k, v in optimizer.state[p].items() if k in optimizer._means)
+        assert p.dtype == dtype
+    assert found[torch.bfloat16].item() < 0
+    assert_close(found[torch.bfloat16], found[torch.float32])
+
+
 @pytest.mark.parametrize("delay", DELAYS)
 def test_the_step_goes_where_the_mean_will_be(delay: float) -> None:
     """Against the formulas, number by number."""
@@ -182,7 +211,17 @@ def test_settings_that_make_no_sense() -> None:
             LeadSGD(_parameters(), **bad)
     with pytest.raises(ValueError, match=r"beta=1.0: expected a number from 0 to below 1"):
         LeadAdamW(_parameters(), betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match=r"momentum=1.0: expected a number from 0 to below 1"):
+        LeadSGD([{"params": _parameters(), "momentum": 1.0}], lr=0.1)
     assert memory_of(0, 0.5) == 2
+
+
+def test_a_group_has_betas_of_its_own() -> None:
+    first, second = _parameters()[:2]
+    groups = [{"params": [first], "betas": (0.5, 0.9)}, {"params": [second]}]
+    found = LeadAdamW(groups, betas=(0.8, 0.99)).param_groups
+    assert [(group["momentum"], group["beta"]) for group in found] == [(0.5, 0.9), (0.8, 0.99)]
+    assert "betas" not in found[0]
 
 
 # -- in a pipeline -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -177,6 +178,76 @@ def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> No
     assert worst(weights(whole), weights(moved))[0] < 1e-12
 
 
+def test_a_group_that_stages_had_otherwise_begins_as_it_does_here() -> None:
+    """Other stages' layers come to where the head is: what the head's group had counts."""
+
+    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        head = any(name.startswith("head") for name, _ in named)
+        return [{"params": [p for _, p in named], "lr": 0.01 if head else 0.001}]
+
+    def schedule(optimizer: Any) -> Any:
+        parts = [
+            lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4),
+            lr_scheduler.CosineAnnealingLR(optimizer, 12),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, [4])
+
+    rates = {}
+    settings = {"method": "backprop", "param_groups": groups, "lr_schedule": schedule}
+    trainer = trainer_of(fresh(Plain, 4), **settings)
+    feed(trainer, batches(2))
+    trainer.flush()
+    for stages in (2, 4):
+        other = trainer_of(fresh(Plain, stages), **settings)
+        other.load_state_dict(through_a_file(trainer.state_dict()))
+        feed(other, batches(4, seed=2))
+        rates[stages] = [actor.updater.lr for actor in other.actors]
+    assert rates[2] == [rates[4][0], rates[4][-1]]
+    assert rates[2][1] == pytest.approx(10 * (rates[2][0] or 0.0))
+
+
+def test_what_lies_with_gaps_is_resumed_as_it_lay() -> None:
+    """Halves of a tensor: convolutions of a tensor that lies otherwise round otherwise."""
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = timm.create_model("resnet10t", num_classes=5)
+        net = revcompile.petrafy(model, 4, torch.randn(2, 3, 32, 32), check="off")
+        return net, net.trainer(adam, F.cross_entropy, accumulate=2)
+
+    data = [(torch.randn(4, 3, 32, 32), torch.arange(4)) for _ in range(10)]
+    net, trainer = made()
+    feed(trainer, data[:5])
+    other, resumed = made()
+    resumed.load_state_dict(trainer.state_dict())
+    for one in (trainer, resumed):
+        feed(one, data[5:])
+        one.flush()
+    assert same(weights(net), weights(other))
+
+
+class Noted(nn.Linear):
+    note = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.note = state["note"]
+
+
+def test_what_modules_add_to_their_state_comes_back() -> None:
+    models = [nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Noted(6, 3)).double() for _ in range(2)]
+    nets = [revcompile.petrafy(m, 2, batches(1)[0][0], check="off") for m in models]
+    one, other = (trainer_of(net) for net in nets)
+    feed(one, batches(3))
+    last = [net.model.get_submodule("2") for net in nets]
+    last[0].note = 3  # type: ignore[assignment]
+    other.load_state_dict(through_a_file(one.state_dict()))
+    assert last[1].note == 3
+    assert same(nets[0].model.state_dict(), nets[1].model.state_dict())
+
+
 @pytest.mark.parametrize(
     ("settings", "count"),
     [
@@ -209,12 +280,14 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     wrong_shape = {**state, "model": {**state["model"], "head.bias": torch.zeros(9)}}
     missing = {**state, "model": {k: v for k, v in state["model"].items() if k != "head.bias"}}
     with_adam = trainer_of(fresh(), adam).state_dict()
+    more = [{**group, "amsgrad": False} for group in state["groups"]]
     for bad, said in [
         ({"weights": 1}, r"what trainer.state_dict\(\) returns .*got None"),
         (state["model"], "got None"),
         (wrong_shape, r"head.bias has shape \(9,\) in it, \(3,\) here"),
         (missing, "lacks head.bias"),
         (with_adam, "stage 0 has torch.optim.sgd.SGD, but .* has no 'dampening'"),
+        ({**state, "groups": more}, r"stage 0 has .*SGD, but .* \(it has 'amsgrad'\)"),
     ]:
         with pytest.raises(InputError, match=said):
             trainer.load_state_dict(bad)
@@ -496,6 +569,14 @@ def test_bad_arguments() -> None:
         ({"loss": 3}, r"expected a function of \(output, target\), got int"),
         ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
         ({"accumulate": 0}, "accumulate=0"),
+        ({"accumulate": 1.5}, "accumulate=1.5; an update needs a whole number"),
+        ({"measure_every": 0}, "measure_every=0; use a whole number of steps"),
+        ({"seed": "a"}, "seed='a'; use a whole number"),
+        ({"memory": "1GiB", "batch_size": 0}, "batch_size=0; a micro-batch has 1 sample"),
+        ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
+        ({"param_groups": 3}, "param_groups: expected a function, called once a stage, got int"),
+        ({"optimizer": torch.optim.SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
+        ({"clip_grad_norm": "a"}, "clip_grad_norm='a'; use a positive norm"),
         ({"clip_grad_norm": 0.0}, "use a positive norm"),
         ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
         ({"method": "petre"}, "did you mean 'petra'"),

@@ -121,6 +121,10 @@ SCHEDULES: Final[dict[str, Callable[[Any], lr_scheduler.LRScheduler]]] = {
     "warm-up": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
     ),
+    "warm-up, milestones": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.MultiStepLR(o, [2], 0.5)], [2]
+    ),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4, cycle_momentum=False),
 }
 
 

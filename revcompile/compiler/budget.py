@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Final
 
 import torch
@@ -60,6 +61,8 @@ class Terms:
     autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.batch, Integral) or self.batch < 1:
+            raise InputError(f"batch_size={self.batch!r}; a micro-batch has 1 sample at least")
         if self.method.keep is not Keep.NOTHING or self.method.weights is not Weights.LATEST:
             raise InputError(
                 f"memory=: stages trained by {self.method.name!r} keep what the method says; use "

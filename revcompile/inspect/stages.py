@@ -211,11 +211,13 @@ def _totals(partition: Partition, facts: Sequence[StageFacts], plain: Memory | N
     grown = f"{100 * (parameters / before - 1):+.1f} %" if parameters != before else "as many"
     costs = [cost for part in partition.parts for cost in part.costs]
     flops = sum(cost.flops / cost.batch for cost in costs)
+    counted = amount(flops)
+    counted += " " * counted[-1].isdigit()
     held = sum(stage.memory for stage in facts)
     worst = max(facts, key=lambda stage: stage.memory)
     lines = [
         f"{parameters:,} parameters ({before:,} before rewiring: {grown}), "
-        f"{amount(flops)}FLOPs forward a sample",
+        f"{counted}FLOPs forward a sample",
         f"memory with gradients and SGD's momentum: {size(worst.memory)} at most (stage "
         f"{worst.index}), {size(held)} in all",
     ]

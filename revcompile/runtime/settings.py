@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 
@@ -34,10 +35,25 @@ class Settings:
     """Bytes a device may hold."""
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise InputError(f"accumulate={self.accumulate}; an update needs at least 1")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise InputError(f"clip_grad_norm={self.clip_grad_norm}; use a positive norm or None")
+        if not _is_whole(self.accumulate) or self.accumulate < 1:
+            raise InputError(
+                f"accumulate={self.accumulate!r}; an update needs a whole number of micro-batches, "
+                "at least 1"
+            )
+        norm = self.clip_grad_norm
+        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+            raise InputError(f"clip_grad_norm={norm!r}; use a positive norm or None")
+        every = self.measure_every
+        if every is not None and not (_is_whole(every) and every >= 1):
+            raise InputError(f"measure_every={every!r}; use a whole number of steps, or None")
+        if not _is_whole(self.seed):
+            raise InputError(f"seed={self.seed!r}; use a whole number")
+        for name, given in (("lr_schedule", self.lr_schedule), ("param_groups", self.param_groups)):
+            if given is not None and not callable(given):
+                raise InputError(
+                    f"{name}: expected a function, called once a stage, got "
+                    f"{type(given).__name__}; see help(net.trainer)"
+                )
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise InputError(
                 f"autocast={self.autocast}; use torch.bfloat16, torch.float16 (with a scaled "
@@ -48,3 +64,7 @@ class Settings:
                 "check_finite=False: a scale that follows overflows has to look for them; leave "
                 "it out, or give loss_scale= a number"
             )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -24,6 +24,7 @@ from revcompile.runtime.finite import all_finite
 from revcompile.runtime.narrow import narrowed
 from revcompile.runtime.scaling import unscaled
 from revcompile.runtime.stash import Slots, Stash, as_of
+from revcompile.runtime.strides import overlaps
 from revcompile.runtime.traits import candidates, moves_early, outlives_updates, statistics_of
 from revcompile.schedule import Keep, Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
@@ -280,7 +281,7 @@ class Stage:
                 gradient = self.gradients[name].add_(gradient)
             elif name in self.gradients:
                 gradient = self.gradients[name] + gradient
-            elif gradient.untyped_storage()._cdata in taken or _overlaps(gradient):
+            elif gradient.untyped_storage()._cdata in taken or overlaps(gradient):
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
             taken.add(gradient.untyped_storage()._cdata)
             self.gradients[name] = gradient
@@ -384,9 +385,3 @@ class Stage:
     def keeps_graphs(self) -> bool:
         """Is something in flight that no checkpoint can hold?"""
         return any(unit.keep is Keep.GRAPH for unit in self.program.units) and bool(self.in_flight)
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Do elements share memory, as those of an expanded tensor do?"""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(stride == 0 and size > 1 for size, stride in sizes)

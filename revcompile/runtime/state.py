@@ -15,6 +15,7 @@ from revcompile.program import StageProgram
 from revcompile.replay import Snapshot
 from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.stage import InFlight, Stage
+from revcompile.runtime.strides import as_it_lies
 from revcompile.runtime.transport import Channel, InProcess, Message
 from revcompile.runtime.worker import Actor
 from revcompile.schedule import Schedule
@@ -89,15 +90,17 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     if not same and not schedule.idle:
         raise InputError(
             f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
-            f"applied yet in {schedule.stages} stages ({schedule.method.name}), but this trainer "
-            f"has {len(trainer.programs)} ({trainer.schedule.method.name}), cut or scheduled "
-            "otherwise, or with another budget of memory; call flush() before state_dict(), or "
-            "trainer.save(folder, drain=True), to move between them"
+            f"applied yet in {_said(schedule)}, but this trainer has {_said(trainer.schedule)}, "
+            "cut or scheduled otherwise, or with another budget of memory; call flush() before "
+            "state_dict(), or trainer.save(folder, drain=True), to move between them"
         )
     with torch.no_grad():
-        for name, tensor in trainer.model.state_dict().items():
-            if not tensor.is_meta:  # those are other ranks'
-                tensor.copy_(state["model"][name])
+        for name, value in trainer.model.state_dict().items():
+            if not isinstance(value, Tensor):  # what a module's get_extra_state has given
+                owner = trainer.model.get_submodule(name.rpartition(".")[0])
+                owner.set_extra_state(_copied(state["model"][name]))
+            elif not value.is_meta:  # those are other ranks'
+                value.copy_(state["model"][name])
     _load_updaters(trainer, state, same)
     _clear(trainer, state["seed"])
     if same:
@@ -109,6 +112,10 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     else:
         trainer.schedule = _moved(trainer.schedule, schedule)
     _load_scalings(trainer, state, same)
+
+
+def _said(schedule: Schedule) -> str:
+    return f"{schedule.stages} stages ({schedule.method.name}, accumulate={schedule.accumulate})"
 
 
 def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
@@ -128,8 +135,8 @@ def model_misfits(model: nn.Module, found: Mapping[str, Tensor]) -> Iterator[str
     mine = model.state_dict()
     yield from (f"it lacks {name}" for name in mine if name not in found)
     yield from (f"the model has no {name}" for name in found if name not in mine)
-    for name in (name for name in mine if name in found):
-        have, got = tuple(mine[name].shape), tuple(found[name].shape)
+    for name in (name for name in mine if name in found and isinstance(mine[name], Tensor)):
+        have, got = tuple(mine[name].shape), tuple(getattr(found[name], "shape", ()))
         if have != got:
             yield f"{name} has shape {got} in it, {have} here"
 
@@ -340,7 +347,7 @@ def _message(state: Mapping[str, Any]) -> Message:
 
 
 def _copied(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+    return pytree.tree_map_only(Tensor, as_it_lies, tree)
 
 
 def referenced(tree: Any) -> Any:

@@ -104,6 +104,11 @@ class Updater:
                 f"optimizer, {self.where}: {_kind(optimizer)} computes the loss several times an "
                 f"update, which a pipeline cannot; use another one, {advice}"
             )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise InputError(
+                f"optimizer, {self.where}: SparseAdam takes sparse gradients alone, but a stage "
+                f"gathers dense ones; use another one, {advice}"
+            )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = {id(p): name for name, p in named}
         if held != own.keys():
@@ -182,11 +187,7 @@ class Updater:
                         for key, value in states[names[id(parameter)]].items()
                     }
         if self.lr_schedule is not None and schedule is not None:
-            found = copy.deepcopy(dict(schedule))
-            if "base_lrs" in found:  # other stages may have other groups
-                groups = self.optimizer.param_groups
-                found["base_lrs"] = [group["initial_lr"] for group in groups]
-            self.lr_schedule.load_state_dict(found)
+            self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """What the optimizer needs that saved group settings do not have."""
@@ -194,22 +195,35 @@ class Updater:
             return
         for group in self.optimizer.param_groups:
             found = self._found(group, settings)
-            missing = self.optimizer.defaults.keys() - found.keys() if found is not None else set()
-            if missing:
+            if found is None:
+                continue
+            missing = self.optimizer.defaults.keys() - found.keys()
+            extra = found.keys() - group.keys() - _OF_SCHEDULES
+            if missing or extra:
+                what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
                 yield (
                     f"{self.where} has {_kind(self.optimizer)}, but the state is of another "
-                    f"optimizer (it has no {min(missing)!r})"
+                    f"optimizer (it {what})"
                 )
                 return
 
     def _found(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """The settings with which the group's parameters were saved."""
+        """The settings with which the group's parameters were saved.
+
+        Of several, where stages were cut otherwise, those that began as this group begins.
+        """
         names = {id(p): name for name, p in self.parameters.items()}
-        saved = (settings.get(names[id(p)]) for p in group["params"])
-        found = next((one for one in saved if one is not None), None)
+        there = (settings.get(names[id(p)]) for p in group["params"])
+        saved = [one for one in there if one is not None]
+        found = next((one for one in saved if _began(one) == _began(group)), None)
+        found = found or next(iter(saved), None)
         return found and {key: _copy(value) for key, value in found.items() if key != "params"}
+
+
+def _began(group: Mapping[str, Any]) -> Any:
+    return group.get("initial_lr", group.get("lr"))
 
 
 def counts_on_device(group: Mapping[str, Any]) -> bool:
@@ -266,9 +280,33 @@ def _copy(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """A schedule's state without what cannot be saved (functions, counters)."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
     if type(value) is not dict:
         return _copy(value)
     return {key: _plain(entry) for key, entry in value.items() if _is_plain(entry)}
+
+
+def _fitted(state: Mapping[str, Any], schedule: Any) -> dict[str, Any]:
+    """A schedule's state for this one: other stages may have other parameter groups."""
+    groups = schedule.optimizer.param_groups
+    own = {name: copy.copy(getattr(schedule, name, None)) for name in _BY_GROUP}
+    own["base_lrs"] = list(map(_began, groups))
+    if len(state.get("_last_lr", groups)) != len(groups):
+        own |= {"_last_lr": [group["lr"] for group in groups], "lr_lambdas": [None] * len(groups)}
+    found = {**copy.deepcopy(dict(state)), **{k: v for k, v in own.items() if k in state}}
+    if "_schedulers" in found:
+        pairs = zip(state["_schedulers"], schedule._schedulers, strict=True)
+        found["_schedulers"] = [_fitted(inner, one) for inner, one in pairs]
+    return found
+
+
+_BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")
+"""What schedules keep of every parameter group, and were given when they were made."""
+_OF_SCHEDULES: Final = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
+)
+"""What schedules and names add to parameter groups."""
 
 
 def _is_plain(value: Any) -> bool:

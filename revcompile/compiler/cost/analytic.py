@@ -7,16 +7,22 @@ move their operands, so every byte read or written counts as `FLOPS_PER_BYTE` mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from revcompile.compiler.capture.copies import copy_model, set_mode
+from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.cost.run import (
     Code,
     Given,
@@ -26,6 +32,7 @@ from revcompile.compiler.cost.run import (
     graph_of,
     walk,
 )
+from revcompile.errors import InputError
 from revcompile.ir import Cost, Rewired, TensorType
 from revcompile.program import Piece
 from revcompile.tree import device_of_model, parameters_read
@@ -49,17 +56,37 @@ BACKWARD: Final = 3.0
 def analytic_costs(
     rewired: Rewired, pieces: Sequence[Piece], types: Mapping[str, Any]
 ) -> tuple[Cost, ...]:
-    """Cost of every piece in order."""
-    return _Analysis(rewired, pieces, types).costs()
+    """Cost of every piece in order.
+
+    Modules that look at numbers (`if x.sum() > 0`) cannot run on fake tensors; then all of them
+    are real, once.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        return _Analysis(rewired, pieces, types, fake).costs()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if device_of_model(rewired.root).type == "meta":
+            raise InputError(
+                f"cost: {rewired.name} looks at numbers ({error}), which the meta device has none "
+                "of; move it to a real device first"
+            ) from error
+    with rng_kept():
+        return _Analysis(rewired, pieces, types, None).costs()
 
 
 class _Analysis:
     """One walk over the pieces, and what it has found so far."""
 
-    def __init__(self, rewired: Rewired, pieces: Sequence[Piece], types: Mapping[str, Any]) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(
+        self,
+        rewired: Rewired,
+        pieces: Sequence[Piece],
+        types: Mapping[str, Any],
+        fake: FakeTensorMode | None,
+    ) -> None:
+        self.mode: AbstractContextManager[Any] = fake or nullcontext()
         self.pieces = pieces
-        self.root = _fake(bare(rewired.root), self.mode)
+        self.root = _copy(bare(rewired.root), fake)
         self.batch = example_batch(rewired, types)
         self.own = {_storage(t) for t in (*self.root.parameters(), *self.root.buffers())}
         self.seen: set[int] = set()
@@ -70,7 +97,7 @@ class _Analysis:
         device = _device(rewired.root)
         with self.mode:
             self.values = {
-                name: torch.empty(types[name].shape, dtype=types[name].dtype, device=device)
+                name: torch.zeros(types[name].shape, dtype=types[name].dtype, device=device)
                 for name in rewired.signature.placeholders
                 if isinstance(types[name], TensorType)
             }
@@ -152,10 +179,11 @@ def _device(root: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _fake(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the model in training mode with fake parameters and buffers."""
+def _copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
+    """A copy of the model in training mode, with fake parameters and buffers if there is a mode."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers()) if mode is not None else ():
+        assert mode is not None
         with torch.no_grad():
             fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
             if tensor.is_meta:

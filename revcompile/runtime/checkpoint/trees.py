@@ -12,6 +12,7 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.shipping.names import Names
 from revcompile.runtime.shipping.values import decode, encode
+from revcompile.runtime.strides import overlaps
 
 __all__ = ["put_together", "take_apart"]
 
@@ -83,8 +84,7 @@ def _store(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> _Stored:
         raise InputError(f"two tensors would be saved as {name!r}; rename one of their owners")
     tensors[name] = tensor
     rows = torch.empty(tensor.shape, device="meta").stride()
-    overlaps = 0 in tensor.stride()
-    stride = None if tensor.stride() == rows or overlaps else tensor.stride()
+    stride = None if tensor.stride() == rows or overlaps(tensor) else tensor.stride()
     return _Stored(name, tensor.device.type, stride)
 
 

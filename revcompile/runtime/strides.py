@@ -1,0 +1,36 @@
+"""How tensors lie in memory. Kernels round by it, so a copy that is to give the same lies alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_it_lies", "overlaps"]
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, gaps included.
+
+    >>> half = torch.zeros(2, 6)[:, :3]
+    >>> half.clone().stride(), as_it_lies(half).stride()
+    ((3, 1), (6, 1))
+    """
+    plain = tensor.detach()
+    if plain.layout is not torch.strided or overlaps(plain):
+        return plain.clone()
+    room = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+    return room.copy_(plain)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Do elements share memory, as those of an expanded tensor do?
+
+    >>> overlaps(torch.zeros(1, 3).expand(2, 3)), overlaps(torch.zeros(4, 6)[:, ::2])
+    (True, False)
+    """
+    reach = 1  # strides, from the smallest on, leave room for what is within
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
