@@ -130,7 +130,7 @@ def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
     ids=str,
 )
 def test_what_takes_more_memory_leaves_less_to_keep(more: dict[str, Any]) -> None:
-    plain = plan_memory(cut(), limits(PETRA, (0,) * 5)[9], PETRA, (0,) * 5)
+    plain = plan_memory(cut(), limits(PETRA, (0,) * 5)[11], PETRA, (0,) * 5)
     other = plan_memory(cut(), plain.memory(0), dataclasses.replace(PETRA, **more), (0,) * 5)
     assert other.work > plain.work
 

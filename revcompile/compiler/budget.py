@@ -247,12 +247,13 @@ def on_device(memories: Sequence[StageMemory], terms: Terms, alone: bool) -> int
 def _split(memory: StageMemory, terms: Terms, alone: bool) -> tuple[int, int]:
     """What a stage holds all the time, and what only while it works.
 
-    Gradients go as soon as they are applied; messages from other devices come when they come.
+    Gradients go as soon as they are applied; messages from other devices come when they come. In
+    one process sums that a step has added to are there until it is over.
     """
     gathers = terms.accumulate > 1 or terms.method.order is not Order.CONTINUOUS
     passing = memory.working + memory.between
     passing += 0 if gathers else memory.gradients
-    passing += memory.messages if alone else 0
+    passing += memory.messages if alone else memory.summing
     return memory.total - passing, passing
 
 

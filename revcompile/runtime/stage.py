@@ -267,14 +267,16 @@ class Stage:
         versions = {id(held.weights) for held in self.in_flight.values() if held.weights}
         return len(versions)
 
-    def gather(self, found: Mapping[str, Tensor | None], sent: Mapping[str, Tensor | None]) -> None:
+    def gather(self, found: dict[str, Tensor | None], sent: Mapping[str, Tensor | None]) -> None:
         """Add gradients up; out of place where what was gathered before may be taken back.
 
-        Autograd may hand out one tensor twice (`p + q`), also as the gradient of an input, or
-        one whose elements share memory. What is gathered is the stage's own.
+        Each is let go as soon as it is added: `found` is empty afterwards. Autograd may hand out
+        one tensor twice (`p + q`), also as the gradient of an input, or one whose elements share
+        memory. What is gathered is the stage's own.
         """
         taken = {g.untyped_storage()._cdata for g in sent.values() if g is not None}
-        for name, gradient in found.items():
+        for name in tuple(found):
+            gradient = found.pop(name)
             if gradient is None:
                 continue
             if name in self.gradients and self.sums_in_place:

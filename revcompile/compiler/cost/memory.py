@@ -46,8 +46,12 @@ class StageMemory:
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
+    summing: int = 0
+    """Gradients of one micro-batch on their way into the sums of several."""
     stashed: int = 0
     """Older versions of the parameters."""
+    newest: int = 0
+    """Where older ones are stashed: a copy of the version that the parameters still are."""
     buffers: int = 0
     """Kept from forward to backward, for all micro-batches in flight."""
     messages: int = 0
@@ -136,6 +140,7 @@ class MemoryModel:
         self.lean = lean
         self.low = low
         self._windows = [window(method, stages, j, group) for j in range(stages)]
+        self._gathers = group > 1
         self._versions = [0] * stages
         if method.weights is Weights.STASHED:
             self._versions = [delay(method, stages, j, group) for j in range(stages)]
@@ -193,7 +198,9 @@ class MemoryModel:
             parameters=weights + self._low(weights),
             gradients=trained,
             optimizer=round(self.optimizer_copies * trained),
+            summing=trained if self._gathers else 0,
             stashed=self._versions[index] * weights,
+            newest=weights if self.method.weights is Weights.STASHED else 0,
             buffers=buffers,
             messages=self._messages(index, start, end, keep),
             working=working,
