@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--model", default="resnet50", help="name of a timm model")
     parser.add_argument("--stages", type=int, default=18)
-    parser.add_argument("--stage", type=int, default=5, help="whose code to print")
-    parser.add_argument("--block", default="layer3.0", help="whose story to tell")
+    parser.add_argument("--stage", type=int, help="whose code to print; one in the middle if not")
+    parser.add_argument("--block", help="whose story to tell; the first of that stage if not given")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the drawings")
     args = parser.parse_args(argv)
     folder: Path = args.out
@@ -30,10 +30,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
     net = revcompile.petrafy(timm.create_model(args.model), num_stages=args.stages)
     print(net)
-    stage = net.stages[args.stage]
+    index = net.num_stages // 2 if args.stage is None else args.stage
+    stage = net.stages[index]
     print(stage.code)
     print(stage.program)
-    print(net.explain(args.block))
+    print(net.explain(args.block or net.partition.parts[index].pieces[0].name))
 
     net.draw(folder / "net.svg")
     net.draw(folder / "net.html")  # one file: click on a stage, search for a module

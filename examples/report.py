@@ -72,9 +72,7 @@ class Report:
         self._progress.advance(self._bar)
         if time.perf_counter() - self._drawn > 0.5:
             self._drawn = time.perf_counter()
-            loss_, accuracy = self._means()
-            status = f"loss {loss_:.3f}  accuracy {accuracy:5.1%}  {self._speed():,.0f} images/s"
-            self._progress.update(self._bar, status=status)
+            self._show(*self._means(), self._speed())
 
     def end(self, test_loss: float, test_accuracy: float, seconds: float) -> None:
         """An epoch is over and the model has been tested; `seconds` is how long training took."""
@@ -82,6 +80,7 @@ class Report:
             return
         loss, accuracy = self._means()
         speed = self._samples / max(seconds, 1e-9)
+        self._show(loss, accuracy, speed)
         found = Epoch(
             self._epoch + 1,
             loss,
@@ -114,6 +113,10 @@ class Report:
         drawn = draw_curves({"": self.epochs}, self.folder / "curves.svg")
         files = f"log.csv, run.json{', curves.svg' if drawn else ''}"
         self.console.print(f"test accuracy {last.test_accuracy:.1%} ({self.folder}: {files})")
+
+    def _show(self, loss: float, accuracy: float, speed: float) -> None:
+        status = f"loss {loss:.3f}  accuracy {accuracy:5.1%}  {speed:,.0f} images/s"
+        self._progress.update(self._bar, status=status)
 
     def _means(self) -> tuple[float, float]:
         loss, right = (self._seen / max(1, self._samples)).tolist()
@@ -149,9 +152,10 @@ def draw_curves(runs: Mapping[str, list[Epoch]], file: Path) -> bool:
     for number, (name, epochs) in enumerate(runs.items()):
         at, colour = [epoch.epoch for epoch in epochs], f"C{number}"
         label = f"{name} " if name else ""
-        losses.plot(at, [e.train_loss for e in epochs], colour, label=f"{label}train")
-        losses.plot(at, [e.test_loss for e in epochs], colour, ls="--", label=f"{label}test")
-        accuracies.plot(at, [100 * e.test_accuracy for e in epochs], colour, label=name or None)
+        dots = {"color": colour, "marker": "o", "ms": 3}
+        losses.plot(at, [e.train_loss for e in epochs], **dots, label=f"{label}train")
+        losses.plot(at, [e.test_loss for e in epochs], **dots, ls="--", label=f"{label}test")
+        accuracies.plot(at, [100 * e.test_accuracy for e in epochs], **dots, label=name or None)
     losses.set(xlabel="epoch", ylabel="loss")
     losses.legend(frameon=False, fontsize="small")
     accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
@@ -159,7 +163,7 @@ def draw_curves(runs: Mapping[str, list[Epoch]], file: Path) -> bool:
         accuracies.legend(frameon=False, fontsize="small")
     for axes in (losses, accuracies):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

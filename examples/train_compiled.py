@@ -14,6 +14,7 @@ download, under a minute on two CPU cores.
 import argparse
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import revcompile
+from revcompile.errors import InputError
 from revcompile.runtime.trainer import Trainer
 
 
@@ -68,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     )
     report = Report(args.out, args.epochs * steps, vars(args), shown=is_reporter(trainer))
     if report.shown:
-        print(net)
+        net.method = trainer.schedule.method
+        print(net.summary(args.batch_size))
     return train(trainer, data, steps, report, args)
 
 
@@ -109,12 +112,15 @@ def train(
 def create_model(args: argparse.Namespace, data: Images) -> nn.Module:
     """A model of timm or torchvision for images of this size."""
     model: nn.Module
-    if timm.is_model(args.model):
-        model = timm.create_model(args.model, num_classes=data.classes)
+    library, _, name = args.model.rpartition(":")
+    if library != "torchvision" and timm.is_model(name):
+        model = timm.create_model(name, num_classes=data.classes)
         if resize := getattr(model, "set_input_size", None):  # transformers are built for one size
             resize(img_size=data.size)
+    elif library != "timm" and name in torchvision.models.list_models():
+        model = torchvision.models.get_model(name, num_classes=data.classes)
     else:
-        model = torchvision.models.get_model(args.model, num_classes=data.classes)
+        raise InputError(f"--model {args.model}: neither timm nor torchvision has it")
     if args.stem == "small" or (args.stem == "auto" and args.data.startswith("cifar")):
         small_stem(model)
     if args.channels_last:
@@ -139,7 +145,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument_group("model").add_argument
-    add("--model", default="resnet18", help="name of a timm or torchvision model")
+    add(
+        "--model", default="resnet18", help="name of a timm or torchvision (torchvision:NAME) model"
+    )
     add("--policy", default="paper", help="how to rewire it: paper or pretrained")
     add("--stem", choices=("auto", "small", "own"), default="auto", help="small: ResNets at 32 px")
     add("--stages", type=int, default=4, help="how many stages to cut it into")
@@ -173,9 +181,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     args = parser.parse_args(argv)
     args.checkpoint |= args.resume
-    args.out = args.out or Path("runs") / f"{args.data}-{args.model}-{args.method}"
+    args.out = (
+        args.out or Path("runs") / f"{args.data}-{args.model.replace(':', '-')}-{args.method}"
+    )
     return args
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(str(error))

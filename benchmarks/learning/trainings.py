@@ -1,6 +1,6 @@
 """Does delay hurt? Trainings on CIFAR-10, several side by side on one GPU.
 
-    python -m benchmarks run learning orders --data data/cifar10 --out out/orders --jobs 8
+    python -m benchmarks run learning orders --data data --out out/orders --jobs 8
     python -m benchmarks run learning orders --out out/orders --show
 
 The first command trains whatever of the table has no result yet; stopped (or out of `--minutes`)
@@ -57,6 +57,12 @@ def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> No
     for experiment in sorted(experiments, key=lambda experiment: experiment.accumulate):
         if experiment.name in known:
             found.setdefault(experiment.setting, []).append(known[experiment.name])
+    if not found:
+        there = sorted({result["experiment"]["epochs"] for result in known.values()})
+        raise SystemExit(
+            f"{options.out} has no results of {options.table!r} with {options.epochs} epochs"
+            + (f"; there are some with --epochs {' or '.join(map(str, there))}" if there else "")
+        )
     rows = []
     for setting, results in found.items():
         last = [100 * result["log"][-1]["test_accuracy"] for result in results]

@@ -49,6 +49,13 @@ class Metrics:
         """The micro-batch's loss."""
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
 
+    def __str__(self) -> str:
+        rate = "" if self.lr is None else f", lr {self.lr:g}"
+        return (
+            f"micro-batch {self.microbatch}: loss {self.loss:.4g}{rate}, gradients late by "
+            f"{self.delays}, {self.throughput:,.0f} samples/s"
+        )
+
 
 @dataclass(frozen=True)
 class Evaluation:
