@@ -25,6 +25,10 @@ class Working(Memory, Protocol):
 
     @property
     def working(self) -> int: ...
+    @property
+    def stashed(self) -> int: ...
+    @property
+    def newest(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class StageFacts:
     delay: int
     buffers: int
     working: int
+    weights: int
+    """Copies of parameters, where they are stashed."""
     memory: int
     batch: int
 
@@ -77,6 +83,7 @@ def stage_facts(
                 delay=stage.delay,
                 buffers=held.buffers,
                 working=held.working,
+                weights=held.stashed + held.newest,
                 memory=held.total,
                 batch=batch,
             )
@@ -211,6 +218,8 @@ def _totals(partition: Partition, facts: Sequence[StageFacts], plain: Memory | N
     grown = f"{100 * (parameters / before - 1):+.1f} %" if parameters != before else "as many"
     costs = [cost for part in partition.parts for cost in part.costs]
     flops = sum(cost.flops / cost.batch for cost in costs)
+    copies = sum(stage.weights for stage in facts)
+    stashed = f", and {size(copies)} of stashed weights" if copies else ""
     counted = amount(flops)
     counted += " " * counted[-1].isdigit()
     held = sum(stage.memory for stage in facts)
@@ -218,7 +227,7 @@ def _totals(partition: Partition, facts: Sequence[StageFacts], plain: Memory | N
     lines = [
         f"{parameters:,} parameters ({before:,} before rewiring: {grown}), "
         f"{counted}FLOPs forward a sample",
-        f"memory with gradients and SGD's momentum: {size(worst.memory)} at most (stage "
+        f"memory with gradients and SGD's momentum{stashed}: {size(worst.memory)} at most (stage "
         f"{worst.index}), {size(held)} in all",
     ]
     if plain is not None:

@@ -31,7 +31,7 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
     parameters = max(sum(cost.parameters for cost in costs), 1)
     table = Table(title=f"{rewired.name}: {len(rewired.body.segments)} segments")
     for column, side in _COLUMNS:
-        table.add_column(column, justify=side)
+        table.add_column(column, justify=side, overflow="fold", no_wrap=column == "segment")
     inside = Cost(0, 0)
     for segment, cost in zip(rewired.body.segments, costs, strict=True):
         reversible = isinstance(segment, Coupling)
@@ -84,7 +84,7 @@ def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -
     """Reconstruction errors block by block."""
     table = Table(title=f"reconstruction error (tolerance {tolerance:.0e})")
     for column in ("block", "relative error", ""):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for name, error in errors:
         table.add_row(name, f"{error:.1e}", "ok" if error <= tolerance else "TOO LARGE")
     return render(table)
