@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Final
 
 from revcompile.errors import InputError
 
-__all__ = ["BINARY", "DECIMAL", "parsed", "readable", "size_of"]
+__all__ = ["BINARY", "DECIMAL", "is_whole", "parsed", "readable", "size_of"]
 
 _QUANTITY: Final = re.compile(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.IGNORECASE)
 DECIMAL: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+
+def is_whole(value: object) -> bool:
+    """Is it a whole number, numpy's included? True and False are not.
+
+    >>> is_whole(3), is_whole(3.0), is_whole(True)
+    (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def parsed(text: str, units: Mapping[str, float], examples: str) -> float:

@@ -54,22 +54,21 @@ UNTRAINED = (IDEAL, budgeted.IDEAL, *ALONE)
 Turn = Callable[[], None]
 
 
-def measured(model: nn.Module, x: Tensor, again: bool) -> dict[str, float]:
+def measured(model: nn.Module, x: Tensor, keep: Keep) -> dict[str, float]:
     """Seconds of every piece of a model on this machine, undisturbed as far as can be.
 
-    `again`: are pieces computed again in backward?
+    What stages `keep` says whether a piece is computed again in backward.
     """
-    found = [_measured(model, x, again) for _ in range(3)]
+    found = [_measured(model, x, keep) for _ in range(3)]
     return {name: min(times[name] for times in found) for name in found[0]}
 
 
-def _measured(model: nn.Module, x: Tensor, again: bool) -> dict[str, float]:
+def _measured(model: nn.Module, x: Tensor, keep: Keep) -> dict[str, float]:
     rewired = revcompile.reversify(model, x, check="off").rewired
     groups, new_types = torn_pieces(rewired, whole_pieces(rewired.body))
     pieces = [piece for group in groups for piece in group]
     types = {**rewired.body.types, **new_types}
     found = piece_costs(rewired, pieces, types, "measured")
-    keep = Keep.INPUT if again else Keep.GRAPH
     return {p.name: p.work(c, keep, False) for p, c in zip(pieces, found, strict=True)}
 
 
@@ -78,6 +77,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, case: Case, rank: int) -> None:
         self.options, self.case, self.rank = options, case, rank
+        self.keep = Keep.NOTHING if options.memory is None else Keep.GRAPH
         generator = torch.Generator().manual_seed(0)
         shape = (case.batch, 3, case.size, case.size)
         self.x = torch.randn(shape, generator=generator)
@@ -89,9 +89,13 @@ class Bench:
         """The same two stages each time; every variant trains its own copy."""
         # Costs that were given for stages that keep graphs are those of all that is left to do:
         # spared is the same share of each.
-        keep = "nothing" if self.options.memory is None else "graph"
         return revcompile.petrafy(
-            self.case.create(), RANKS, self.x[:2], check="off", cost=self.costs, keep=keep
+            self.case.create(),
+            RANKS,
+            self.x[:2],
+            check="off",
+            cost=self.costs,
+            keep=self.keep.value,
         )
 
     @functools.cached_property
@@ -99,8 +103,7 @@ class Bench:
         """What the stages are balanced by: the same for every copy, on every rank."""
         if self.options.cost == "analytic":
             return self.options.cost
-        again = self.options.memory is None
-        found = [measured(self.case.create(), self.x, again) if self.rank == 0 else None]
+        found = [measured(self.case.create(), self.x, self.keep) if self.rank == 0 else None]
         distributed.broadcast_object_list(found)
         return found[0]
 

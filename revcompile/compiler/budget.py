@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Final
 
 import torch
@@ -25,7 +24,7 @@ import torch
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.errors import InputError
 from revcompile.program import Partition
-from revcompile.quantities import readable, size_of
+from revcompile.quantities import is_whole, readable, size_of
 from revcompile.schedule import Keep, Method, Order, Weights
 
 __all__ = [
@@ -61,7 +60,7 @@ class Terms:
     autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.batch, Integral) or self.batch < 1:
+        if not is_whole(self.batch) or self.batch < 1:
             raise InputError(f"batch_size={self.batch!r}; a micro-batch has 1 sample at least")
         if self.method.keep is not Keep.NOTHING or self.method.weights is not Weights.LATEST:
             raise InputError(
@@ -194,7 +193,7 @@ def _planned(
         for device in sorted(set(places))
     ]
     alone = len(held) == 1
-    full = (c.forward + c.backward + c.update for part in partition.parts for c in part.costs)
+    full = (work for part in partition.parts for work in partition.works(part, Keep.INPUT))
     peaks = tuple(on_device(memory, terms, alone) for memory in held)
     return MemoryPlan(
         limit,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Integral
 
 import torch
 
 from revcompile.errors import InputError
+from revcompile.quantities import is_whole
 from revcompile.runtime.backend import Backend
 from revcompile.runtime.buffers import Buffers
 from revcompile.runtime.scaling import LossScale
@@ -35,7 +35,7 @@ class Settings:
     """Bytes a device may hold."""
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.accumulate) or self.accumulate < 1:
+        if not is_whole(self.accumulate) or self.accumulate < 1:
             raise InputError(
                 f"accumulate={self.accumulate!r}; an update needs a whole number of micro-batches, "
                 "at least 1"
@@ -44,9 +44,9 @@ class Settings:
         if norm is not None and not (isinstance(norm, int | float) and norm > 0):
             raise InputError(f"clip_grad_norm={norm!r}; use a positive norm or None")
         every = self.measure_every
-        if every is not None and not (_is_whole(every) and every >= 1):
+        if every is not None and not (is_whole(every) and every >= 1):
             raise InputError(f"measure_every={every!r}; use a whole number of steps, or None")
-        if not _is_whole(self.seed):
+        if not is_whole(self.seed):
             raise InputError(f"seed={self.seed!r}; use a whole number")
         for name, given in (("lr_schedule", self.lr_schedule), ("param_groups", self.param_groups)):
             if given is not None and not callable(given):
@@ -64,7 +64,3 @@ class Settings:
                 "check_finite=False: a scale that follows overflows has to look for them; leave "
                 "it out, or give loss_scale= a number"
             )
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -27,6 +27,12 @@ __all__ = [
 
 COUNTERS: Final = ("step", "mu_product")
 """What optimizers keep on the CPU of each parameter's state, whatever device that is on."""
+_BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")
+"""What schedules keep of every parameter group, and were given when they were made."""
+_OF_SCHEDULES: Final = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
+)
+"""What schedules and names add to parameter groups."""
 
 OptimizerFactory = Callable[[Any], Optimizer]
 """From a list of parameters (or of parameter groups) to an optimizer."""
@@ -299,14 +305,6 @@ def _fitted(state: Mapping[str, Any], schedule: Any) -> dict[str, Any]:
         pairs = zip(state["_schedulers"], schedule._schedulers, strict=True)
         found["_schedulers"] = [_fitted(inner, one) for inner, one in pairs]
     return found
-
-
-_BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")
-"""What schedules keep of every parameter group, and were given when they were made."""
-_OF_SCHEDULES: Final = frozenset(
-    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
-)
-"""What schedules and names add to parameter groups."""
 
 
 def _is_plain(value: Any) -> bool:

@@ -86,7 +86,9 @@ class _Analysis:
     ) -> None:
         self.mode: AbstractContextManager[Any] = fake or nullcontext()
         self.pieces = pieces
-        self.root = _copy(bare(rewired.root), fake)
+        own = bare(rewired.root)
+        twin = copy_model(own) if fake is None else _faked(own, fake)
+        self.root = set_mode(twin, own, training=True)
         self.batch = example_batch(rewired, types)
         self.own = {_storage(t) for t in (*self.root.parameters(), *self.root.buffers())}
         self.seen: set[int] = set()
@@ -179,11 +181,10 @@ def _device(root: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
-    """A copy of the model in training mode, with fake parameters and buffers if there is a mode."""
+def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the model with fake parameters and buffers."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()) if mode is not None else ():
-        assert mode is not None
+    for tensor in (*model.parameters(), *model.buffers()):
         with torch.no_grad():
             fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
             if tensor.is_meta:
@@ -192,7 +193,7 @@ def _copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
                 if isinstance(tensor, nn.Parameter):
                     fake = nn.Parameter(fake, tensor.requires_grad)
         memo[id(tensor)] = fake
-    return set_mode(copy_model(model, memo), model, training=True)
+    return copy_model(model, memo)
 
 
 def _storage(tensor: Tensor) -> int:

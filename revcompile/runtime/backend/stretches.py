@@ -246,12 +246,13 @@ def _written(
 def take_sums_in(forward: Sequence[Stretch], backward: Sequence[Stretch]) -> None:
     """Let stretches end with the sums of their results, where both programs can."""
     for stretch in forward:
-        again = [other for other in backward if other.reads == stretch.reads]
-        is_only = sum(other.reads == stretch.reads for other in forward) == 1
-        end, ends = _end(stretch), [_end(other) for other in again if _sums(other)]
-        if is_only and end is not None and None not in ends:
-            for one in (stretch, *(other for other in again if _sums(other))):
-                one.end = _end(one)
+        if sum(other.reads == stretch.reads for other in forward) > 1:
+            continue
+        again = [other for other in backward if other.reads == stretch.reads and _sums(other)]
+        ends = [(one, _end(one)) for one in (stretch, *again)]
+        if all(end is not None for _, end in ends):
+            for one, end in ends:
+                one.end = end
 
 
 def _sums(stretch: Stretch) -> list[tuple[int, fx.Node]]:
