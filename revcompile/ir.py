@@ -126,6 +126,10 @@ class Signature:
     out_spec: pytree.TreeSpec
     eval_out_spec: pytree.TreeSpec | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
+        """Nothing in it changes; and copying a `TreeSpec` makes torch 2.11 warn about itself."""
+        return self
+
 
 @dataclass(frozen=True)
 class Captured:

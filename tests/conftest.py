@@ -24,12 +24,15 @@ def seed(request: pytest.FixtureRequest) -> int:
 def torch_settings(request: pytest.FixtureRequest) -> Iterator[None]:
     """Deterministic algorithms, and no test's global settings leak into the next."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    # On a CPU without bf16 instructions the first bf16 matmul switches oneDNN off for good.
+    onednn = torch.backends.mkldnn.enabled
     # On CUDA some backward passes have no deterministic kernel and would raise.
     torch.use_deterministic_algorithms(request.node.get_closest_marker("gpu") is None)
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_default_dtype(dtype)
     torch.set_num_threads(threads)
+    torch.backends.mkldnn.enabled = onednn
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,6 @@ from tests.training import SCHEDULES, adam, fresh, momentum, weights
 
 pytestmark = [
     pytest.mark.gpu,
-    # Copying a compiled model, as tests do, makes torch 2.11 warn of its own tree specs.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

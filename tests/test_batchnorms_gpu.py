@@ -21,8 +21,6 @@ from tests.test_batchnorms import _Convs
 
 pytestmark = [
     pytest.mark.gpu,
-    # Copying a compiled model makes torch 2.11 warn of its own tree specs.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

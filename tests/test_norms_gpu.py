@@ -22,8 +22,6 @@ from tests.helpers import worst
 
 pytestmark = [
     pytest.mark.gpu,
-    # Copying a compiled model makes torch 2.11 warn of its own tree specs.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -516,3 +516,23 @@ def test_a_trainer_that_nobody_has_any_more_lets_go_of_its_micro_batches() -> No
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_the_cpu_multiplies_in_one_way_from_the_first_step() -> None:
+    """Where bf16 is not in the hardware, the first such product switches oneDNN off for good."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.layer, self.head = nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            return self.head(x + torch.tanh(self.layer(x)))
+
+    x, y = torch.randn(64, 5), torch.randint(0, 3, (64,))
+    net = revcompile.petrafy(Wide(), 2, x, check="off")
+    trainer = trainer_of(net, autocast=torch.bfloat16)
+    chosen = torch.backends.mkldnn.enabled
+    feed(trainer, [(x, y)] * 3)
+    assert torch.backends.mkldnn.enabled == chosen

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError, RevcompileError
+from revcompile.precision.cpu import choose_cpu_matmul
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.assembly import make_actor
 from revcompile.runtime.attempt import Attempt
@@ -70,6 +71,8 @@ class Trainer:
     ) -> None:
         self.model, self.partition, self.settings = model, partition, settings
         self.programs = tuple(programs)
+        for dtype in {settings.autocast, *(p.dtype for p in model.parameters())}:
+            choose_cpu_matmul(dtype)
         method, stages = programs[0].method, len(programs)
         self.schedule = Schedule(method, stages, settings.accumulate, partition.ties)
         self.delays = tuple(delay(method, stages, j, settings.accumulate) for j in range(stages))
