@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from revcompile.compiler.balance import balance, largest, spread
+from revcompile.compiler.balance import balance, largest
 from revcompile.errors import InputError
 
 Ends = tuple[int, ...]
@@ -198,12 +198,9 @@ def test_a_thousand_items_in_a_hundred_parts() -> None:
     assert exact(costs, limited) >= found
 
 
-def test_largest_and_spread() -> None:
+def test_largest() -> None:
     assert largest([1, 2, 3], (1, 3)) == 5
     assert largest([1, 2, 3], (1, 3), last=[1, 0, 0]) == 1
-    assert spread([1, 2, 3], (2, 3)) == 1
-    assert spread([1, 2, 3], (1, 3)) == 5 / 3
-    assert spread([0, 0], (1, 2)) == 1
 
 
 @pytest.mark.parametrize(

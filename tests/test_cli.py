@@ -105,7 +105,7 @@ def test_it_runs_as_a_module() -> None:
 def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
     code, out, _ = called("--help")
     assert code == 0 and "exit codes" in out
-    for command in ("inspect", "coverage", "draw", "plan", "train", "bench"):
+    for command in ("inspect", "coverage", "draw", "plan"):
         assert f"\n    {command}" in out
         assert "--json" in called(command, "--help")[1]
 
@@ -128,7 +128,6 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["draw", MODEL, "--stages", "2"], "nothing to draw"),
         (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
         (["plan", MODEL, "--devices", "4", "--link", "fast"], "'fast' is not understood"),
-        (["bench", "speeed"], "did you mean 'speed'"),
         (["coverage", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),
@@ -234,38 +233,6 @@ def test_a_plan_can_be_measured_here(called: Called) -> None:
     argv = ("plan", MODEL, "--devices", "2", "--cost", "measured", "--methods", "petra")
     (petra,) = in_json(called, *argv)["forecasts"]
     assert petra["throughput"] > 0
-
-
-# -- train, bench ---------------------------------------------------------------------------------
-
-
-def test_train_runs_the_example(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[list[str]] = []
-
-    def example(options: list[str]) -> float:
-        given.append(options)
-        sys.stdout.write("progress\n")
-        return 0.97
-
-    monkeypatch.setattr("revcompile.cli.train._main", lambda file: example)
-    code, out, err = called("train", "--json", "--epochs", "3", "--model", "resnet18")
-    assert (code, json.loads(out), err) == (0, {"accuracy": 0.97}, "progress\n")
-    assert given == [["--epochs", "3", "--model", "resnet18"]]
-
-
-def test_bench_lists_what_can_be_run(called: Called) -> None:
-    found = in_json(called, "bench")
-    assert "Two ranks over gloo" in found["pipeline"]
-    assert "harness" not in found
-
-
-def test_without_a_checkout_there_is_nothing_to_run(
-    called: Called, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("revcompile.cli.checkout.__file__", str(tmp_path / "a" / "b" / "c.py"))
-    for command in ("bench", "train"):
-        code, out, err = called(command)
-        assert (code, out) == (2, "") and "clone the repository" in err
 
 
 # -- quantities -----------------------------------------------------------------------------------

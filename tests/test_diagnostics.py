@@ -17,7 +17,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.inspect.gradients import gradient_table
 from revcompile.runtime.diagnostics import GradientReport, Similarity
 from revcompile.runtime.stage import Stage
 from revcompile.runtime.trainer import Trainer
@@ -464,10 +463,6 @@ def test_a_report_reads_as_a_table() -> None:
                                                         ["3", "0"]]  # fmt: skip
     assert lines[2].split()[2] == f"{report.stages[0].method_vs_delayed.cosine:.4f}"
     assert lines[-1] == f"sigma over all stages: {report.sigma:.4f}"
-    drawn = gradient_table(report)
-    first = report.stages[0].method_vs_end_to_end
-    assert f"{first.cosine:.4f} ({first.norm_ratio:.4f})" in drawn
-    assert f"sigma over all stages: {report.sigma:.4f}" in drawn
 
 
 def test_a_stage_without_trainable_parameters_has_no_numbers() -> None:

@@ -1,4 +1,4 @@
-"""The command line: look at a model, draw it, plan for a cluster, train, measure.
+"""The command line: look at a model, draw it, plan for a cluster.
 
 One file a subcommand, each with `add` (its options) and `run`. Whatever needs torch is imported
 when a subcommand runs, so that help comes at once.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Final
 
-from revcompile.cli import bench, coverage, draw, inspect, plan, train
+from revcompile.cli import coverage, draw, inspect, plan
 from revcompile.errors import InputError, RevcompileError
 
 __all__ = ["main"]
@@ -23,8 +23,6 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
     "coverage": coverage,
     "draw": draw,
     "plan": plan,
-    "train": train,
-    "bench": bench,
 }
 _EPILOG: Final = """\
 exit codes: 0 done; 1 the answer is no, or a run failed; 2 the command or its input is not usable;
@@ -43,11 +41,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if args.command == "train":
-        args.options = rest  # the example's own
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args = parser.parse_args(argv)
     try:
         code: int = _COMMANDS[args.command].run(args)
         sys.stdout.flush()

@@ -137,7 +137,8 @@ def _table(name: str, args: argparse.Namespace, found: Sequence[Forecast]) -> st
     columns = ("samples/s", "busy", "memory", "delay", "alpha", "updates every", "pace set by")
     table.add_column("method")
     for column in columns:
-        table.add_column(column, justify="left" if column == "pace set by" else "right")
+        is_text = column == "pace set by"
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "memory")
     for one in found:
         fits = {None: "", True: "", False: " (too much)"}[one.fits]
         table.add_row(

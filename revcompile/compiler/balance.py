@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 from revcompile.errors import InputError
 
-__all__ = ["balance", "largest", "spread"]
+__all__ = ["balance", "largest"]
 
 Allowed = Callable[[int, int, int], bool]
 Penalty = Callable[[int, int, int], float]
@@ -76,19 +76,6 @@ def largest(
     9.0
     """
     return max(_sums(costs, ends, last))
-
-
-def spread(
-    costs: Sequence[float], ends: Sequence[int], last: Sequence[float] | None = None
-) -> float:
-    """The largest part in units of the mean: 1 is perfect balance.
-
-    >>> spread([1, 2, 3, 4, 5], (3, 5))
-    1.2
-    """
-    sums = _sums(costs, ends, last)
-    total = math.fsum(sums)
-    return max(sums) * len(sums) / total if total else 1.0
 
 
 def _sums(costs: Sequence[float], ends: Sequence[int], last: Sequence[float] | None) -> list[float]:
