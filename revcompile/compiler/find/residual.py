@@ -20,7 +20,7 @@ from revcompile.compiler.find.together import (
     drop_useless,
     resolve_nesting,
 )
-from revcompile.compiler.flow import Flow, is_add, tensor_type
+from revcompile.compiler.flow import Flow, cuts_gradient, is_add, tensor_type
 from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
 __all__ = ["Found", "find"]
@@ -231,24 +231,36 @@ def _exclusive(
     work = [side]
     while work:
         node = work.pop()
-        fixed = node.op == "placeholder" or node in flow.plain or node in flow.effects
-        mine = all(u in inside or u in closure for u in node.users)
+        whole = _with_producer(flow, node)
+        fixed = any(
+            n.op == "placeholder" or n in flow.plain or n in flow.effects or cuts_gradient(n)
+            for n in whole
+        )
+        mine = all(u in inside or u in closure or u in whole for n in whole for u in n.users)
         if flow.anywhere(node):
             closure |= flow.sources(node)
         elif fixed or is_add(node) or not mine:
             reads.append(node)
         else:
-            closure.add(node)
-            work += [i for i in node.all_input_nodes if i not in closure]
+            closure.update(whole)
+            sources = dict.fromkeys(i for n in whole for i in n.all_input_nodes)
+            work += [i for i in sources if i not in closure]
     reads += [n for n in closure if n in flow.plain]
-    return closure - flow.plain, reads
+    return closure - flow.plain, [n for n in reads if n not in closure or n in flow.plain]
+
+
+def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
+    """A value; an item of a structured one with its producer and all other items of that."""
+    while node.all_input_nodes and node in flow.items(node.all_input_nodes[0]):
+        node = node.all_input_nodes[0]
+    found = [node]
+    for one in found:
+        found += flow.items(one)
+    return found
 
 
 def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node] | str:
-    """Values of a region that are also read outside it, or why it cannot be cut out.
-
-    Elements of a tuple that are picked outside are taken into the region.
-    """
+    """Values of a region that are also read outside it, or why it cannot be cut out."""
     extras: list[fx.Node] = []
     for node in sorted(inside, key=flow.index.__getitem__):
         if node in flow.effects:
@@ -261,9 +273,6 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
             continue
         if tensor_type(node) is not None:
             extras.append(node)
-        elif all(u.target is operator.getitem and tensor_type(u) for u in outside):
-            inside.update(outside)
-            extras += outside
         else:
             return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
     return extras
