@@ -78,6 +78,11 @@ class TensorType:
     dtype: torch.dtype
     batch: int
 
+    @property
+    def differentiable(self) -> bool:
+        """Can the value have a gradient: is it made of real or complex numbers?"""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def at(self, batch: int) -> tuple[int, ...]:
         """The shape at another batch size."""
         grown = batch - self.batch

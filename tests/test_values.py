@@ -256,3 +256,87 @@ def test_what_no_grad_computes_passes_no_gradient_through_its_items() -> None:
     found = gradients(net, example())
     assert not found.get("grad ada.weight", torch.zeros(1)).any()
     assert found["grad layers.0.weight"].any()
+
+
+# -- complex numbers ------------------------------------------------------------------------------
+
+
+class Spectrum(nn.Module):
+    """Later blocks read the spectrum of something computed before the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kk = nn.Linear(WIDTH, WIDTH)
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def spectra(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        k, h = torch.fft.rfft(self.kk(x)) * self.filter, x
+        for layer in self.layers:
+            h = h + torch.tanh(torch.fft.irfft(k * torch.fft.rfft(layer(h)), n=WIDTH))
+        return h, k
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.spectra(x)[0])
+
+
+class ComplexOutput(Spectrum):
+    def forward(self, x: Tensor) -> Tensor:
+        h, k = self.spectra(x)
+        return torch.complex(h[:, :2], self.head(h)) * k[:, :2]
+
+
+def spectrum(kind: type[nn.Module] = Spectrum) -> nn.Module:
+    model: Any = made(kind)
+    model.filter = nn.Parameter(model.filter.detach().to(torch.complex128))
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Spectrum, ComplexOutput], ids=lambda kind: kind.__name__)
+def test_complex_values_have_gradients_across_stages(kind: type[nn.Module]) -> None:
+    net = revcompile.petrafy(spectrum(kind), 4, example(), check="full")
+    crossing = [net.partition.types.get(n) for part in net.partition.parts for n in part.inputs]
+    assert any(isinstance(t, TensorType) and t.dtype.is_complex for t in crossing)
+    assert_staged_equals_autograd(net, example(4), squares)
+
+
+def test_complex_values_have_gradients_in_a_chain() -> None:
+    net: Any = revcompile.reversify(spectrum(), example(), check="full")
+    actual = gradients(net, example(4))
+    net.reversible = False
+    expected = gradients(net, example(4))
+    assert expected.keys() == actual.keys() and "grad filter" in actual
+    for name, want in expected.items():
+        torch.testing.assert_close(actual[name], want, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_a_complex_loss_is_refused_by_name() -> None:
+    net = revcompile.petrafy(spectrum(ComplexOutput), 2, example(), check="off")
+    trainer = net.trainer(Recorder, lambda output, target: output.sum(), method="backprop")
+    with pytest.raises(revcompile.RevcompileError, match="expected a real number, got complex128"):
+        trainer.step(example(), torch.zeros(1))
+
+
+def test_complex_values_are_checkpointed_in_flight(tmp_path: Any) -> None:
+    def trained(folder: Any, steps: range, load: bool) -> dict[str, Tensor]:
+        net = revcompile.petrafy(spectrum(), 4, example(), check="off")
+        trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), squares)
+        if load:
+            trainer.load(folder)
+        for _ in steps:
+            trainer.step(example(), torch.zeros(1))
+        if not load:
+            trainer.save(folder)
+            for _ in range(2):
+                trainer.step(example(), torch.zeros(1))
+        trainer.flush()
+        file = net.export(tmp_path / "weights.safetensors")
+        net.load(file)
+        return dict(net.module().state_dict())
+
+    expected = trained(tmp_path / "run", range(3), load=False)
+    actual = trained(tmp_path / "run", range(2), load=True)
+    assert expected["filter"].is_complex()
+    for name, want in expected.items():
+        assert torch.equal(actual[name], want), name

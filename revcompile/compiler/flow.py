@@ -87,7 +87,7 @@ def cuts_gradient(node: fx.Node) -> bool:
 
 def _holds_differentiable(found: Any) -> bool:
     if isinstance(found, TensorType):
-        return found.dtype.is_floating_point or found.dtype.is_complex
+        return found.differentiable
     inner = found.values() if isinstance(found, dict) else found
     return isinstance(found, (dict, tuple)) and any(map(_holds_differentiable, inner))
 

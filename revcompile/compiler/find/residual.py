@@ -84,7 +84,8 @@ def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
     path = str(total.meta.get(PATH, ""))
     kind = tensor_type(total)
     if kind is None or not kind.dtype.is_floating_point:
-        return Refusal(path, total.name, "a sum of integers, not of features")
+        numbers = "complex numbers" if kind and kind.dtype.is_complex else "integers"
+        return Refusal(path, total.name, f"a sum of {numbers}, not of real features")
     refused = None
     for x in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
         others = [t for t in terms if t is not x]
