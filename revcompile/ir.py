@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ __all__ = [
     "Leave",
     "Link",
     "Live",
+    "NameSet",
     "Opaque",
     "Policy",
     "Refusal",
@@ -151,6 +152,34 @@ class Captured:
     notes: tuple[str, ...] = ()
 
 
+class NameSet(Set[str]):
+    """A set of names that is gone through in the order it was given, in every process alike.
+
+    >>> NameSet(["w2", "w1"]) | NameSet(["w3", "w2"])
+    NameSet(['w2', 'w1', 'w3'])
+    """
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __hash__(self) -> int:
+        return self._hash()
+
+    def __repr__(self) -> str:
+        return f"NameSet({list(self._names)})"
+
+
 class ResidualKind(enum.Enum):
     """What kind of additive shortcut a block is."""
 
@@ -166,7 +195,7 @@ class Residual:
 
     `x`, `out` and `terms` name nodes of the captured graph. `branch` holds every node between
     `x` and the sum; `shortcut` those of a projected shortcut; `extras` are values of the branch
-    that are also read outside the block.
+    that are also read outside the block. Sets of names are in the graph's order.
     """
 
     path: str
@@ -175,10 +204,10 @@ class Residual:
     total: str
     out: str
     terms: tuple[str, ...]
-    adds: frozenset[str]
-    branch: frozenset[str]
+    adds: NameSet
+    branch: NameSet
     shortcut_term: str
-    shortcut: frozenset[str] = frozenset()
+    shortcut: NameSet = NameSet()
     post: tuple[str, ...] = ()
     sides: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()

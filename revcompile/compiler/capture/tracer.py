@@ -84,7 +84,7 @@ def trace(
                 graph = tracer.trace(fake)
         except Exception as error:
             raise (tracer.failure or blame("", error)) from error
-        reads = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+        reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
         attributes = {name: _attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     tidy(graph)

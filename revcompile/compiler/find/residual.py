@@ -17,11 +17,12 @@ from torch import fx
 from revcompile.compiler.find.together import (
     absorb_activations,
     drop_entangled,
+    drop_overlapping,
     drop_useless,
     resolve_nesting,
 )
 from revcompile.compiler.flow import Flow, cuts_gradient, is_add, tensor_type
-from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
+from revcompile.ir import PATH, VALUE, Captured, NameSet, Refusal, Residual, ResidualKind
 
 __all__ = ["Found", "find"]
 
@@ -50,9 +51,10 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
         (residuals if isinstance(verdict, Residual) else refusals).append(verdict)  # type: ignore[arg-type]
     kept, dropped = resolve_nesting(flow, residuals)
     kept = absorb_activations(flow, kept)
+    kept, overlapping = drop_overlapping(flow, kept)
     kept, useless = drop_useless(flow, kept)
     kept, entangled = drop_entangled(flow, kept)
-    return Found(tuple(kept), (*refusals, *dropped, *useless, *entangled))
+    return Found(tuple(kept), (*refusals, *dropped, *overlapping, *useless, *entangled))
 
 
 # -- judging one sum ------------------------------------------------------------------------------
@@ -164,8 +166,8 @@ def _identity(
         total=total.name,
         out=total.name,
         terms=tuple(t.name for t in others),
-        adds=_names(adds),
-        branch=_names(branch),
+        adds=_names(flow, adds),
+        branch=_names(flow, branch),
         shortcut_term="" if shortcut in others else shortcut.name,
         sides=tuple(s.name for s in sides),
         extras=tuple(e.name for e in extras),
@@ -199,10 +201,10 @@ def _projected(
         total=total.name,
         out=total.name,
         terms=(heavy.name,),
-        adds=_names(adds),
-        branch=_names(regions[heavy][0]),
+        adds=_names(flow, adds),
+        branch=_names(flow, regions[heavy][0]),
         shortcut_term=light.name,
-        shortcut=_names(regions[light][0]),
+        shortcut=_names(flow, regions[light][0]),
         sides=tuple(s.name for r in regions.values() for s in r[1]),
     )
 
@@ -246,8 +248,8 @@ def _exclusive(
             closure.update(whole)
             sources = dict.fromkeys(i for n in whole for i in n.all_input_nodes)
             work += [i for i in sources if i not in closure]
-    reads += [n for n in closure if n in flow.plain]
-    return closure - flow.plain, [n for n in reads if n not in closure or n in flow.plain]
+    sizes = sorted(closure & flow.plain, key=flow.index.__getitem__)
+    return closure - flow.plain, [*(n for n in reads if n not in closure), *sizes]
 
 
 def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
@@ -289,5 +291,5 @@ def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
     )
 
 
-def _names(nodes: Iterable[fx.Node]) -> frozenset[str]:
-    return frozenset(n.name for n in nodes)
+def _names(flow: Flow, nodes: Iterable[fx.Node]) -> NameSet:
+    return NameSet(n.name for n in sorted(nodes, key=flow.index.__getitem__))
