@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ __all__ = [
     "Leave",
     "Link",
     "Live",
+    "NameSet",
     "Opaque",
     "Policy",
     "Refusal",
@@ -77,6 +78,11 @@ class TensorType:
     per_sample: tuple[int, ...]
     dtype: torch.dtype
     batch: int
+
+    @property
+    def differentiable(self) -> bool:
+        """Can the value have a gradient: is it made of real or complex numbers?"""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     def at(self, batch: int) -> tuple[int, ...]:
         """The shape at another batch size."""
@@ -150,6 +156,34 @@ class Captured:
     notes: tuple[str, ...] = ()
 
 
+class NameSet(Set[str]):
+    """A set of names that is gone through in the order it was given, in every process alike.
+
+    >>> NameSet(["w2", "w1"]) | NameSet(["w3", "w2"])
+    NameSet(['w2', 'w1', 'w3'])
+    """
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __hash__(self) -> int:
+        return self._hash()
+
+    def __repr__(self) -> str:
+        return f"NameSet({list(self._names)})"
+
+
 class ResidualKind(enum.Enum):
     """What kind of additive shortcut a block is."""
 
@@ -165,7 +199,7 @@ class Residual:
 
     `x`, `out` and `terms` name nodes of the captured graph. `branch` holds every node between
     `x` and the sum; `shortcut` those of a projected shortcut; `extras` are values of the branch
-    that are also read outside the block.
+    that are also read outside the block. Sets of names are in the graph's order.
     """
 
     path: str
@@ -174,10 +208,10 @@ class Residual:
     total: str
     out: str
     terms: tuple[str, ...]
-    adds: frozenset[str]
-    branch: frozenset[str]
+    adds: NameSet
+    branch: NameSet
     shortcut_term: str
-    shortcut: frozenset[str] = frozenset()
+    shortcut: NameSet = NameSet()
     post: tuple[str, ...] = ()
     sides: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()

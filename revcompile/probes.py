@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from revcompile.errors import InversionError
@@ -13,8 +14,9 @@ def relative_error(expected: Tensor, actual: Tensor) -> float:
     """Largest deviation relative to the largest value."""
     if not expected.numel():
         return 0.0
-    difference = (expected.double() - actual.double()).abs().max()
-    error = float(difference / expected.double().abs().max().clamp_min(1e-30))
+    precise = torch.complex128 if expected.is_complex() else torch.float64
+    difference = (expected.to(precise) - actual.to(precise)).abs().max()
+    error = float(difference / expected.to(precise).abs().max().clamp_min(1e-30))
     return error if error == error else float("inf")
 
 

@@ -714,5 +714,15 @@ def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
         trainer.save(tmp_path)
     with pytest.raises(InputError, match=r"two tensors would be saved as 'a.b'"):
         take_apart({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
-    with pytest.raises(InputError, match=r"safetensors cannot write .*complex128"):
-        save_checkpoint(tmp_path, {"z": torch.zeros(1, dtype=torch.complex128)}, {}, step=0)
+    with pytest.raises(InputError, match=r"safetensors cannot write .*bits8"):
+        save_checkpoint(tmp_path, {"z": torch.empty(1, dtype=torch.bits8)}, {}, step=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_saved_as_pairs(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"z": torch.randn(2, 3, dtype=dtype), "c": torch.randn(2, 2, dtype=dtype).conj()}
+    tensors |= {"number": torch.randn((), dtype=dtype), "x": torch.randn(3, 2)}
+    found = Checkpoint(save_checkpoint(tmp_path, tensors, {}, step=0)).tensors()
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype

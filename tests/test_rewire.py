@@ -20,6 +20,7 @@ from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
 from revcompile.ir import Body, Captured, Coupling, Growth, Opaque, Rewired
 from revcompile.runtime.code import compile_graph
+from tests.helpers import gradients, worst
 
 PAPER = {"resnet18": (12.2, 10, 5), "resnet34": (22.3, 18, 13), "resnet50": (30.4, 18, 12)}
 
@@ -324,3 +325,57 @@ def test_sizes_read_between_blocks_do_not_break_a_chain() -> None:
     net = revcompile.reversify(model, torch.randn(2, 3, 56, 56), check="off")
     opaque = [s.name for s in net.rewired.body.segments if isinstance(s, Opaque)]
     assert opaque == ["stem", "layers.1.downsample.norm", "head"]
+
+
+class Skips(nn.Module):
+    """A stream, a second one that starts inside its blocks, and skips across both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(7))
+        self.head = nn.Linear(4, 2)
+
+    def f(self, index: int, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers[index](x))
+
+
+class SharedLayer(Skips):
+    """The skip `x + ...` spans a block that the second stream reads as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = x + self.f(0, x)
+        b = a + self.f(1, a)
+        c = x + torch.tanh(self.layers[2](x) * b)
+        d = a + torch.tanh(self.layers[3](a) * b)
+        e = c + self.f(4, c)
+        e = e + self.f(5, e)
+        return self.head(e + self.f(6, d) + a + e)
+
+
+class LateStart(Skips):
+    """A block starts from a value inside a block that ends after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = x + self.f(0, x)
+        b = a + torch.tanh(self.layers[1](a) * a)
+        c = self.f(2, b * x.sigmoid())
+        d = a + self.f(3, x) + x
+        e = c + self.f(4, c)
+        g = d + torch.tanh(self.layers[5](d) * c)
+        return self.head(g + torch.tanh(self.layers[6](g) * e) + g)
+
+
+@pytest.mark.parametrize("policy", ["paper", "pretrained"])
+@pytest.mark.parametrize("kind", [SharedLayer, LateStart])
+def test_a_skip_and_a_second_stream_compute_nothing_twice(
+    kind: type[nn.Module], policy: str
+) -> None:
+    net: Any = revcompile.reversify(
+        kind().double(), torch.randn(3, 4).double(), policy=policy, check="full"
+    )
+    assert net.rewired.couplings
+    x = torch.randn(5, 4).double()
+    actual = gradients(net, x)
+    net.reversible = False
+    error, where = worst(gradients(net, x), actual)
+    assert error < 1e-10, where

@@ -348,6 +348,7 @@ def test_views_of_one_memory_share_it_again(tmp_path: Path) -> None:
         torch.empty(0, 3),
         torch.randn(3).to(torch.bfloat16),
         torch.randn(3).to(torch.complex64),
+        torch.randn(2, 3, dtype=torch.complex128),
     ],
     ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.stride()}",
 )

@@ -49,6 +49,9 @@ def through_the_wire(message: Message) -> Any:
         torch.randn(3).bfloat16(),
         torch.tensor([True, False]),
         torch.empty(0, 3),
+        torch.randn(3, 4, dtype=torch.complex64),
+        torch.randn(3, 4, dtype=torch.complex128).t(),
+        torch.randn(3, 4, dtype=torch.complex64).conj(),
     ],
     ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}",
 )

@@ -13,7 +13,7 @@ from revcompile.compiler.capture.effects import is_effect
 from revcompile.ir import TYPE, TensorType
 from revcompile.ops import attribute
 
-__all__ = ["Flow", "draws_random", "is_add", "is_plain", "tensor_type"]
+__all__ = ["Flow", "cuts_gradient", "draws_random", "is_add", "is_plain", "tensor_type"]
 
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -69,6 +69,27 @@ def _holds_tensor(found: Any) -> bool:
     if isinstance(found, dict):
         return any(map(_holds_tensor, found.values()))
     return isinstance(found, tuple) and any(map(_holds_tensor, found))
+
+
+def cuts_gradient(node: fx.Node) -> bool:
+    """Does the node compute nothing that a gradient goes back through, whatever it reads?"""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if not _holds_differentiable(node.meta.get(TYPE)):
+        return True
+    if node.target is getattr:
+        return node.args[1] == "data"
+    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+    return node.op != "call_module" and (
+        name in ("detach", "detach_") or name.startswith("new_") or name.endswith("_like")
+    )
+
+
+def _holds_differentiable(found: Any) -> bool:
+    if isinstance(found, TensorType):
+        return found.differentiable
+    inner = found.values() if isinstance(found, dict) else found
+    return isinstance(found, (dict, tuple)) and any(map(_holds_differentiable, inner))
 
 
 def is_add(node: fx.Node) -> bool:
@@ -150,8 +171,9 @@ class Flow:
     def region(self, x: fx.Node, ends: Iterable[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
         """All nodes needed to compute `ends` from `x`, and the side values they read.
 
-        Parameters, what is computed from them alone, and sizes of values inside belong to the
-        region; everything else that does not depend on `x` is a side value.
+        Parameters, what is computed from them alone, sizes of values inside and all items of
+        structured values inside belong to the region; everything else that does not depend on `x`
+        is a side value.
         """
         inside: set[fx.Node] = set()
         sides: dict[fx.Node, None] = {}
@@ -163,10 +185,10 @@ class Flow:
                 sides[node] = None
                 continue
             inside.add(node)
-            for source in node.all_input_nodes:
-                if source is not x and source not in seen:
-                    seen.add(source)
-                    work.append(source)
+            for other in (*node.all_input_nodes, *self.items(node)):
+                if other is not x and other not in seen:
+                    seen.add(other)
+                    work.append(other)
         return inside, sorted(sides, key=self.index.__getitem__)
 
     def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
@@ -189,6 +211,11 @@ class Flow:
             elif not self.depends(source, x):
                 return False
         return True
+
+    def items(self, node: fx.Node) -> list[fx.Node]:
+        """What is taken out of a structured value: it stays with the node that computes that."""
+        is_single = tensor_type(node) is not None or node in self.plain
+        return [] if is_single or node.op in ("placeholder", "output") else list(node.users)
 
     def weights(self, nodes: Iterable[fx.Node]) -> int:
         """How many of the nodes multiply by a weight matrix or kernel."""

@@ -35,8 +35,9 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
         graph = segment.branch if isinstance(segment, Coupling) else segment.graph
         counts.update(n.meta[ORIGIN] for n in graph.nodes if ORIGIN in n.meta)
         if isinstance(segment, Coupling) and segment.link is not None:
-            linked = {n.meta[ORIGIN] for n in segment.link.forward.nodes if ORIGIN in n.meta}
-            counts.update(name for name in linked if not counts[name])
+            nodes = (n.meta.get(ORIGIN) for n in segment.link.forward.nodes)
+            linked = dict.fromkeys(name for name in nodes if name is not None)
+            counts.update([name for name in linked if not counts[name]])
     problems = []
     constants: set[str] = set()
     for node in captured.graph.nodes:
@@ -79,7 +80,7 @@ def verify_partition(partition: Partition) -> None:
             problems.append(f"stage {before.index} sends {before.outputs}, the next expects others")
     expected = _computations(rewired.body.segments)
     found = _computations([piece.segment for part in parts for piece in part.pieces])
-    for name in expected.keys() | found.keys():
+    for name in dict.fromkeys((*expected, *found)):
         if expected[name] != found[name]:
             problems.append(f"{name} is computed {found[name]} times, not {expected[name]}")
     for leaf in rewired.body.result:
@@ -109,7 +110,7 @@ def _reads_what_is_there(part: Part) -> list[str]:
                     f"stage {part.index}: {piece.name} reads {name}, which is not there"
                 )
         known |= set(piece.outputs)
-    missing = set(part.outputs) - known
+    missing = [name for name in part.outputs if name not in known]
     return [*problems, *(f"stage {part.index} sends {name}, which it has not" for name in missing)]
 
 

@@ -14,6 +14,7 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
     A finite sum says so at the price of one fast pass; a sum may overflow, so others are looked
     at again. On a GPU the largest elements of all tensors are one kernel.
     """
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     if tensors[0].is_cuda:
         largest = torch._foreach_norm(tensors, float("inf"))
         return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()

@@ -51,7 +51,7 @@ class Objective:
         """
         target = self.targets.pop(microbatch)
         leaves = {
-            name: value.detach().requires_grad_(value.is_floating_point())
+            name: value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
             if isinstance(value, Tensor)
             else value
             for name, value in outputs.items()
@@ -106,6 +106,11 @@ class Objective:
             raise InputError(
                 f"loss, {where}: expected a scalar tensor, got {described(loss)}; reduce it, "
                 "e.g. with .mean()"
+            )
+        if loss.is_complex():
+            raise InputError(
+                f"loss, {where}: expected a real number, got {described(loss)}; of complex numbers "
+                "take .abs() or .real first"
             )
         return loss.reshape(())
 

@@ -205,7 +205,8 @@ class Stage:
             errors = [
                 relative_error(original[name], rebuilt[name])
                 for name in original
-                if isinstance(rebuilt[name], Tensor) and rebuilt[name].is_floating_point()
+                if isinstance(rebuilt[name], Tensor)
+                and (rebuilt[name].is_floating_point() or rebuilt[name].is_complex())
             ]
             self.reconstruction[microbatch] = max(errors, default=0.0)
         return rebuilt, back

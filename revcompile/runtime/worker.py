@@ -345,7 +345,9 @@ def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> 
     floats = [
         value
         for value in outputs.values()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
+        if isinstance(value, Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and value.numel()
     ]
     if stage.check_finite and floats and not all(all_finite(floats)):
         raise NonFiniteError(

@@ -184,7 +184,7 @@ def _replace(graph: fx.Graph, node: fx.Node, aliases: _Aliases, root: nn.Module 
         if _promotes(target, node):
             new = graph.call_method("type_as", (new, target))
     after = node.meta.get(TYPE)
-    for made in {new, *(n for n in new.all_input_nodes if n not in aliases.order)}:
+    for made in (new, *(n for n in new.all_input_nodes if n not in aliases.order)):
         made.meta.update({k: node.meta.get(k) for k in (PATH, SOURCE)})
         made.meta[TYPE] = after if after is not None else target.meta.get(TYPE)
         aliases.stands_for(made, node)

@@ -19,6 +19,7 @@ from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_const
 from revcompile.compiler.capture.example import Example, signature_of
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.simplify import simplify
+from revcompile.compiler.capture.structures import STRUCTURE, structure_of
 from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
 from revcompile.ops import attribute, batch_norm, device_of
@@ -226,6 +227,7 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
         pair = runs[0].get(node), runs[1].get(node)
         node.meta[TYPE] = type_of_values(pair[0], pair[1], example.batch)
         node.meta[VALUE] = size_of_values(pair[0], pair[1])
+        node.meta[STRUCTURE] = structure_of(pair[0]) if node.op != "output" else None
 
 
 class _Recorder(fx.Interpreter):

@@ -1,17 +1,21 @@
-"""The form every captured graph is brought to: no in-place writes, no calls that do nothing."""
+"""The form every captured graph is brought to: no in-place writes, no calls that do nothing,
+no values but tensors and plain ones that anybody far away reads."""
 
 from __future__ import annotations
 
 from torch import fx, nn
 
 from revcompile.compiler.capture.effects import functionalize
+from revcompile.compiler.capture.structures import unpack_structures
 
 __all__ = ["simplify"]
 
 
 def simplify(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """Functionalize, and drop `nn.Identity` calls, which hide where a block begins."""
-    return _without_identities(functionalize(graph, root), root)
+    """Functionalize, drop `nn.Identity` calls, which hide where a block begins, and unpack."""
+    result = _without_identities(functionalize(graph, root), root)
+    unpack_structures(result)
+    return result
 
 
 def _without_identities(graph: fx.Graph, root: nn.Module) -> fx.Graph:

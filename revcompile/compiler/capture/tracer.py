@@ -37,6 +37,12 @@ from revcompile.compiler.capture.proxy import (
     type_of_values,
 )
 from revcompile.compiler.capture.rng import foreign_state, rng_kept
+from revcompile.compiler.capture.structures import (
+    STRUCTURE,
+    expanded,
+    refuse_what_cannot_be_taken_apart,
+    structure_of,
+)
 from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
 
@@ -78,7 +84,7 @@ def trace(
                 graph = tracer.trace(fake)
         except Exception as error:
             raise (tracer.failure or blame("", error)) from error
-        reads = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+        reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
         attributes = {name: _attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     tidy(graph)
@@ -134,7 +140,7 @@ class _Tracer(ShapedTracer):
         def flat_forward(*inputs: Any) -> Any:
             args, kwargs = pytree.tree_unflatten(list(inputs), example.in_spec)
             result = self._watched(self.root, self.root, args, kwargs)
-            outputs, self.out_spec = pytree.tree_flatten(_expanded(result))
+            outputs, self.out_spec = pytree.tree_flatten(expanded(result))
             return tuple(outputs)
 
         return flat_forward, flat
@@ -265,6 +271,7 @@ class _Tracer(ShapedTracer):
                 with watched_memory(node, self.values):
                     self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
                 self._refuse_hidden_write(node)
+                refuse_what_cannot_be_taken_apart(node, self.values[node].first)
             except Exception:
                 self.graph.erase_node(node)
                 raise
@@ -282,6 +289,7 @@ class _Tracer(ShapedTracer):
         self.values[node] = Values(first, second)
         node.meta[TYPE] = type_of_values(first, second, self._example.batch)
         node.meta[VALUE] = size_of_values(first, second)
+        node.meta[STRUCTURE] = structure_of(first)
 
     def _evaluate(self, node: fx.Node, which: int) -> Any:
         """The node's value on fake tensors, at the first or the second batch size."""
@@ -315,22 +323,6 @@ class _Tracer(ShapedTracer):
             return fold(node, {n: v[which] for n, v in self.values.items()})
         finally:
             self.evaluating = False
-
-
-def _expanded(value: Any) -> Any:
-    """Where a proxy stands for several values, the proxies of each."""
-
-    def expand(leaf: Any) -> Any:
-        if type(leaf) is not ShapedProxy:
-            return leaf
-        if isinstance(leaf, dict):
-            return {key: expand(leaf[key]) for key in leaf}
-        if not isinstance(leaf, (tuple, list)):
-            return leaf
-        kind, parts = leaf.seen_type(), [expand(part) for part in leaf]
-        return parts if kind is list else tuple(parts)
-
-    return pytree.tree_map(expand, value)
 
 
 def _fake_value(value: Any) -> Any:

@@ -17,11 +17,12 @@ from torch import fx
 from revcompile.compiler.find.together import (
     absorb_activations,
     drop_entangled,
+    drop_overlapping,
     drop_useless,
     resolve_nesting,
 )
-from revcompile.compiler.flow import Flow, is_add, tensor_type
-from revcompile.ir import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
+from revcompile.compiler.flow import Flow, cuts_gradient, is_add, tensor_type
+from revcompile.ir import PATH, VALUE, Captured, NameSet, Refusal, Residual, ResidualKind
 
 __all__ = ["Found", "find"]
 
@@ -50,9 +51,10 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
         (residuals if isinstance(verdict, Residual) else refusals).append(verdict)  # type: ignore[arg-type]
     kept, dropped = resolve_nesting(flow, residuals)
     kept = absorb_activations(flow, kept)
+    kept, overlapping = drop_overlapping(flow, kept)
     kept, useless = drop_useless(flow, kept)
     kept, entangled = drop_entangled(flow, kept)
-    return Found(tuple(kept), (*refusals, *dropped, *useless, *entangled))
+    return Found(tuple(kept), (*refusals, *dropped, *overlapping, *useless, *entangled))
 
 
 # -- judging one sum ------------------------------------------------------------------------------
@@ -84,7 +86,8 @@ def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
     path = str(total.meta.get(PATH, ""))
     kind = tensor_type(total)
     if kind is None or not kind.dtype.is_floating_point:
-        return Refusal(path, total.name, "a sum of integers, not of features")
+        numbers = "complex numbers" if kind and kind.dtype.is_complex else "integers"
+        return Refusal(path, total.name, f"a sum of {numbers}, not of real features")
     refused = None
     for x in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
         others = [t for t in terms if t is not x]
@@ -163,8 +166,8 @@ def _identity(
         total=total.name,
         out=total.name,
         terms=tuple(t.name for t in others),
-        adds=_names(adds),
-        branch=_names(branch),
+        adds=_names(flow, adds),
+        branch=_names(flow, branch),
         shortcut_term="" if shortcut in others else shortcut.name,
         sides=tuple(s.name for s in sides),
         extras=tuple(e.name for e in extras),
@@ -198,10 +201,10 @@ def _projected(
         total=total.name,
         out=total.name,
         terms=(heavy.name,),
-        adds=_names(adds),
-        branch=_names(regions[heavy][0]),
+        adds=_names(flow, adds),
+        branch=_names(flow, regions[heavy][0]),
         shortcut_term=light.name,
-        shortcut=_names(regions[light][0]),
+        shortcut=_names(flow, regions[light][0]),
         sides=tuple(s.name for r in regions.values() for s in r[1]),
     )
 
@@ -231,24 +234,36 @@ def _exclusive(
     work = [side]
     while work:
         node = work.pop()
-        fixed = node.op == "placeholder" or node in flow.plain or node in flow.effects
-        mine = all(u in inside or u in closure for u in node.users)
+        whole = _with_producer(flow, node)
+        fixed = any(
+            n.op == "placeholder" or n in flow.plain or n in flow.effects or cuts_gradient(n)
+            for n in whole
+        )
+        mine = all(u in inside or u in closure or u in whole for n in whole for u in n.users)
         if flow.anywhere(node):
             closure |= flow.sources(node)
         elif fixed or is_add(node) or not mine:
             reads.append(node)
         else:
-            closure.add(node)
-            work += [i for i in node.all_input_nodes if i not in closure]
-    reads += [n for n in closure if n in flow.plain]
-    return closure - flow.plain, reads
+            closure.update(whole)
+            sources = dict.fromkeys(i for n in whole for i in n.all_input_nodes)
+            work += [i for i in sources if i not in closure]
+    sizes = sorted(closure & flow.plain, key=flow.index.__getitem__)
+    return closure - flow.plain, [*(n for n in reads if n not in closure), *sizes]
+
+
+def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
+    """A value; an item of a structured one with its producer and all other items of that."""
+    while node.all_input_nodes and node in flow.items(node.all_input_nodes[0]):
+        node = node.all_input_nodes[0]
+    found = [node]
+    for one in found:
+        found += flow.items(one)
+    return found
 
 
 def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node] | str:
-    """Values of a region that are also read outside it, or why it cannot be cut out.
-
-    Elements of a tuple that are picked outside are taken into the region.
-    """
+    """Values of a region that are also read outside it, or why it cannot be cut out."""
     extras: list[fx.Node] = []
     for node in sorted(inside, key=flow.index.__getitem__):
         if node in flow.effects:
@@ -261,9 +276,6 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
             continue
         if tensor_type(node) is not None:
             extras.append(node)
-        elif all(u.target is operator.getitem and tensor_type(u) for u in outside):
-            inside.update(outside)
-            extras += outside
         else:
             return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
     return extras
@@ -279,5 +291,5 @@ def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
     )
 
 
-def _names(nodes: Iterable[fx.Node]) -> frozenset[str]:
-    return frozenset(n.name for n in nodes)
+def _names(flow: Flow, nodes: Iterable[fx.Node]) -> NameSet:
+    return NameSet(n.name for n in sorted(nodes, key=flow.index.__getitem__))

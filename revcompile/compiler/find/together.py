@@ -18,6 +18,7 @@ from revcompile.ir import VALUE, Refusal, Residual, ResidualKind
 __all__ = [
     "absorb_activations",
     "drop_entangled",
+    "drop_overlapping",
     "drop_useless",
     "is_activation",
     "is_flat_at_zero",
@@ -155,22 +156,43 @@ def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual],
     return kept, dropped
 
 
+def drop_overlapping(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Of blocks that share a computation the first one keeps it: nothing is computed twice.
+
+    A second stream that starts inside a block, or a skip across its end, makes such blocks.
+    """
+    owner: dict[str, Residual] = {}
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+    for block in residuals:
+        nodes = flow.in_order((*block.branch, *block.shortcut, *block.adds, *block.post))
+        mine = [n.name for n in nodes if not flow.anywhere(n) and n not in flow.plain]
+        shared = next((name for name in mine if name in owner), None)
+        if shared is not None:
+            other = owner[shared].path or "another block"
+            reason = f"shares {shared} with {other}, and a value is computed in one block only"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        owner |= dict.fromkeys(mine, block)
+        kept.append(block)
+    return kept, dropped
+
+
 def drop_entangled(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """Drop blocks whose extras are needed before the block itself can be complete."""
+    """Drop blocks whose values are needed before the block itself can be complete."""
     dropped: list[Refusal] = []
     while True:
         ready = ready_times(flow, residuals)
         late = {
-            side
+            ready[flow.by_name[name]]
             for block in residuals
-            for side in block.sides
-            if ready[flow.by_name[side]] >= flow.index[flow.by_name[block.out]]
+            for name in (block.x, *block.sides)
+            if ready[flow.by_name[name]] >= flow.index[flow.by_name[block.out]]
         }
         if not late:
             return residuals, dropped
-        entangled = [r for r in residuals if r.extras]
-        if not entangled:
-            entangled = [r for r in residuals if late & set(r.sides)]
+        entangled = [r for r in residuals if flow.index[flow.by_name[r.out]] in late]
+        assert entangled, "a value is late only because the block that computes it is"
         reason = "blocks read each other's branches, so none can come first"
         dropped += [Refusal(r.path, r.total, reason) for r in entangled]
         residuals = [r for r in residuals if r not in entangled]

@@ -100,7 +100,7 @@ class Emitter:
         """Does a live value have a gradient? Data, sizes and integers have none."""
         kind = self.type(name)
         is_data = name in self.partition.rewired.signature.placeholders
-        return kind is not None and kind.dtype.is_floating_point and not is_data
+        return kind is not None and kind.differentiable and not is_data
 
     def inline(self, source: fx.Graph, inputs: Sequence[Any]) -> Any:
         """Copy a segment's graph; batch norms move their statistics only while recording."""

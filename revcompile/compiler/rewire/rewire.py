@@ -179,6 +179,7 @@ class _Rewiring:
         value = region.value(x, lambda n: place.outside(region, n))
         if x in self.widened:
             halves = region.call(torch.chunk, value, 2, self.widened[x], like=x)
+            halves.meta[TYPE] = (x.meta.get(TYPE),) * 2
             for index, name in enumerate((pair.a, pair.b)):
                 region.defined[name] = region.call(operator.getitem, halves, index, like=x)
             region.defined.pop(x.name, None)

@@ -18,7 +18,7 @@ from revcompile.compiler.flow import Flow, tensor_type
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.surgery import Surgeon
-from revcompile.ir import Coupling, Link, Opaque, Residual, ResidualKind, Segment
+from revcompile.ir import Coupling, Link, NameSet, Opaque, Residual, ResidualKind, Segment
 
 __all__ = ["RULES", "Couple", "Rule", "Streams", "Transition"]
 
@@ -135,7 +135,7 @@ class Transition:
 RULES: tuple[Rule, ...] = (Couple(), Transition())
 
 
-def _copy_all(region: Region, names: frozenset[str], value: Callable[[fx.Node], fx.Node]) -> None:
+def _copy_all(region: Region, names: NameSet, value: Callable[[fx.Node], fx.Node]) -> None:
     flow = region.flow
     for node in flow.in_order(names):
         if node not in flow.constant and not region.has(node):

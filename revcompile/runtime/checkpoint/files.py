@@ -34,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from revcompile.errors import InputError
+from revcompile.runtime.shipping.tensors import as_stored
 from revcompile.runtime.shipping.values import written
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Checkpoint",
     "attend_save",
     "find_checkpoint",
+    "read_tensor",
     "save_checkpoint",
     "write_tensors",
 ]
@@ -55,6 +57,8 @@ _LATEST: Final = "latest"
 _UNFINISHED: Final = "saving.tmp"
 _REMOVED: Final = ".removed.tmp"
 _NAME: Final = re.compile(r"step_(\d{8,})(_\d+)?")
+_COMPLEX: Final = "revcompile.complex"
+"""In a file's header: the names of tensors stored as pairs of real numbers, as JSON."""
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -161,15 +165,24 @@ def write_tensors(
     whole: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        found = tensor.detach().cpu().contiguous()
+        found = as_stored(tensor.detach().cpu()).contiguous()
         address = found.untyped_storage().data_ptr()
         whole[name] = found.clone() if address in seen else found
         seen.add(address)
+    pairs = [name for name, tensor in tensors.items() if tensor.is_complex()]
+    header = {"format": "pt", **({_COMPLEX: json.dumps(pairs)} if pairs else {}), **(about or {})}
     try:
-        safetensors.torch.save_file(whole, file, {"format": "pt", **(about or {})})
+        safetensors.torch.save_file(whole, file, header)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise InputError(f"trainer.save: safetensors cannot write {file.name} ({error})") from error
     _sync(file)
+
+
+def read_tensor(opened: Any, name: str) -> Tensor:
+    """A tensor of an open file that `write_tensors` wrote, complex again where it was."""
+    found: Tensor = opened.get_tensor(name)
+    pairs = json.loads((opened.metadata() or {}).get(_COMPLEX, "[]"))
+    return torch.view_as_complex(found) if name in pairs else found
 
 
 def _commit(folder: Path, step: int, world: int) -> None:
@@ -352,7 +365,7 @@ class Checkpoint:
         try:
             with safe_open(self.path / file, framework="pt") as opened:
                 for name in names:
-                    yield name, opened.get_tensor(name)
+                    yield name, read_tensor(opened, name)
         except (OSError, SafetensorError) as error:
             raise self._damaged(f"{file}: {error}") from error
 

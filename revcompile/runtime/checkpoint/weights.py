@@ -13,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.files import Checkpoint, find_checkpoint, write_tensors
+from revcompile.runtime.checkpoint.files import (
+    Checkpoint,
+    find_checkpoint,
+    read_tensor,
+    write_tensors,
+)
 from revcompile.runtime.shipping.names import located
 from revcompile.runtime.shipping.tensors import TensorWriter
 from revcompile.runtime.state import model_misfits, summed_up
@@ -91,7 +96,7 @@ def _exported(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as opened:
             also = json.loads((opened.metadata() or {}).get(_ALIASES, "{}"))
             names = list(opened.keys())
-            return with_aliases({n: opened.get_tensor(n).clone() for n in names}, [also])
+            return with_aliases({n: read_tensor(opened, n).clone() for n in names}, [also])
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise InputError(f"load_weights: {file} cannot be read ({error})") from error
 

@@ -19,7 +19,7 @@ from revcompile.program import StageProgram
 from revcompile.runtime.shipping.graphs import read_graph, write_graph
 from revcompile.runtime.shipping.modules import read_modules, write_modules
 from revcompile.runtime.shipping.names import ALLOWED, Names, located
-from revcompile.runtime.shipping.tensors import TensorReader, TensorWriter
+from revcompile.runtime.shipping.tensors import TensorReader, TensorWriter, as_stored
 from revcompile.runtime.shipping.values import decode, encode, written
 
 __all__ = ["load_stage", "save_stage"]
@@ -68,7 +68,7 @@ def _store(folder: Path, text: str, memory: dict[str, Tensor]) -> None:
     """Write both files beside the old ones, then put them in place: never half a file."""
     folder.mkdir(parents=True, exist_ok=True)
     new = {name: folder / f"{name}.new" for name in (_PROGRAM, _TENSORS)}
-    whole = {name: tensor.cpu().clone().contiguous() for name, tensor in memory.items()}
+    whole = {name: as_stored(tensor.cpu()).clone().contiguous() for name, tensor in memory.items()}
     try:
         safetensors.torch.save_file(whole, new[_TENSORS])
     except (SafetensorError, KeyError, ValueError) as error:

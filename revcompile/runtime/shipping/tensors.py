@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from revcompile.errors import InputError
 
-__all__ = ["TensorReader", "TensorWriter"]
+__all__ = ["TensorReader", "TensorWriter", "as_stored"]
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """A tensor as safetensors has a word for it: complex numbers as pairs of real ones."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class TensorWriter:
@@ -108,8 +113,13 @@ class TensorReader:
     def __init__(self, table: Mapping[str, Mapping[str, Any]], memory: Mapping[str, Tensor]):
         self._table = table
         # A copy: the file may be mapped, and must be free to change while the stage trains.
-        self._memory = {name: tensor.clone() for name, tensor in memory.items()}
+        self._memory = {name: self._as_it_was(name, memory[name]).clone() for name in memory}
         self._made: dict[str, Tensor] = {}
+
+    def _as_it_was(self, name: str, stored: Tensor) -> Tensor:
+        dtype = str(self._table.get(name, {}).get("dtype", ""))
+        is_pairs = dtype.startswith("complex") and not stored.is_complex()
+        return torch.view_as_complex(stored) if is_pairs else stored
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._table:
