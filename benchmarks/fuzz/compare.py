@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Call", "Seen", "autocasting", "difference", "loss", "observe"]
+__all__ = ["Call", "Seen", "Values", "autocasting", "difference", "loss", "observe"]
 
 Values = dict[str, Tensor | None]
 TOLERANCE: Final = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 6e-2}

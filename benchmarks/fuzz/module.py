@@ -13,10 +13,11 @@ import benchmarks.fuzz.parts  # noqa: F401 - fills the catalogue
 from benchmarks.fuzz.net import Net, write_part
 from benchmarks.fuzz.writer import CONDITION, PRELUDE, WIDTH, Writer
 
-__all__ = ["BATCHES", "Sizes", "arguments", "build", "source", "weight_dtype"]
+__all__ = ["BATCHES", "LENGTH", "Sizes", "arguments", "build", "source", "weight_dtype", "written"]
 
 Sizes = tuple[int, int]
 """Batch size, and the length of sequences or the side of images."""
+LENGTH: Final = 5
 BATCHES: Final = (3, 4, 7)
 """Of the example; another; one on the other side of the nets' conditions."""
 WORDS: Final = 9

@@ -20,16 +20,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.fuzz.compare import Call, Seen, autocasting, difference, loss, observe
-from benchmarks.fuzz.module import BATCHES, Sizes, arguments, build
+from benchmarks.fuzz.compare import Call, Seen, Values, difference, loss, observe
+from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
-from revcompile.errors import RevcompileError, VerificationError
+from revcompile.errors import InputError, RevcompileError, VerificationError
 from revcompile.runtime.reversible import bind
 
 __all__ = ["METHODS", "Finding", "Refusal", "Report", "examine"]
 
 METHODS: Final = ("petra", "backprop", "1f1b", "petra_stashed")
-LENGTH: Final = 5
 OTHERS: Final[tuple[Sizes, ...]] = ((BATCHES[2], LENGTH), (BATCHES[0], 8), (BATCHES[1], 4))
 """Sizes on the other side of some net's condition."""
 RATE: Final = 0.05
@@ -186,14 +185,19 @@ class Examination:
 
     # -- reversify ----------------------------------------------------------------------------
 
-    def reversify(self) -> nn.Module:
-        """Reversible chains against the same net with stored activations."""
-        model = build(self.net)
-        call = self.calls[0]
+    def reversify(self, staged: revcompile.StagedModel | None) -> nn.Module:
+        """Reversible chains against the same net with stored activations.
+
+        `petrafy` begins with `reversify`: what it made is used again, which saves a compilation.
+        """
+        model, call = build(self.net), self.calls[0]
         with self.watched("reversify"):
-            net = revcompile.reversify(model, call.args, call.kwargs)
+            if staged is not None:
+                net: nn.Module = staged.model
+            else:
+                net = revcompile.reversify(model, call.args, call.kwargs)
         self._same_modes(model, net)
-        self._same_reach(net)
+        self._like_original(net)
         stored, chained = copy.deepcopy(net), copy.deepcopy(net)
         stored.reversible = False
         with self.watched("reversify, stored", stop=False):
@@ -211,14 +215,43 @@ class Examination:
                 what = f"modes: {path} is in {'eval' if inner.training else 'training'} mode"
                 self.report.findings.append(Finding("wrong", "reversify, modes", what))
 
-    def _same_reach(self, net: nn.Module) -> None:
-        """Whatever has a gradient in the original has one in the rewired net."""
-        with self.watched("reversify, reach", stop=False):
-            have = observe(copy.deepcopy(net), self.calls[:1], self.net.precision)[0].gradients
-            for name, gradient in self.original[0].gradients.items():
-                if name in have and gradient is not None and have[name] is None:
-                    what = f"reach: {name} has a gradient in the original and none here"
-                    self.report.findings.append(Finding("wrong", "reversify, reach", what))
+    def _like_original(self, net: nn.Module) -> None:
+        """What rewiring must leave as it was: all of a net without reversible blocks; otherwise
+        which parameters have a gradient, which buffers move, and how far counters count."""
+        with self.watched("rewired", stop=False):
+            have = observe(copy.deepcopy(net), self.calls, self.net.precision)
+            for want, got in zip(self.original, have, strict=True):
+                if not net.rewired.couplings:  # type: ignore[union-attr]
+                    self.compare("rewired, no blocks", want, got)
+                self._same_reach(want, got)
+            before = {name: b.detach().clone() for name, b in net.named_buffers()}
+            self._same_moves("rewired", before, have[-1])
+
+    def _same_reach(self, want: Seen, have: Seen) -> None:
+        for name, gradient in want.gradients.items():
+            if name not in have.gradients:
+                continue
+            if gradient is not None and have.gradients[name] is None:
+                what = f"reach: {name} has a gradient in the original and none here"
+                self.report.findings.append(Finding("wrong", "rewired", what))
+
+    def _same_moves(self, check: str, before: Values, have: Seen) -> None:
+        """The same buffers move as in the original; counters count the same."""
+        start = {name: b for name, b in build(self.net).named_buffers()}
+        for name, end in self.original[-1].buffers.items():
+            got, initial = have.buffers.get(name), before.get(name)
+            if end is None or got is None or initial is None:
+                continue
+            moved = not torch.equal(end, start[name])
+            if moved and torch.equal(got, initial):
+                what = f"buffers: {name} moves in the original and not here"
+            elif not moved and not torch.equal(got, initial):
+                what = f"buffers: {name} stays in the original and moves here"
+            elif not end.is_floating_point() and check == "rewired" and not torch.equal(end, got):
+                what = f"buffers: {name} is {got.tolist()}, not {end.tolist()}"
+            else:
+                continue
+            self.report.findings.append(Finding("wrong", f"{check}, state", what))
 
     # -- other sizes and attributes -----------------------------------------------------------
 
@@ -279,11 +312,20 @@ class Examination:
 
     # -- petrafy ------------------------------------------------------------------------------
 
-    def petrafy(self) -> None:
-        """Gradients of every micro-batch, at learning rate 0, against autograd."""
+    def stage(self) -> revcompile.StagedModel | None:
+        """The net in as many stages as it was drawn for, or fewer if it is too short."""
         call = self.calls[0]
-        with self.watched("petrafy"):
-            staged = self._staged(call)
+        with self.watched("petrafy", stop=False):
+            for stages in range(self.net.stages, 0, -1):
+                try:
+                    return revcompile.petrafy(build(self.net), stages, call.args, call.kwargs)
+                except InputError as error:
+                    if "num_stages" not in str(error) or stages == 1:
+                        raise
+        return None
+
+    def petrafy(self, staged: revcompile.StagedModel) -> None:
+        """Gradients of every micro-batch, at learning rate 0, against autograd."""
         start = copy.deepcopy(staged.model)
         fed = [self.call((batch, LENGTH), seed) for seed, batch in enumerate((3, 3, 3, 4))]
         reference = None
@@ -306,16 +348,8 @@ class Examination:
                     want = Seen(want.outputs, names, want.buffers)
                     self.compare(f"petrafy {method}", want, got, "gradients")
                 self.compare(f"petrafy {method}", reference[-1], have[-1], "buffers")
-
-    def _staged(self, call: Call) -> revcompile.StagedModel:
-        for stages in range(self.net.stages, 0, -1):
-            try:
-                model = build(self.net)
-                return revcompile.petrafy(model, stages, call.args, call.kwargs, check="off")
-            except RevcompileError as error:
-                if "num_stages" not in str(error) or stages == 1:
-                    raise
-        raise AssertionError("a net can be one stage")
+                before = {name: b for name, b in start.named_buffers()}
+                self._same_moves(f"petrafy {method}", before, have[-1])
 
     def _trained(
         self, staged: revcompile.StagedModel, method: str, fed: Sequence[Call]
@@ -393,9 +427,10 @@ def examine(net: Net, methods: Sequence[str] = METHODS) -> Report:
         try:
             examination.look()
             captured = examination.capture()
-            reversible = examination.reversify()
-            examination.other_cases(captured, reversible)
-            examination.petrafy()
+            staged = examination.stage()
+            examination.other_cases(captured, examination.reversify(staged))
+            if staged is not None:
+                examination.petrafy(staged)
         except _Stop:
             pass
     return examination.report

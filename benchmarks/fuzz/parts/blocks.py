@@ -137,3 +137,23 @@ def downsample(w: Writer, how: str) -> None:
         layer = w.layer(into=4 * w.width)
         w.line("h = h[:, :, : h.shape[2] // 2 * 2, : h.shape[3] // 2 * 2]")
         w.line(f"h = {layer}(F.pixel_unshuffle(h, 2))")
+
+
+@part("blocks", how=("clamp", "relu", "relu6", "round", "max pool", "zeros"), read=("topk", "relu", "max"))
+def rectified(w: Writer, how: str, read: str) -> None:
+    """An activation on the stream that makes exact ties, and a block that decides between them."""
+    d = w.channel
+    calls = {
+        "clamp": "h.clamp(-0.3, 0.3)",
+        "relu": "F.relu(h)",
+        "relu6": "F.relu6(h + 5.7)",
+        "round": "h + (torch.round(2 * h) / 2 - h).detach()",
+        "max pool": "F.max_pool2d(h, 3, 1, 1)" if w.images else "h.cummax(-1).values",
+        "zeros": "h * (h > 0)",
+    }
+    seen = {
+        "topk": f"torch.zeros_like(h).scatter({d}, h.topk(2, {d}).indices, 1.0)",
+        "relu": "F.relu(h - 0.3)",
+        "max": f"h.max({d}, keepdim=True).values - h",
+    }[read]
+    w.line(f"h = {calls[how]}", f"h = h + torch.tanh({w.layer()}({seen}))")

@@ -33,8 +33,14 @@ def condition(w: Writer, source: str, out: str) -> tuple[str, str]:
     return w.member("ada", f"nn.Linear({into}, {out})"), value
 
 
-@part("sides", structure=STRUCTURES, source=SOURCES, form=("g * {}", "{} + g", "{} * (1 + g) + g"))
-def modulated(w: Writer, structure: str, source: str, form: str) -> None:
+@part(
+    "sides",
+    structure=STRUCTURES,
+    source=SOURCES,
+    form=("g * {}", "{} + g", "{} * (1 + g) + g"),
+    opaque=(False, True),
+)
+def modulated(w: Writer, structure: str, source: str, form: str, opaque: bool) -> None:
     """Adaptive layer norm: gates of a condition, one for each block of a loop."""
     d = w.width
     ada, value = condition(w, source, f"{3 * d}")
@@ -49,15 +55,18 @@ def modulated(w: Writer, structure: str, source: str, form: str) -> None:
     if structure in cuts:
         w.line(f"gates = {cuts[structure]}")
     else:
-        name, unpack = returning(w, structure)
+        name, unpack = returning(w, structure, opaque)
         w.line(f"s = {w.member('conditions', f'{name}({ada}.in_features, {d})')}({value})")
         w.line(f"gates = {unpack}")
     w.line(f"for layer, g in zip({layers}, gates):")
     w.line(f"    g = {w.spread('g')}", f"    h = h + {form.format('torch.tanh(layer(h))')}")
 
 
-def returning(w: Writer, structure: str) -> tuple[str, str]:
-    """A module that returns three gates in some structure; its name, and how to read them."""
+def returning(w: Writer, structure: str, opaque: bool) -> tuple[str, str]:
+    """A module that returns three gates in some structure; its name, and how to read them.
+
+    An opaque one looks at numbers, so that no tracer can see its inside.
+    """
     results = {
         "tuple": ("a, b, c", "s"),
         "list": ("[a, b, c]", "s"),
@@ -71,7 +80,8 @@ def returning(w: Writer, structure: str) -> tuple[str, str]:
             "Gates",
             "class Gates(NamedTuple):\n    a: torch.Tensor\n    b: torch.Tensor\n    c: torch.Tensor",
         )
-    name = "Gives" + structure.title().replace(" ", "")
+    name = ("Opaque" if opaque else "Gives") + structure.title().replace(" ", "")
+    look = "if float(v.detach().abs().sum()) > 1e9:\n            v = v / 2" if opaque else "v = v / 2"
     text = f"""
 class {name}(nn.Module):
     def __init__(self, into, out):
@@ -79,6 +89,7 @@ class {name}(nn.Module):
         self.a, self.b, self.c = (nn.Linear(into, out) for _ in range(3))
 
     def forward(self, v):
+        {look}
         a, b, c = self.a(v), self.b(v), torch.sigmoid(self.c(v))
         return {result}
 """
@@ -104,8 +115,8 @@ def spectrum(w: Writer, source: str, blocks: int, read: str) -> None:
 REDUCTIONS: Final = ("max", "min", "sort", "topk", "median", "var_mean", "frexp", "aminmax")
 
 
-@part("sides", how=REDUCTIONS, blocks=(2, 1))
-def reduced(w: Writer, how: str, blocks: int) -> None:
+@part("sides", how=REDUCTIONS, blocks=(2, 1), whole=(False, True))
+def reduced(w: Writer, how: str, blocks: int, whole: bool) -> None:
     """Values of an operation with several results, read by blocks."""
     dim, layer = w.channel, w.layer()
     calls = {
@@ -118,9 +129,22 @@ def reduced(w: Writer, how: str, blocks: int) -> None:
         "frexp": f"v, i = torch.frexp({layer}(h))",
         "aminmax": f"v, i = {layer}(h).aminmax(dim={dim}, keepdim=True)",
     }
-    w.line(calls[how])
+    w.line(calls[how].replace("v, i =", "m =") if whole else calls[how])
     for _ in range(blocks):
+        if whole:
+            w.line("v, i = m")
         w.line(f"h = h + torch.tanh(v) * torch.tanh({w.layer()}(h)) + 0.1 * torch.tanh(i.to(h.dtype))")
+
+
+@part("sides", layer=("LSTM", "GRU"), read=("state", "steps", "both"))
+def recurrent(w: Writer, layer: str, read: str) -> None:
+    """The state of a recurrent layer: one call with nested results, read by blocks."""
+    rnn = w.member("rnn", f"nn.{layer}({CONDITION}, {w.width}, batch_first=True)")
+    w.line(f"result = {rnn}({w.reads('e')})")
+    state = "result[1][0][-1]" if layer == "LSTM" else "result[1][-1]"
+    gates = {"state": [state], "steps": ["result[0][:, -1]"], "both": [state, "result[0][:, 0]"]}[read]
+    for gate in gates * 2:
+        w.line(f"h = h + {w.spread(gate)} * torch.tanh({w.layer()}(h))")
 
 
 @part("sides", how=("parameter", "arange", "buffer", "pair", "input"), blocks=(2, 1))
