@@ -1,0 +1,1 @@
+"""Random residual nets: each is captured, made reversible and staged, and compared with autograd."""

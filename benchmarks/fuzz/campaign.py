@@ -1,0 +1,228 @@
+"""Are gradients, outputs and buffers of random residual nets those of autograd?
+
+    python -m benchmarks run fuzz --count 10000 --jobs 16 --out findings
+    python -m benchmarks run fuzz --seed 7 --count 200
+    python -m benchmarks run fuzz --only 137                # one net of the seed again
+
+Each net goes through capture, reversify and petrafy and is compared with the original, with stored
+activations and with autograd. Findings are made small and written to --out, each as a script of its
+own. The same seed gives the same nets on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from benchmarks.fuzz.choices import Seeded
+from benchmarks.fuzz.net import Net, draw_net
+from benchmarks.fuzz.oracle import METHODS, Finding, Refusal, examine
+from benchmarks.fuzz.shrink import same_finding, script, shrink
+from benchmarks.harness import show
+from benchmarks.registry import Benchmark, Row
+
+CHUNK = 20
+"""Nets a worker process takes at a time."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one net, as it travels between processes."""
+
+    index: int
+    discarded: str | None = None
+    findings: tuple[Finding, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    compared: int = 0
+    seconds: float = 0.0
+    smallest: dict[tuple[str, str, str], Net] = field(default_factory=dict)
+
+
+def net_of(seed: int, index: int) -> Net:
+    """The net with this number."""
+    return draw_net(Seeded(f"{seed}:{index}"))
+
+
+class TooLong(Exception):
+    """A net took longer than it may."""
+
+
+def _stop(*_: Any) -> None:
+    raise TooLong
+
+
+def judge(seed: int, index: int, limit: int, trials: int) -> Outcome:
+    """Examine a net; make it smaller if it fails."""
+    start = time.perf_counter()
+    signal.signal(signal.SIGALRM, _stop)
+    net = net_of(seed, index)
+    signal.alarm(limit)
+    try:
+        report = examine(net)
+    except TooLong:
+        finding = Finding("foreign", "time", f"it took longer than {limit} s")
+        return Outcome(index, findings=(finding,), smallest={finding.key: net}, seconds=limit)
+    finally:
+        signal.alarm(0)
+    found = {finding.key: finding for finding in reversed(report.findings)}
+    smallest = {key: _smallest(net, f, limit, trials) for key, f in found.items()}
+    return Outcome(
+        index,
+        report.discarded,
+        tuple(found.values()),
+        tuple(report.refusals),
+        len(report.checks),
+        time.perf_counter() - start,
+        smallest,
+    )
+
+
+def _smallest(net: Net, finding: Finding, limit: int, trials: int) -> Net:
+    fails, smallest = same_finding(finding), net
+
+    def still(smaller: Net) -> bool:
+        nonlocal smallest
+        failed = fails(smaller)
+        smallest = smaller if failed else smallest
+        return failed
+
+    signal.alarm(4 * limit)
+    try:
+        return shrink(net, still, trials)
+    except TooLong:
+        return smallest
+    finally:
+        signal.alarm(0)
+
+
+def judge_chunk(task: tuple[int, list[int], int, int]) -> list[Outcome]:
+    """Some nets, in a worker process."""
+    seed, indices, limit, trials = task
+    torch.set_num_threads(1)
+    return [judge(seed, index, limit, trials) for index in indices]
+
+
+def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
+    """All nets, in order."""
+    indices = [options.only] if options.only is not None else list(range(options.count))
+    tasks = [
+        (options.seed, indices[i : i + CHUNK], options.limit, options.shrink)
+        for i in range(0, len(indices), CHUNK)
+    ]
+    if options.jobs <= 1:
+        threads = torch.get_num_threads()
+        for task in track(tasks, "nets", disable=len(tasks) < 2):
+            yield from judge_chunk(task)
+        torch.set_num_threads(threads)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        options.jobs, mp_context=context, max_tasks_per_child=10
+    ) as pool:
+        for chunk in track(pool.map(judge_chunk, tasks), "nets", total=len(tasks)):
+            yield from chunk
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--count", type=int, default=1000, help="how many nets")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes of one thread each")
+    parser.add_argument("--only", type=int, help="the number of the only net to look at")
+    parser.add_argument("--limit", type=int, default=60, help="seconds a net may take")
+    parser.add_argument("--shrink", type=int, default=60, help="trials to make a finding smaller")
+    parser.add_argument("--out", type=Path, help="a folder for findings, as scripts")
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Print the tables, write the findings."""
+    start, done = time.perf_counter(), list[Outcome]()
+    written: dict[tuple[str, ...], int] = {}
+    for outcome in outcomes(options):
+        done.append(outcome)
+        for finding in outcome.findings:
+            net = outcome.smallest[finding.key]
+            cause = (finding.kind, finding.check, *sorted({p.kind for p in net.parts}))
+            if cause in written:
+                written[cause] += 1
+                continue
+            written[cause] = 1
+            row = {
+                "failed": f"{finding.kind}, {finding.check}: {finding.what.splitlines()[0]}",
+                "index": outcome.index,
+                "net": repr(net),
+            }
+            if options.out is not None:
+                row["script"] = _write(options.out, outcome.index, net, finding)
+            yield row
+    seconds = time.perf_counter() - start
+    yield _summary(done, seconds)
+    _show(done, written, seconds)
+
+
+def _write(folder: Path, index: int, net: Net, finding: Finding) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    check = finding.check.replace(", ", "_").replace(" ", "_")
+    file = folder / f"{finding.kind}_{check}_{index}.py"
+    file.write_text(script(net, finding))
+    if finding.detail:
+        file.with_suffix(".txt").write_text(finding.detail)
+    return str(file)
+
+
+def _summary(done: Iterable[Outcome], seconds: float) -> dict[str, Any]:
+    """The campaign in one row."""
+    used = [outcome for outcome in done if outcome.discarded is None]
+    wrong = [{f.what.split(":")[0] for f in o.findings if f.kind == "wrong"} for o in used]
+    return {
+        "nets": len(used),
+        "discarded": len(list(done)) - len(used),
+        "comparisons": sum(outcome.compared for outcome in used),
+        "wrong gradients": sum(bool(w & {"gradients", "reach"}) for w in wrong),
+        "wrong outputs": sum("outputs" in w for w in wrong),
+        "wrong buffers": sum("buffers" in w for w in wrong),
+        "wrong modes": sum("modes" in w for w in wrong),
+        "foreign tracebacks": sum(any(f.kind == "foreign" for f in o.findings) for o in used),
+        "refused": sum(any(r.check in ENTRIES for r in o.refusals) for o in used),
+        "refused by reason": dict(_reasons(used).most_common()),
+        "seconds": round(seconds, 1),
+    }
+
+
+ENTRIES = ("capture", "reversify", "petrafy")
+"""Checks whose refusal means that the compiler does not take the net at all."""
+
+
+def _reasons(used: Iterable[Outcome]) -> collections.Counter[str]:
+    counted: collections.Counter[str] = collections.Counter()
+    for outcome in used:
+        counted.update({f"{refusal.check}: {refusal.reason}" for refusal in outcome.refusals})
+    return counted
+
+
+def _show(done: list[Outcome], written: dict[tuple[str, ...], int], seconds: float) -> None:
+    row = _summary(done, seconds)
+    reasons = row.pop("refused by reason")
+    nets = max(row["nets"], 1)
+    lines = [(name, value, f"{value / nets:.1%}" if "s" != name else "") for name, value in row.items()]
+    show(f"random nets, methods {', '.join(METHODS)}", ("", "nets", "share"), lines)
+    if reasons:
+        lines = [(reason, count, f"{count / nets:.2%}") for reason, count in reasons.items()]
+        show("refused, by reason", ("reason", "nets", "share"), lines)
+    if written:
+        lines = [(", ".join(cause), count) for cause, count in written.items()]
+        show("findings, by check and parts", ("finding", "nets"), lines)
+
+
+BENCHMARK = Benchmark("fuzz", arguments, main, smallest=("--count", "3"))

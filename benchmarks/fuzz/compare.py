@@ -1,0 +1,147 @@
+"""What is observed of a call, and how two observations are compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["Call", "Seen", "Values", "autocasting", "difference", "loss", "observe"]
+
+Values = dict[str, Tensor | None]
+TOLERANCE: Final = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 6e-2}
+"""Relative to the largest element; below a ten-thousandth of all gradients it is noise."""
+NOISE: Final = 1e-4
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one call and the seed it is made with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Everything observed of one call."""
+
+    outputs: Values
+    gradients: Values
+    buffers: Values
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    """A weighted mean of all a net returns, different for every target."""
+    terms = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            if not real.requires_grad:
+                continue
+            weights = torch.cos(target * torch.arange(real.numel(), dtype=target.dtype) + target)
+            terms.append((real * weights.to(real).view_as(real)).mean())
+    return torch.stack([term.double() for term in terms]).sum()
+
+
+@contextlib.contextmanager
+def autocasting(precision: str) -> Iterator[None]:
+    """What a net of this precision runs under."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        yield
+
+
+def observe(
+    module: nn.Module,
+    calls: Sequence[Call],
+    precision: str,
+    *,
+    run: Callable[..., Any] | None = None,
+    rate: float = 0.0,
+) -> list[Seen]:
+    """Calls one after the other, each with its gradients and the buffers afterwards.
+
+    Between two calls the parameters move by `rate` times their gradient.
+    """
+    seen = []
+    for index, call in enumerate(calls):
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        inputs = [leaf.detach().clone() for leaf in leaves]
+        for tensor in inputs:
+            tensor.requires_grad_(module.training and tensor.is_floating_point())
+        # a net may write into what it is given, which then must not be a leaf
+        args, kwargs = pytree.tree_unflatten(
+            [t * 1 if t.requires_grad else t for t in inputs], spec
+        )
+        module.zero_grad()
+        torch.manual_seed(call.seed)
+        with autocasting(precision), torch.set_grad_enabled(module.training):
+            output = (run or module)(*args, **kwargs)
+        outputs = {
+            f"output {i}": leaf.detach().clone()
+            for i, leaf in enumerate(pytree.tree_leaves(output))
+            if isinstance(leaf, Tensor)
+        }
+        gradients: Values = {}
+        if module.training:
+            loss(output, torch.tensor(0.1 * (index + 1))).backward()
+            gradients = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
+            gradients |= {name: _dense(p.grad) for name, p in module.named_parameters()}
+        buffers: Values = {name: b.detach().clone() for name, b in module.named_buffers()}
+        seen.append(Seen(outputs, gradients, buffers))
+        with torch.no_grad():
+            for parameter in module.parameters() if rate else ():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=rate)
+    return seen
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return gradient.detach().to_dense().clone() if gradient.is_sparse else gradient.detach().clone()
+
+
+def difference(
+    want: Mapping[str, Tensor | None], have: Mapping[str, Tensor | None], precision: str
+) -> str | None:
+    """The worst difference of what `want` names, or None. Names that only `have` has are ignored."""
+    present = [v for v in want.values() if v is not None and v.numel() and not _counts(v)]
+    largest = max((float(v.nan_to_num().abs().max()) for v in present), default=0.0)
+    worst, told = 0.0, None
+    for name, expected in want.items():
+        actual = have.get(name)
+        if expected is None or actual is None:
+            if (expected is None) != (actual is None):
+                return f"{name} is {'missing' if actual is None else 'there but should not be'}"
+            continue
+        if expected.shape != actual.shape:
+            return f"{name} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+        if expected.dtype != actual.dtype:
+            return f"{name} is {actual.dtype}, not {expected.dtype}"
+        error = _distance(expected, actual, NOISE * largest)
+        if not error <= worst:
+            worst, told = error, f"{name} differs by {error:.1e}"
+    return told if not worst <= TOLERANCE[precision] else None
+
+
+def _counts(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _distance(expected: Tensor, actual: Tensor, noise: float) -> float:
+    if not expected.numel():
+        return 0.0
+    if _counts(expected):
+        return float((expected != actual).any())
+    if not torch.equal(expected.isfinite(), actual.isfinite()):
+        return float("inf")
+    expected, actual = expected.nan_to_num(), actual.nan_to_num()
+    scale = max(float(expected.abs().max()), noise, 1e-30)
+    return float((expected - actual).abs().max()) / scale

@@ -1,0 +1,436 @@
+"""Put a net through capture, reversify and petrafy and compare everything with autograd.
+
+Every difference and every exception that is not one of revcompile's own is a finding. A refusal of
+revcompile is none, and is counted by its reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+import revcompile
+from benchmarks.fuzz.compare import Call, Seen, Values, difference, loss, observe
+from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
+from benchmarks.fuzz.net import Net
+from revcompile.errors import InputError, RevcompileError, VerificationError
+from revcompile.runtime.reversible import bind
+
+__all__ = ["METHODS", "Finding", "Refusal", "Report", "examine"]
+
+METHODS: Final = ("petra", "backprop", "1f1b", "petra_stashed")
+OTHERS: Final[tuple[Sizes, ...]] = ((BATCHES[2], LENGTH), (BATCHES[0], 8), (BATCHES[1], 4))
+"""Sizes on the other side of some net's condition."""
+RATE: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that must not be: `kind` is "wrong" (silently) or "foreign" (a raw traceback)."""
+
+    kind: str
+    check: str
+    what: str
+    detail: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Findings of one key probably have one cause."""
+        return self.kind, self.check.split(",")[0], normalised(self.what)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error of revcompile: the compiler does not take the net."""
+
+    check: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """All that came of one net."""
+
+    findings: list[Finding] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    discarded: str | None = None
+    """Why the net itself cannot be used as an example."""
+    checks: list[str] = field(default_factory=list)
+    """What was compared."""
+
+
+def normalised(text: str) -> str:
+    """A message without the names, numbers and lines of one net."""
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    line = re.sub(r"\(at .*?\)|<net [0-9a-f]+>", "", line)
+    line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", line)
+    line = re.sub(r"\b(?:self\.)?[a-z_]+\d+(?:\.[\w.]+)?", "…", line)
+    return re.sub(r"[-\d.]*\d(?:e[-+]?\d+)?", "#", line)[:160]
+
+
+def reason(error: RevcompileError) -> str:
+    """Why a net was refused, without its own names."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    numbered = [line for line in lines if re.match(r"\d+\. ", line)]
+    text = numbered[0] if numbered else lines[0]
+    kind = type(error).__name__
+    return f"{kind}: {normalised(text)}"
+
+
+class _Stop(Exception):
+    """Nothing further can be said of this net."""
+
+
+class Examination:
+    """One net on its way through the checks."""
+
+    def __init__(self, net: Net, methods: Sequence[str]) -> None:
+        self.net, self.methods = net, methods
+        self.report = Report()
+        self.sizes = [(batch, LENGTH) for batch in BATCHES[:2]]
+        self.original: list[Seen] = []
+        self.evaluated: list[Seen] = []
+        self.is_random = self.has_memory = False
+
+    # -- reporting ----------------------------------------------------------------------------
+
+    @contextmanager
+    def watched(self, check: str, stop: bool = True) -> Iterator[None]:
+        """Sort what is raised into refusals and findings; then go on, or stop."""
+        try:
+            yield
+            return
+        except _Stop:
+            raise
+        except VerificationError as error:
+            self.report.findings.append(Finding("foreign", check, f"{reason(error)}", str(error)))
+        except RevcompileError as error:
+            self.report.refusals.append(Refusal(check, reason(error)))
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error).strip()}"
+            detail = traceback.format_exc()
+            self.report.findings.append(Finding("foreign", check, what[:300], detail))
+        if stop:
+            raise _Stop
+
+    def compare(self, check: str, want: Seen, have: Seen, *which: str) -> None:
+        """Find what differs between two calls."""
+        self.report.checks.append(check)
+        for name in which or ("outputs", "gradients", "buffers"):
+            told = difference(getattr(want, name), getattr(have, name), self.net.precision)
+            if told is not None:
+                self.report.findings.append(Finding("wrong", check, f"{name}: {told}"))
+
+    # -- the net itself -----------------------------------------------------------------------
+
+    def call(self, sizes: Sizes, seed: int = 0) -> Call:
+        """A call at a batch size and a length."""
+        args, kwargs = arguments(self.net, sizes, seed)
+        return Call(args, kwargs, seed)
+
+    @property
+    def calls(self) -> list[Call]:
+        """Two calls, of different batch sizes."""
+        return [self.call(sizes, seed) for seed, sizes in enumerate(self.sizes)]
+
+    def look(self) -> None:
+        """Run the original: what fails here is no example."""
+        precision = self.net.precision
+        try:
+            self.original = observe(build(self.net), self.calls, precision)
+            self.evaluated = observe(build(self.net).eval(), self.calls, precision)
+            first = self.calls[0]
+            same, other = (Call(first.args, first.kwargs, seed) for seed in (0, 9))
+            one = observe(build(self.net), [same, same], precision)
+            drawn = observe(build(self.net), [other], precision)
+        except Exception as error:
+            self.report.discarded = f"{type(error).__name__}: {normalised(str(error))}"
+            raise _Stop from None
+        finite = all(t.isfinite().all() for s in self.original for t in s.outputs.values())
+        if not finite:
+            self.report.discarded = "its output is not finite"
+            raise _Stop
+        self.is_random = difference(one[0].outputs, drawn[0].outputs, "float64") is not None
+        # the targets differ from call to call, so only outputs show what a net remembers
+        self.has_memory = difference(one[0].outputs, one[1].outputs, "float64") is not None
+
+    # -- capture ------------------------------------------------------------------------------
+
+    def capture(self) -> revcompile.ir.Captured:
+        """The graph against the original, in both modes."""
+        call = self.calls[0]
+        with self.watched("capture"):
+            captured = revcompile.capture(
+                build(self.net), call.args, call.kwargs, check="off"
+            )
+        for mode, expected in (("training", self.original), ("eval", self.evaluated)):
+            with self.watched(f"capture, {mode}", stop=False):
+                root = copy.deepcopy(captured.root)
+                root.train(mode == "training") if mode == "eval" else None
+                run = graph_of(captured, root)
+                have = observe(root, self.calls, self.net.precision, run=run)
+                for want, got in zip(expected, have, strict=True):
+                    self.compare(f"capture, {mode}", want, got)
+        return captured
+
+    # -- reversify ----------------------------------------------------------------------------
+
+    def reversify(self, staged: revcompile.StagedModel | None) -> nn.Module:
+        """Reversible chains against the same net with stored activations.
+
+        `petrafy` begins with `reversify`: what it made is used again, which saves a compilation.
+        """
+        model, call = build(self.net), self.calls[0]
+        with self.watched("reversify"):
+            if staged is not None:
+                net: nn.Module = staged.model
+            else:
+                net = revcompile.reversify(model, call.args, call.kwargs)
+        self._same_modes(model, net)
+        self._like_original(net)
+        stored, chained = copy.deepcopy(net), copy.deepcopy(net)
+        stored.reversible = False
+        with self.watched("reversify, stored", stop=False):
+            wanted = observe(stored, self.calls, self.net.precision, rate=RATE)
+            with self.watched("reversify, chained", stop=False):
+                have = observe(chained, self.calls, self.net.precision, rate=RATE)
+                for step, (want, got) in enumerate(zip(wanted, have, strict=True)):
+                    self.compare(f"reversify, step {step}", want, got)
+        return net
+
+    def _same_modes(self, model: nn.Module, net: nn.Module) -> None:
+        modes = {path: inner.training for path, inner in net.named_modules()}
+        for path, inner in model.named_modules():
+            if modes.get(path, inner.training) != inner.training:
+                what = f"modes: {path} is in {'eval' if inner.training else 'training'} mode"
+                self.report.findings.append(Finding("wrong", "reversify, modes", what))
+
+    def _like_original(self, net: nn.Module) -> None:
+        """What rewiring must leave as it was: all of a net without reversible blocks; otherwise
+        which parameters have a gradient, which buffers move, and how far counters count."""
+        with self.watched("rewired", stop=False):
+            have = observe(copy.deepcopy(net), self.calls, self.net.precision)
+            for want, got in zip(self.original, have, strict=True):
+                if not net.rewired.couplings:  # type: ignore[union-attr]
+                    self.compare("rewired, no blocks", want, got)
+                self._same_reach(want, got)
+            before = {name: b.detach().clone() for name, b in net.named_buffers()}
+            self._same_moves("rewired", before, have[-1])
+
+    def _same_reach(self, want: Seen, have: Seen) -> None:
+        for name, gradient in want.gradients.items():
+            if name not in have.gradients:
+                continue
+            if gradient is not None and have.gradients[name] is None:
+                what = f"reach: {name} has a gradient in the original and none here"
+                self.report.findings.append(Finding("wrong", "rewired", what))
+
+    def _same_moves(self, check: str, before: Values, have: Seen) -> None:
+        """The same buffers move as in the original; counters count the same."""
+        start = {name: b for name, b in build(self.net).named_buffers()}
+        for name, end in self.original[-1].buffers.items():
+            got, initial = have.buffers.get(name), before.get(name)
+            if end is None or got is None or initial is None:
+                continue
+            moved = not torch.equal(end, start[name])
+            if moved and torch.equal(got, initial):
+                what = f"buffers: {name} moves in the original and not here"
+            elif not moved and not torch.equal(got, initial):
+                what = f"buffers: {name} stays in the original and moves here"
+            elif not end.is_floating_point() and check == "rewired" and not torch.equal(end, got):
+                what = f"buffers: {name} is {got.tolist()}, not {end.tolist()}"
+            else:
+                continue
+            self.report.findings.append(Finding("wrong", f"{check}, state", what))
+
+    # -- other sizes and attributes -----------------------------------------------------------
+
+    def other_cases(self, captured: revcompile.ir.Captured, net: nn.Module) -> None:
+        """Calls that take another path through the net's Python: the new path, or an error."""
+        for sizes in OTHERS:
+            self._other_case(captured, net, f"size {sizes}", sizes, lambda module: None)
+        if hasattr(build(self.net), "alpha"):
+
+            def change(module: nn.Module) -> None:
+                module.alpha = 2.0  # type: ignore[assignment]
+
+            self._other_case(captured, net, "attribute", self.sizes[0], change)
+
+    def _other_case(
+        self,
+        captured: revcompile.ir.Captured,
+        net: nn.Module,
+        name: str,
+        sizes: Sizes,
+        change: Callable[[nn.Module], None],
+    ) -> None:
+        call, precision = self.call(sizes, 3), self.net.precision
+        model = build(self.net)
+        change(model)
+        try:
+            want = observe(model, [call], precision)[0]
+        except Exception:
+            return  # the original does not take it either
+        if self._graph_agrees(captured, call, want, change):
+            return
+        # The graph is for the sizes of the example alone: calling the net must not run it.
+        check = f"other {name.split()[0]}"
+        with self.watched(check, stop=False):
+            changed = copy.deepcopy(net)
+            change(changed)
+            have = observe(changed, [call], precision)[0]
+            again = build(self.net)
+            change(again)
+            anew = revcompile.reversify(again, call.args, call.kwargs, check="off")
+            expected = observe(anew, [call], precision)[0]
+            self.compare(check, expected, have, "outputs")
+
+    def _graph_agrees(
+        self,
+        captured: revcompile.ir.Captured,
+        call: Call,
+        want: Seen,
+        change: Callable[[nn.Module], None],
+    ) -> bool:
+        try:
+            root = copy.deepcopy(captured.root)
+            change(root)
+            have = observe(root, [call], self.net.precision, run=graph_of(captured, root))[0]
+        except Exception:
+            return False
+        return difference(want.outputs, have.outputs, self.net.precision) is None
+
+    # -- petrafy ------------------------------------------------------------------------------
+
+    def stage(self) -> revcompile.StagedModel | None:
+        """The net in as many stages as it was drawn for, or fewer if it is too short."""
+        call = self.calls[0]
+        with self.watched("petrafy", stop=False):
+            for stages in range(self.net.stages, 0, -1):
+                try:
+                    return revcompile.petrafy(build(self.net), stages, call.args, call.kwargs)
+                except InputError as error:
+                    if "num_stages" not in str(error) or stages == 1:
+                        raise
+        return None
+
+    def petrafy(self, staged: revcompile.StagedModel) -> None:
+        """Gradients of every micro-batch, at learning rate 0, against autograd."""
+        start = copy.deepcopy(staged.model)
+        fed = [self.call((batch, LENGTH), seed) for seed, batch in enumerate((3, 3, 3, 4))]
+        reference = None
+        if not self.is_random:
+            module = staged.module()
+            module.reversible = False  # type: ignore[assignment]
+            with self.watched("petrafy, stored"):
+                reference = observe(module, fed, self.net.precision)
+        order = sorted(self.methods, key=lambda method: method != "backprop")
+        for method in order:
+            staged.model.load_state_dict(start.state_dict())
+            with self.watched(f"petrafy {method}", stop=False):
+                have = self._trained(staged, method, fed)
+                # masks depend on the stage: random nets are compared with kept graphs
+                reference = reference or have
+                if self.has_memory and method.startswith("petra"):
+                    continue  # what a net remembers has not moved on yet when it is late
+                for want, got in zip(reference, have, strict=True):
+                    names = {n: g for n, g in want.gradients.items() if "input " not in n}
+                    want = Seen(want.outputs, names, want.buffers)
+                    self.compare(f"petrafy {method}", want, got, "gradients")
+                self.compare(f"petrafy {method}", reference[-1], have[-1], "buffers")
+                before = {name: b for name, b in start.named_buffers()}
+                self._same_moves(f"petrafy {method}", before, have[-1])
+
+    def _trained(
+        self, staged: revcompile.StagedModel, method: str, fed: Sequence[Call]
+    ) -> list[Seen]:
+        recorder = Recorder()
+        low = torch.bfloat16 if self.net.precision == "bfloat16" else None
+        trainer = staged.trainer(recorder, loss, method=method, autocast=low)
+        for index, call in enumerate(fed):
+            trainer.step(_as_inputs(staged, call), torch.tensor(0.1 * (index + 1)))
+        trainer.flush()
+        names = {id(p): name for name, p in trainer.parameters().items()}
+        steps = recorder.gradients(names)
+        buffers = {name: b.detach().clone() for name, b in trainer.model.named_buffers()}
+        every: dict[str, Tensor | None] = dict.fromkeys(names.values())
+        return [Seen({}, {**every, **step}, buffers) for step in steps]
+
+
+def graph_of(captured: revcompile.ir.Captured, root: nn.Module) -> Callable[..., Any]:
+    """The captured graph, called as the original is."""
+    training = root.training
+    graph, spec = captured.graph, captured.signature.out_spec
+    if not training:
+        graph = captured.eval_graph or graph
+        spec = captured.signature.eval_out_spec or spec
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = bind(captured.signature, captured.name, args, kwargs)
+        inputs = [values[name] for name in captured.signature.placeholders]
+        flat = fx.Interpreter(root, graph=graph).run(*inputs)
+        return pytree.tree_unflatten(list(flat), spec)
+
+    return run
+
+
+def _as_inputs(staged: revcompile.StagedModel, call: Call) -> Any:
+    """What `trainer.step` takes: positional arguments, or all of them by name."""
+    if not call.kwargs:
+        return call.args
+    bound = staged.partition.rewired.signature.forward.bind(*call.args, **call.kwargs)
+    return dict(bound.arguments)
+
+
+class Recorder:
+    """Makes optimizers that change nothing and keep every gradient they are given."""
+
+    def __init__(self) -> None:
+        self.stages: list[list[dict[int, Tensor]]] = []
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        given = list(parameters)
+        optimizer = torch.optim.SGD(given, lr=0.0)
+        steps: list[dict[int, Tensor]] = []
+        self.stages.append(steps)
+
+        def keep(*_: Any) -> None:
+            steps.append({id(p): p.grad.clone() for p in given if p.grad is not None})
+
+        optimizer.register_step_pre_hook(keep)
+        return optimizer
+
+    def gradients(self, names: Mapping[int, str]) -> list[dict[str, Tensor]]:
+        """Update by update, the gradients of all stages."""
+        stages = [steps for steps in self.stages if steps]
+        return [
+            {names[i]: gradient for step in steps for i, gradient in step.items()}
+            for steps in zip(*stages, strict=True)
+        ]
+
+
+def examine(net: Net, methods: Sequence[str] = METHODS) -> Report:
+    """All checks of one net."""
+    examination = Examination(net, methods)
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        try:
+            examination.look()
+            captured = examination.capture()
+            staged = examination.stage()
+            examination.other_cases(captured, examination.reversify(staged))
+            if staged is not None:
+                examination.petrafy(staged)
+        except _Stop:
+            pass
+    return examination.report
