@@ -28,7 +28,7 @@ FIELDS: Final[dict[str, type | tuple[type, ...]]] = {
     "commit": (str, type(None)),
     "rows": list,
 }
-PACKAGES: Final = ("timm", "torchvision", "memcnn", "revlib", "revcompile")
+PACKAGES: Final = ("timm", "torchvision", "transformers", "memcnn", "revlib", "revcompile")
 
 
 def describe(benchmark: str, options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:

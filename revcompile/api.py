@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from revcompile.arguments import check_model, one_of, whole_number
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, model_unchanged
 from revcompile.compiler.cost import How, costs
@@ -17,9 +19,13 @@ from revcompile.compiler.find import find
 from revcompile.compiler.partition import Limits, partition
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
-from revcompile.errors import InputError, InversionError
-from revcompile.inspect.tables import invertibility_table, summary_text
-from revcompile.ir import Policy, TensorType
+from revcompile.errors import InversionError, RevcompileWarning
+from revcompile.inspect.tables import (
+    invertibility_table,
+    most_frequent_refusals,
+    summary_text,
+)
+from revcompile.ir import Policy, Rewired, TensorType
 from revcompile.overlap import Overlap
 from revcompile.runtime.reversible import Reversible
 from revcompile.schedule import Keep, choose
@@ -88,8 +94,33 @@ def reversify(
     >>> net.f.weight.grad.shape
     torch.Size([4, 4])
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"reversify: expected a torch.nn.Module, got {type(model).__name__}")
+    check_model("reversify", model)
+    net = _reversified(
+        model,
+        example_inputs,
+        example_kwargs,
+        policy=policy,
+        check=check,
+        leaf_modules=leaf_modules,
+        tolerance=tolerance,
+        overlap=overlap,
+    )
+    _warn_if_nothing_is_reversible(net.rewired, "reversify")
+    return net
+
+
+def _reversified(
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    *,
+    policy: str | Policy,
+    check: str,
+    leaf_modules: Iterable[str | type[nn.Module]],
+    tolerance: float | None,
+    overlap: str | Overlap = "auto",
+) -> ReversibleModule:
+    """The passes from a model to a module; `reversify` and `petrafy` begin with them."""
     chosen = Policy.named(policy)
     level = Check.parse(check)
     with model_unchanged():
@@ -138,10 +169,16 @@ def petrafy(
     >>> net
     StagedModel(ResNet: 4 stages, ... reversible)
     """
-    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
-        raise InputError(f"petrafy: num_stages={num_stages!r}; expected a whole number")
-    kept = _kept(keep)
-    net = reversify(
+    check_model("petrafy", model)
+    order = ": petrafy(model, num_stages, example_inputs)"
+    num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
+    kept = Keep(one_of("petrafy", "keep", keep, [one.value for one in Keep]))
+    if isinstance(cost, str):
+        cost = one_of("petrafy", "cost", cost, ("analytic", "measured", "replayed"))
+    for name, given in (("memory_limit", memory_limit), ("batch_size", batch_size)):
+        if given is not None:
+            whole_number("petrafy", name, given, 1)
+    net = _reversified(
         model,
         example_inputs,
         example_kwargs,
@@ -150,6 +187,7 @@ def petrafy(
         leaf_modules=leaf_modules,
         tolerance=tolerance,
     )
+    _warn_if_nothing_is_reversible(net.rewired, "petrafy")
     method, limits = choose("petra"), None
     if memory_limit is not None:
         limits = Limits(memory_limit, batch_size or _example_batch(net), optimizer_copies)
@@ -157,13 +195,6 @@ def petrafy(
     cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
     verify_partition(cut)
     return StagedModel(net, cut, method)
-
-
-def _kept(keep: str) -> Keep:
-    found = {one.value: one for one in Keep}
-    if keep not in found:
-        raise InputError(f"petrafy: keep={keep!r}; use one of: {', '.join(sorted(found))}")
-    return found[keep]
 
 
 def _example_batch(net: ReversibleModule) -> int:
@@ -211,7 +242,16 @@ def check_invertible(
     True
     """
     if not isinstance(model, Reversible):
-        model = reversify(model, args, kwargs, check="off")
+        check_model("check_invertible", model)
+        model = _reversified(
+            model,
+            args or None,
+            kwargs,
+            policy="paper",
+            check="off",
+            leaf_modules=(),
+            tolerance=tolerance,
+        )
     limit = _tolerance(model, tolerance)
     with model_unchanged(model):
         errors = model.inversion_errors(*args, **kwargs)
@@ -223,6 +263,23 @@ def _tolerance(model: nn.Module, tolerance: float | None) -> float:
         return tolerance
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return _TOLERANCE.get(dtype, 1e-3)
+
+
+def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
+    """One warning, at the line that called `caller`."""
+    if rewired.couplings:
+        return
+    reasons = most_frequent_refusals(rewired, 3)
+    why = "; ".join(reasons) or "nowhere is the input of layers added to their output, x + F(x)"
+    kept = {
+        "reversify": "training it keeps all activations, as training the original does",
+        "petrafy": "every stage keeps its inputs and computes the rest again",
+    }
+    warnings.warn(
+        f"{caller}: nothing in {rewired.name} became reversible, so {kept[caller]}. Why: {why}",
+        RevcompileWarning,
+        stacklevel=3,
+    )
 
 
 def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:

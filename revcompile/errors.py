@@ -7,9 +7,11 @@ __all__ = [
     "InputError",
     "InversionError",
     "NonFiniteError",
+    "OriginalMethodError",
     "PolicyError",
     "RankError",
     "RevcompileError",
+    "RevcompileWarning",
     "VerificationError",
 ]
 
@@ -42,6 +44,10 @@ class InversionError(RevcompileError):
     """A chain of couplings does not reconstruct its own input."""
 
 
+class OriginalMethodError(RevcompileError, AttributeError):
+    """A method of the original model that cannot be used on the reversible one."""
+
+
 class NonFiniteError(RevcompileError, ArithmeticError):
     """A loss or gradient is infinite or not a number; the update was not applied."""
 
@@ -53,6 +59,10 @@ class NonFiniteError(RevcompileError, ArithmeticError):
 
 class RankError(RevcompileError, RuntimeError):
     """Another rank is gone, does not answer, or stopped with an error; this one cannot go on."""
+
+
+class RevcompileWarning(UserWarning):
+    """Something works, but not as the user is likely to expect."""
 
 
 class VerificationError(RevcompileError):

@@ -291,7 +291,7 @@ class Policy:
             "paper": Policy(),
             "pretrained": Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN),
         }
-        if name not in presets:
+        if not isinstance(name, str) or name not in presets:
             known = ", ".join(repr(p) for p in presets)
             raise PolicyError(
                 f"policy: expected {known} or a revcompile.Policy, got {name!r}; for single "

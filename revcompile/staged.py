@@ -76,6 +76,9 @@ class CompiledStage:
 class StagedModel:
     """A model cut into balanced stages, each with generated code; trains with any method.
 
+    Attributes and methods of the original that do not run it (`config`, `no_weight_decay()`) are
+    here as well.
+
     >>> import torch, revcompile
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
     >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
@@ -436,4 +439,15 @@ class StagedModel:
                 f"a StagedModel has no {name!r}: net.module() is the plain module with the current "
                 "weights, net.trainer(...) trains it"
             )
-        raise AttributeError(name)
+        model = self.__dict__.get("model")
+        if model is None or not model.is_of_original(name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What is an attribute of the original is looked up in the model when that runs.
+        model = self.__dict__.get("model")
+        if model is not None and name not in self.__dict__ and model.is_of_original(name):
+            setattr(model, name, value)
+        else:
+            super().__setattr__(name, value)

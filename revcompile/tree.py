@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "modules_called",
     "parameters_read",
     "reads_cast",
+    "tensors_read",
 ]
 
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
@@ -54,6 +56,20 @@ def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...
             if isinstance(value, nn.Parameter):
                 found[value] = None
     return tuple(found)
+
+
+def tensors_read(graph: fx.Graph, root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the parameters and buffers a graph computes with."""
+    for node in graph.nodes:
+        path = str(node.target)
+        if node.op == "call_module":
+            module = root.get_submodule(path)
+            for name, value in (*module.named_parameters(), *module.named_buffers()):
+                yield f"{path}.{name}", value
+        elif node.op == "get_attr":
+            value = attribute(root, path)
+            if isinstance(value, torch.Tensor):
+                yield path, value
 
 
 def convolves(graph: fx.Graph, root: nn.Module) -> bool:

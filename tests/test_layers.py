@@ -13,6 +13,7 @@ import pytest
 import revcompile
 
 GROUND = {
+    "arguments",
     "errors",
     "ir",
     "ops",

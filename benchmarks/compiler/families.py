@@ -99,7 +99,7 @@ def examine(
     reference = net.module()
     reference.reversible = False  # type: ignore[assignment]
     error = max(
-        _compare(trainer, reference.train(), index, x, y)
+        gradient_error(trainer, reference.train(), index, x, y)
         for index, (x, y) in enumerate(zip(batches, targets, strict=True))
     )
     work = [sum(c.forward + c.backward for c in part.costs) for part in net.partition.parts]
@@ -115,9 +115,11 @@ def examine(
     }
 
 
-def _compare(trainer: Any, reference: nn.Module, index: int, x: Tensor, y: Tensor) -> float:
+def gradient_error(trainer: Any, reference: nn.Module, index: int, x: Any, y: Tensor) -> float:
+    """The worst gradient of a micro-batch (a tensor, or keyword arguments) beside autograd's."""
     reference.zero_grad()
-    loss(reference(x), y).backward()
+    output = reference(**x) if isinstance(x, dict) else reference(x)
+    loss(output, y).backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
     worst = 0.0

@@ -12,7 +12,13 @@ from rich.table import Table
 
 from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
 
-__all__ = ["invertibility_table", "refusals", "render", "summary_text"]
+__all__ = [
+    "invertibility_table",
+    "most_frequent_refusals",
+    "refusals",
+    "render",
+    "summary_text",
+]
 
 
 def render(*parts: object) -> str:
@@ -70,14 +76,28 @@ def _shape(rewired: Rewired, segment: Segment) -> str:
 
 def refusals(rewired: Rewired) -> list[str]:
     """Sums that were not rewired, those of one reason together."""
+    return [f"not rewired: {where}: {reason}" for reason, where, _ in _by_reason(rewired)]
+
+
+def most_frequent_refusals(rewired: Rewired, count: int) -> list[str]:
+    """The reasons why most sums were not rewired, each with some of the places."""
+    found = sorted(_by_reason(rewired), key=lambda entry: -entry[2])[:count]
+    return [f"{where}: {reason}" for reason, where, _ in found]
+
+
+def _by_reason(rewired: Rewired) -> list[tuple[str, str, int]]:
+    """Every reason with its places in words, and how many there are."""
     places: dict[str, list[str]] = {}
     for refusal in rewired.refusals:
         places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
-    lines = []
-    for reason, paths in places.items():
-        shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-        lines.append(f"not rewired: {shown}: {reason}")
-    return lines
+    return [
+        (
+            reason,
+            ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else ""),
+            len(paths),
+        )
+        for reason, paths in places.items()
+    ]
 
 
 def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,18 +17,20 @@ from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signature
-from revcompile.ops import is_autocasting
+from revcompile.ops import attribute, is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.narrow import narrowed
+from revcompile.runtime.original import Original, OriginalSurface
 from revcompile.tree import (
     LOW_PRECISION,
     convolves,
     modules_called,
     parameters_read,
     reads_cast,
+    tensors_read,
 )
 
 __all__ = ["Reversible"]
@@ -41,6 +44,8 @@ _RESERVED = frozenset(
         "overlap",
         "inversion_errors",
         "summary",
+        "rewired_tensors",
+        "_original",
         "_plans",
     }
 )
@@ -56,7 +61,7 @@ class _Step:
     drop: tuple[str, ...]
 
 
-class Reversible(nn.Module):
+class Reversible(OriginalSurface):
     """Runs a `Rewired` model. Parameters and buffers keep the original's names.
 
     In training mode with gradients on, chains of couplings keep only their output; in eval mode
@@ -94,6 +99,7 @@ class Reversible(nn.Module):
         self.__dict__["check_every"] = 50
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
+        self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
@@ -124,6 +130,15 @@ class Reversible(nn.Module):
         with torch.no_grad():
             self._run(self.rewired.body, values, errors)
         return errors
+
+    def rewired_tensors(self) -> dict[int, str]:
+        """What couplings compute with, and what rewiring has enlarged: id of a tensor -> name."""
+        bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
+        branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
+        found = {id(attribute(self, name)): name for name in self.rewired.growths}
+        for name, value in itertools.chain.from_iterable(tensors_read(b, self) for b in branches):
+            found.setdefault(id(value), name)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}

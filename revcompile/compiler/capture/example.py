@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from revcompile.arguments import check_examples
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
 from revcompile.ir import Signature
@@ -56,6 +57,7 @@ def make_example(
 ) -> Example:
     """Bind and flatten example arguments, and derive a second batch size."""
     _refuse_wrapped(model)
+    check_examples(model, example_inputs, example_kwargs)
     args = _as_args(model, example_inputs, example_kwargs)
     signature = inspect.signature(model.forward)
     try:

@@ -1,0 +1,175 @@
+"""Petrafy 22 Hugging Face architectures (tiny, random) and compare them with the originals.
+
+    python -m benchmarks run huggingface                   # all of them, 4 stages
+    python -m benchmarks run huggingface gpt2 llama        # some
+
+For each, in double precision and without dropout: the captured graph gives what the original gives
+at two lengths, with padding; three PETRA steps at learning rate 0, the last of another batch size
+and length, yield autograd's gradients on `net.module()`; and the share of the forward FLOPs that
+is inside reversible blocks. `transformers` has to be installed; no weights are fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib.util
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import revcompile
+from benchmarks.compiler.architectures import ARCHITECTURES, Architecture
+from benchmarks.compiler.families import Recorder, fixed_randomness, gradient_error, loss
+from benchmarks.harness import show
+from benchmarks.registry import Benchmark, Row
+from revcompile.compiler.capture import capture
+from revcompile.compiler.cost import costs
+from revcompile.compiler.find import Found
+from revcompile.compiler.rewire import rewire
+from revcompile.ir import Coupling
+from revcompile.runtime.reversible import Reversible
+
+TOLERANCE = 1e-10
+
+
+def examine(name: str, stages: int = 4) -> dict[str, Any]:
+    """One row: how the capture compares, how the gradients compare, and what is reversible."""
+    torch.manual_seed(0)
+    architecture = ARCHITECTURES[name]
+    model = architecture.build().double().train()
+    fixed_randomness(model)
+    start = time.perf_counter()
+    row: dict[str, Any] = compare_capture(model, architecture)
+    batches = [architecture.inputs(*size) for size in ((2, 8), (2, 8), (3, 11))]
+    net = revcompile.petrafy(model, stages, example_kwargs=batches[0], check="off")
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    row["gradient_error"] = train(net, batches)
+    return row | shares(net)
+
+
+def compare_capture(model: nn.Module, architecture: Architecture) -> dict[str, Any]:
+    """The captured graph beside the original: the example's length and another one, padded."""
+    example = architecture.inputs(2, 8)
+    net = _as_module(model, example)
+    error = _difference(model, net, example)
+    other = architecture.inputs(3, 11)
+    try:
+        row: dict[str, Any] = {"lengths": "free", "other": _difference(model, net, other)}
+    except revcompile.RevcompileError:
+        row = {"lengths": "anew", "other": _difference(model, _as_module(model, other), other)}
+    return {"captured_error": max(error, row.pop("other")), **row}
+
+
+def _as_module(model: nn.Module, example: Mapping[str, Any]) -> nn.Module:
+    """The captured graph as a module: no sum is rewired."""
+    captured = capture(model, None, example)
+    plain = rewire(captured, Found((), ()), revcompile.Policy.named("pretrained"))
+    return Reversible(plain)
+
+
+def _difference(model: nn.Module, net: nn.Module, inputs: Mapping[str, Any]) -> float:
+    worst = 0.0
+    for training in (True, False):
+        twin = copy.deepcopy(model).train(training)
+        with torch.no_grad():
+            expected = twin(**inputs)
+            got = net.train(training)(**inputs)
+        assert type(got) is type(expected), f"{type(got).__name__} is returned"
+        pairs = zip(_tensors(expected), _tensors(got), strict=True)
+        worst = max([worst, *(_distance(want, have) for want, have in pairs)])
+    return worst
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _distance(want: Tensor, have: Tensor) -> float:
+    assert want.shape == have.shape, f"{tuple(want.shape)} became {tuple(have.shape)}"
+    scale = float(want.abs().max()) or 1.0
+    return float((want - have).abs().max()) / scale
+
+
+def train(net: Any, batches: list[dict[str, Any]]) -> float:
+    """The worst gradient of a few steps at learning rate 0."""
+    trainer = net.trainer(Recorder, loss)
+    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
+    for x, y in zip(batches, targets, strict=True):
+        trainer.step(x, y)
+    trainer.flush()
+    reference = net.module().train()
+    reference.reversible = False
+    return max(
+        gradient_error(trainer, reference, index, x, y)
+        for index, (x, y) in enumerate(zip(batches, targets, strict=True))
+    )
+
+
+def shares(net: Any) -> dict[str, Any]:
+    """What became reversible, and the most frequent reason of what did not."""
+    rewired = net.model.rewired
+    cost = list(zip(rewired.body.segments, costs(rewired), strict=True))
+    inside = [c for segment, c in cost if isinstance(segment, Coupling)]
+    reasons: dict[str, int] = {}
+    for refusal in rewired.refusals:
+        reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
+    return {
+        "stages": net.num_stages,
+        "couplings": len(inside),
+        "flops_share": 100 * sum(c.flops for c in inside) / max(sum(c.flops for _, c in cost), 1),
+        "refused": reasons,
+    }
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)} (default: all)")
+    parser.add_argument("--stages", type=int, default=4)
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Print the table."""
+    if importlib.util.find_spec("transformers") is None:
+        yield {"model": "", "skipped": "transformers is not installed"}
+        return
+    rows: list[dict[str, Any]] = []
+    for name in track(options.names or list(ARCHITECTURES), "petrafying"):
+        row: dict[str, Any] = {"model": name}
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                row |= examine(name, options.stages)
+            worst = max(row["captured_error"], row["gradient_error"])
+            row |= {} if worst <= TOLERANCE else {"failed": f"differs by {worst:.1e}"}
+        except Exception as error:  # one that fails is a row like the others
+            row["failed"] = f"{type(error).__name__}: {error}"
+        rows.append(row)
+        gc.collect()
+        yield row
+    right = sum("failed" not in row for row in rows)
+    columns = ("model", "captured", "lengths", "gradients", "blocks", "reversible FLOPs", "s")
+    show(f"{right} of {len(rows)} equal autograd", columns, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if "gradient_error" not in row:
+        return row["model"], "", "", "", "", row["failed"][:60], ""
+    return (
+        row["model"],
+        f"{row['captured_error']:.0e}",
+        row["lengths"],
+        f"{row['gradient_error']:.0e}",
+        f"{row['couplings']}",
+        f"{row['flops_share']:.1f} %",
+        f"{row['seconds']}",
+    )
+
+
+BENCHMARK = Benchmark("huggingface", arguments, main, smallest=("gpt2", "--stages", "2"))
