@@ -6,6 +6,7 @@ __all__ = [
     "CaptureError",
     "InputError",
     "InversionError",
+    "ModifiedError",
     "NonFiniteError",
     "PolicyError",
     "RankError",
@@ -40,6 +41,10 @@ class CaptureError(RevcompileError):
 
 class InversionError(RevcompileError):
     """A chain of couplings does not reconstruct its own input."""
+
+
+class ModifiedError(RevcompileError, RuntimeError):
+    """Something a backward pass needs has changed since the forward pass."""
 
 
 class NonFiniteError(RevcompileError, ArithmeticError):

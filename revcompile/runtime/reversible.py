@@ -12,23 +12,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from revcompile.bindings import Bindings
 from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signature
 from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap
+from revcompile.probes import Tolerance
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
+from revcompile.runtime.inlined import Inlined
 from revcompile.runtime.narrow import narrowed
-from revcompile.tree import (
-    LOW_PRECISION,
-    convolves,
-    modules_called,
-    parameters_read,
-    reads_cast,
-)
+from revcompile.tree import LOW_PRECISION, convolves, reads_cast
 
 __all__ = ["Reversible"]
 
@@ -42,6 +39,7 @@ _RESERVED = frozenset(
         "inversion_errors",
         "summary",
         "_plans",
+        "_inlined",
     }
 )
 
@@ -54,6 +52,8 @@ class _Step:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     drop: tuple[str, ...]
+    bindings: tuple[Bindings, ...]
+    """What its graphs find in the module tree."""
 
 
 class Reversible(nn.Module):
@@ -66,7 +66,7 @@ class Reversible(nn.Module):
     def __init__(
         self,
         rewired: Rewired,
-        tolerance: float | None = None,
+        tolerance: Tolerance = None,
         overlap: Overlap = Overlap.OFF,
     ) -> None:
         super().__init__()
@@ -94,10 +94,12 @@ class Reversible(nn.Module):
         self.__dict__["check_every"] = 50
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
+        self.__dict__["_inlined"] = Inlined(rewired, self)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
-    tolerance: float | None
+    tolerance: Tolerance
+    """Of reconstruction, relative; "auto": by the type of the streams; None: not compared."""
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
@@ -105,6 +107,7 @@ class Reversible(nn.Module):
     overlap: Overlap
     """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
     _plans: dict[int, tuple[_Step, ...]]
+    _inlined: Inlined
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
@@ -160,11 +163,16 @@ class Reversible(nn.Module):
         return values
 
     def _plan(self, body: Body) -> tuple[_Step, ...]:
-        """The body's steps, compiled on first use."""
+        """The body's steps, compiled on first use, and anew when modules or their hooks change."""
+        self._inlined.check()
         key = id(body)
-        if key not in self._plans:
-            self._plans[key] = _steps(body, self)
-        return self._plans[key]
+        found = self._plans.get(key)
+        if found is None or any(b.change() for step in found for b in step.bindings):
+            found = self._plans[key] = self._steps(body)
+        return found
+
+    def _steps(self, body: Body) -> tuple[_Step, ...]:
+        return _steps(body, self)
 
 
 def bind(
@@ -247,6 +255,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             inputs, outputs = first.inputs, first.outputs
             graph = clipped(first.graph, root)
             code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
+            bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
         else:
             couplings = [s for s in run if isinstance(s, Coupling)]
             sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
@@ -254,10 +263,11 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
+            bindings = tuple(block.bindings for block in blocks)
             has_convolutions = any(convolves(c.branch, root) for c in couplings)
             code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
-        steps.append(_Step(code, inputs, outputs, drop))
+        steps.append(_Step(code, inputs, outputs, drop, bindings))
     return tuple(steps)
 
 
@@ -291,7 +301,7 @@ def _chains(body: Body) -> list[list[Coupling | Opaque]]:
 
 
 def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
-    modules = modules_called(coupling.branch, root)
+    bindings = Bindings(coupling.branch, root)
     link = coupling.link
     return Block(
         name=coupling.name,
@@ -301,8 +311,8 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         unlink=compile_graph(link.inverse, coupling.name) if link else None,
         has_extras=bool(coupling.extras),
         link_sides=tuple(position[name] for name in link.sides) if link else (),
-        parameters=parameters_read(coupling.branch, root),
-        circumstances=_circumstances(modules),
+        bindings=bindings,
+        circumstances=_circumstances(list(bindings.modules)),
         reads_cast=reads_cast(coupling.branch, root),
     )
 
