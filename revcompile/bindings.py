@@ -12,7 +12,7 @@ holds. A branch that runs a second time has to run on what it found the first ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any, Final
@@ -20,7 +20,7 @@ from typing import Any, Final
 from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError, ModifiedError
-from revcompile.hooks import FORWARD_HOOKS, HookRecord, recorded, replayed
+from revcompile.hooks import HookRecord, recorded, replayed
 
 __all__ = ["Bindings", "Bound", "child_path", "form_of"]
 
@@ -115,16 +115,23 @@ class Bindings:
             inner = child_path(parametrized, name)
             self._add_module(self._walk(inner), inner)
 
-    def change(self) -> str | None:
+    def parameters(self) -> list[Any]:
+        """What the parameter slots hold now."""
+        return [place.get(name) for place, name in self.slots]
+
+    def change(self, with_hooks: bool = True) -> str | None:
         """The path of a module that was replaced or has another form now; None if there is none.
 
-        Parameters are not looked at: those are found anew in every run.
+        Parameters are not looked at: those are found anew in every run. Without hooks, it is
+        another form only if the module has other members or another class.
         """
         for children, name, module in self.edges:
             if children.get(name) is not module:
                 return self._path_of(children, name)
         for module, kind, form, path in self._forms:
-            if module.__class__ is not kind or form_of(module) != form:
+            now = form_of(module)
+            is_same = now == form if with_hooks else now[:3] == form[:3]
+            if module.__class__ is not kind or not is_same:
                 return path
         return None
 
@@ -158,7 +165,8 @@ def form_of(module: nn.Module) -> tuple[Any, ...]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Does a module have forward hooks or pre-hooks of its own?"""
-    return any(vars(module)[kind] for kind in FORWARD_HOOKS)
+    own = vars(module)
+    return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
 
 
 def child_path(path: str, name: str) -> str:
@@ -175,8 +183,8 @@ class Bound:
 
     def __init__(self, bindings: Bindings) -> None:
         self._bindings = bindings
-        self._parameters = [place.get(name) for place, name in bindings.slots]
-        self._versions = [_version(p) for p in self._parameters]
+        self._parameters = bindings.parameters()
+        self._versions = _versions(self._parameters)
         self._buffers = [place.get(name) for place, name in bindings.buffers]
         self._settings = bindings.settings_now()
         self._hooks: HookRecord = {}
@@ -193,31 +201,27 @@ class Bound:
 
     def check(self, block: str) -> None:
         """Stop if the run cannot be repeated: something was written to or replaced since."""
-        changed = self._bindings.change()
-        if changed is not None and self._is_replaced():
+        changed = self._bindings.change(with_hooks=False)
+        if changed is not None:
             raise ModifiedError(
                 f"{changed} was replaced, or wrapped, between a forward pass and its backward "
                 f"pass, but the reversible block {block} runs its layers again in backward; "
                 "change modules before the forward pass or after backward()"
             )
-        for parameter, version, label in zip(
-            self._parameters, self._versions, self._bindings.labels, strict=True
-        ):
-            now = _version(parameter)
-            if now != version:
-                assert parameter is not None
-                raise ModifiedError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: parameter {label} {list(parameter.shape)} is at version "
-                    f"{now}; expected version {version} instead. The reversible block {block} runs "
-                    "again in backward; call backward() before weights are updated or loaded"
-                )
+        now = _versions(self._parameters)
+        if now != self._versions:
+            self._refuse_written(now, block)
 
-    def _is_replaced(self) -> bool:
-        """Is it more than hooks that changed? Those are put back."""
-        return any(c.get(n) is not module for c, n, module in self._bindings.edges) or any(
-            module.__class__ is not kind or form_of(module)[:3] != form[:3]
-            for module, kind, form, _ in self._bindings._forms
+    def _refuse_written(self, now: list[int], block: str) -> None:
+        pairs = zip(now, self._versions, strict=True)
+        place = next(i for i, (new, old) in enumerate(pairs) if new != old)
+        parameter, label = self._parameters[place], self._bindings.labels[place]
+        assert parameter is not None
+        raise ModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: parameter {label} {list(parameter.shape)} is at version {now[place]}; "
+            f"expected version {self._versions[place]} instead. The reversible block {block} runs "
+            "again in backward; call backward() before weights are updated or loaded"
         )
 
     def stand_ins(self) -> dict[int, Tensor]:
@@ -229,41 +233,43 @@ class Bound:
         computed = (p for p in self._parameters if p is not None and not p.is_leaf)
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
-    @contextmanager
-    def repeated(self, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
+    def repeated(self, stand_ins: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
         """Around the second run: put back what is not as it was, for the time being."""
-        bindings = self._bindings
-        parameters = self._parameters
+        bindings, parameters = self._bindings, self._parameters
         if stand_ins:
             parameters = [stand_ins.get(id(p), p) for p in parameters]
-        with ExitStack() as stack:
-            places = [
-                *_different(bindings.slots, parameters),
-                *_different(bindings.buffers, self._buffers),
-                *_different(bindings.settings, self._settings),
-            ]
-            if places:
-                stack.enter_context(_filled(places))
-            hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
-            if hooked:
-                stack.enter_context(replayed(hooked, self._hooks))
-            yield
+        places = (
+            *_different(bindings.slots, parameters),
+            *_different(bindings.buffers, self._buffers),
+            *_different(bindings.settings, self._settings),
+        )
+        hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
+        if not places and not hooked:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(_filled(places))
+        stack.enter_context(replayed(hooked, self._hooks))
+        return stack
 
 
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    try:
+        return [0 if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if t is None or t.is_inference() else t._version for t in tensors]
 
 
-def _different(places: tuple[_Slot, ...], values: list[Any]) -> list[tuple[_Slot, Any]]:
-    return [
-        (slot, value)
-        for slot, value in zip(places, values, strict=True)
-        if slot[0].get(slot[1]) is not value
-    ]
+def _different(places: tuple[_Slot, ...], values: list[Any]) -> Sequence[tuple[_Slot, Any]]:
+    """The places where something else is now, and what is to be there."""
+    now = [place.get(name) for place, name in places]
+    if all(map(is_, now, values)):
+        return ()
+    pairs = zip(places, now, values, strict=True)
+    return [(place, value) for place, there, value in pairs if there is not value]
 
 
 @contextmanager
-def _filled(places: list[tuple[_Slot, Any]]) -> Iterator[None]:
+def _filled(places: Sequence[tuple[_Slot, Any]]) -> Iterator[None]:
     before = [(slot, slot[0].get(slot[1])) for slot, _ in places]
     for (place, name), value in places:
         place[name] = value

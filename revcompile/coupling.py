@@ -233,6 +233,7 @@ class _Reversible(torch.autograd.Function):
         if rebuilt is None or rebuilt.index != ctx.index:
             saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
             if ctx.index == len(call.chain.blocks) - 1:
+                ctx.outputs = saved[:2]
                 grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
             rebuilt = _rebuild(ctx, saved, call.handed_on)
         call.handed_on = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -98,13 +98,15 @@ def replayed(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[None]
             vars(module).update(hooks)
 
 
-@contextmanager
-def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let `torch.autograd.grad` find gradients of tensors without running their own hooks.
+def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Let `torch.autograd.grad` find gradients of tensors without running their own hooks."""
+    found = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+    return _emptied(found) if found else nullcontext()
 
-    Torch reads the dict of hooks when it runs them.
-    """
-    dicts = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+
+@contextmanager
+def _emptied(dicts: Sequence[Any]) -> Iterator[None]:
+    """Torch reads the dict of a tensor's hooks when it runs them."""
     contents = [dict(hooks) for hooks in dicts]
     for hooks in dicts:
         hooks.clear()

@@ -33,35 +33,40 @@ def is_transformed() -> bool:
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """A backward of an autograd function whose gradients refuse to be differentiated again.
 
-    Also where the gradients it is given have no graph: to a penalty on the gradient, what a chain
-    gives would otherwise be a constant.
+    To a penalty on the gradient, what a chain gives would otherwise be a constant. The gradients
+    depend on those given and on `ctx.outputs`, if the backward leaves some there.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch._C._are_functorch_transforms_active():
             raise InputError(
-                "a backward pass through a reversible chain cannot be vectorized (vmap, "
-                f"is_grads_batched=True, jacobian(vectorize=True)); {_ADVICE}"
+                "a backward pass through a reversible chain cannot be run inside a torch.func "
+                f"transform; {_ADVICE}"
             )
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return found
-        places = [i for i, gradient in enumerate(found) if isinstance(gradient, Tensor)]
-        refusing = _Refusing.apply(*(found[i].detach().requires_grad_() for i in places))
-        replaced = dict(zip(places, refusing, strict=True))
-        return tuple(replaced.get(i, gradient) for i, gradient in enumerate(found))
+        outputs = ctx.__dict__.pop("outputs", ())  # not kept: they hold the node, which holds ctx
+        return _refusing(found, (*grads, *outputs)) if torch.is_grad_enabled() else found
 
     return run
 
 
+def _refusing(found: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients as functions of their sources that cannot be differentiated."""
+    places = [i for i, gradient in enumerate(found) if isinstance(gradient, Tensor)]
+    leaves = [found[i].detach().requires_grad_() for i in places]
+    known = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
+    replaced = dict(zip(places, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
+    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(found))
+
+
 class _Refusing(torch.autograd.Function):
-    """The identity, whose gradient is an error."""
+    """The identity on the first `count` tensors, whose gradient is an error."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.clone() if g.is_sparse else g.view_as(g) for g in gradients)
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.clone() if t.is_sparse else t.view_as(t) for t in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -24,6 +24,7 @@ from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.inlined import Inlined
+from revcompile.runtime.matched import matched
 from revcompile.runtime.narrow import narrowed
 from revcompile.tree import LOW_PRECISION, convolves, reads_cast
 
@@ -253,7 +254,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
         first = run[0]
         if isinstance(first, Opaque):
             inputs, outputs = first.inputs, first.outputs
-            graph = clipped(first.graph, root)
+            graph = clipped(matched(first.graph), root)
             code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
             bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
         else:
@@ -305,7 +306,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
     link = coupling.link
     return Block(
         name=coupling.name,
-        branch=compile_graph(clipped(narrowed(coupling.branch, root), root), coupling.name),
+        branch=compile_graph(_prepared(coupling.branch, root), coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         link=compile_graph(link.forward, coupling.name) if link else None,
         unlink=compile_graph(link.inverse, coupling.name) if link else None,
@@ -315,6 +316,11 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         circumstances=_circumstances(list(bindings.modules)),
         reads_cast=reads_cast(coupling.branch, root),
     )
+
+
+def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A branch as it runs: joined kernels, and casts where autocast asks for them."""
+    return clipped(narrowed(matched(branch), root), root)
 
 
 def _circumstances(modules: Sequence[nn.Module]) -> Circumstances:
