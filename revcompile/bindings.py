@@ -37,6 +37,8 @@ class Bindings:
     def __init__(self, graph: fx.Graph | None = None, root: nn.Module | None = None) -> None:
         self.modules: dict[nn.Module, str] = {}
         """Every module that runs, those inside others included, and its path."""
+        self.around: dict[nn.Module, str] = {}
+        """Modules on the way to those, whose own forward does not run."""
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
         self._root = root
@@ -44,16 +46,14 @@ class Bindings:
         self._slots: dict[tuple[int, str], _Slot] = {}
         self._buffers: dict[tuple[int, str], _Slot] = {}
         self._settings: dict[tuple[int, str], _Slot] = {}
-        owners: dict[nn.Module, str] = {}
         for node in graph.nodes if graph is not None else ():
             path = str(node.target)
             if node.op == "call_module":
                 self._add_module(self._walk(path), path)
             elif node.op == "get_attr":
-                outer = path.rpartition(".")[0]
-                owners[self._walk(outer)] = outer
                 self._add_attribute(path)
-        watched = {**owners, **self.modules}
+        self.around = {m: path for m, path in self.around.items() if m not in self.modules}
+        watched = {**self.around, **self.modules}
         self._forms = [(m, m.__class__, form_of(m), path) for m, path in watched.items()]
         self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
         self.edges = tuple(self._edges.values())
@@ -65,7 +65,7 @@ class Bindings:
     # -- what the names mean now --------------------------------------------------------------
 
     def _walk(self, path: str) -> nn.Module:
-        module = self._root
+        module, around = self._root, ""
         assert module is not None
         for name in filter(None, path.split(".")):
             child = module._modules.get(name)
@@ -76,6 +76,8 @@ class Bindings:
                 )
             self._edges[id(module), name] = module._modules, name, child
             module = child
+            around = child_path(around, name)
+            self.around[module] = around
         return module
 
     def _add_module(self, module: nn.Module, path: str) -> None:
@@ -89,19 +91,24 @@ class Bindings:
         for name, value in vars(module).items():
             if name not in _OWN and type(value) in _PLAIN:
                 self._settings[id(module), name] = vars(module), name
+            elif isinstance(value, Tensor) and value.requires_grad:  # a view of a flat parameter
+                self._add_slot(module, name, path, vars(module))
         for name, child in module._modules.items():
             if child is not None:
                 self._edges[id(module), name] = module._modules, name, child
                 self._add_module(child, child_path(path, name))
 
-    def _add_slot(self, module: nn.Module, name: str, path: str) -> None:
+    def _add_slot(
+        self, module: nn.Module, name: str, path: str, place: dict[str, Any] | None = None
+    ) -> None:
         if (id(module), name) not in self._slots:
-            self._slots[id(module), name] = module._parameters, name
+            self._slots[id(module), name] = module._parameters if place is None else place, name
             self.labels.append(child_path(path, name))
 
     def _add_attribute(self, path: str) -> None:
         outer, _, name = path.rpartition(".")
         owner = self._walk(outer)
+        self.around.setdefault(owner, outer)
         parametrized = child_path(outer, "parametrizations")
         if name in owner._parameters:
             self._add_slot(owner, name, outer)

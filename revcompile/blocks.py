@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from revcompile.bindings import Bindings
 from revcompile.precision.grid import add, subtract
 from revcompile.replay import Circumstances
+from revcompile.sharding import Unit
 
 __all__ = ["Block", "couple", "linked", "run_branch", "uncouple"]
 
@@ -38,6 +39,8 @@ class Block:
     bindings: Bindings = field(default_factory=Bindings)
     circumstances: Circumstances = field(default_factory=Circumstances)
     reads_cast: bool = False
+    units: tuple[Unit, ...] = ()
+    """FSDP2 units that its layers belong to."""
 
 
 def couple(

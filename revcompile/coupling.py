@@ -34,6 +34,7 @@ from revcompile.precision.gradients import GradientSum
 from revcompile.precision.grid import is_imprecise, make_grid, rounded, sum_up
 from revcompile.probes import Tolerance, compare, probe, relative_error, tolerance_for
 from revcompile.replay import Replay, is_recorded
+from revcompile.sharding import enter, leave
 from revcompile.steps import laid_out_like
 from revcompile.transforms import differentiable_once, is_transformed
 
@@ -73,7 +74,9 @@ class Chain:
         a, b = rounded(a, grid), rounded(b, grid)
         extras: tuple[Tensor, ...] = ()
         for block in self.blocks:
+            (b,) = enter(block.units, (b,))
             a, b, _, extras = couple(root, block, a, b, sides, cast, grid)
+            (b,) = leave(block.units, (b,))
         return a, b, *extras
 
     def reversible(
@@ -91,7 +94,9 @@ class Chain:
         """
         if is_transformed():
             return self.plain(root, a, b, sides, cast)
-        call = _Call(self, root, cast, self.grid(a, b, cast), self.overlap.applies_to(a))
+        # A block that is rebuilt ahead would find its weights sharded.
+        ahead = self.overlap.applies_to(a) and not any(block.units for block in self.blocks)
+        call = _Call(self, root, cast, self.grid(a, b, cast), ahead)
         is_due = self.tolerance is not None and self._calls % self.check_every == 0
         if is_due and not is_recorded(a.device):
             call.probe = probe(a), probe(b)
@@ -116,15 +121,19 @@ class Chain:
             for block in self.blocks:
                 replay = Replay(block.circumstances, a)
                 states.append((a, b))
+                enter(block.units, (b,))
                 a, b, shapes, extras = couple(root, block, a, b, sides, cast, grid)
+                leave(block.units, (b,))
                 replays.append(replay.settle())
                 shapes_of.append(shapes)
             x, y, errors = a, b, []
             for block, replay, shapes, (a0, b0) in zip(
                 *map(reversed, (self.blocks, replays, shapes_of, states)), strict=True
             ):
+                enter(block.units, (y,))
                 with replay.playing():
                     x, y = uncouple(root, block, x, y, sides, shapes, cast, grid)
+                leave(block.units, (y,))
                 errors.append((block.name, max(relative_error(a0, x), relative_error(b0, y))))
         return (a, b, *extras), list(reversed(errors))
 
@@ -134,9 +143,11 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
     extras: tuple[Tensor, ...] = ()
     for index, block in enumerate(call.chain.blocks):
         tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
+        (b,) = enter(block.units, (b,))
         bound = Bound(block.bindings)
         parameters = bound.differentiable()
         a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *parameters)
+        (b,) = leave(block.units, (b,))
     return a, b, *extras
 
 

@@ -17,6 +17,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from revcompile.sharding import is_sharding_hook
+
 __all__ = ["FORWARD_HOOKS", "HookRecord", "gradient_hooks_silenced", "recorded", "replayed"]
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
@@ -38,6 +40,7 @@ def recorded(modules: Sequence[nn.Module], record: HookRecord) -> Iterator[None]
             vars(module)[kind] = OrderedDict(
                 (handle, _noting(module, hook, handle, again[kind]))
                 for handle, hook in entries.items()
+                if not is_sharding_hook(hook)
             )
     try:
         yield

@@ -14,6 +14,7 @@ from torch import fx, nn
 from revcompile.bindings import child_path
 from revcompile.errors import InputError
 from revcompile.ir import PATH, Coupling, Rewired
+from revcompile.sharding import is_sharding_hook
 
 __all__ = ["Inlined"]
 
@@ -91,4 +92,8 @@ def _around(node: fx.Node) -> Iterator[str]:
 
 def _count(module: nn.Module) -> int:
     own = vars(module)
-    return sum(len(own[kind]) for kind in _HOOKS)
+    count = sum(len(own[kind]) for kind in _HOOKS)
+    if not count:
+        return 0
+    hooks = [hook for kind in _HOOKS for hook in own[kind].values()]
+    return sum(not is_sharding_hook(hook) for hook in hooks)

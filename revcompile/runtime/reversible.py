@@ -26,6 +26,7 @@ from revcompile.runtime.code import compile_graph
 from revcompile.runtime.inlined import Inlined
 from revcompile.runtime.matched import matched
 from revcompile.runtime.narrow import narrowed
+from revcompile.sharding import Unit, enter, leave, units_of
 from revcompile.tree import LOW_PRECISION, convolves, reads_cast
 
 __all__ = ["Reversible"]
@@ -55,6 +56,8 @@ class _Step:
     drop: tuple[str, ...]
     bindings: tuple[Bindings, ...]
     """What its graphs find in the module tree."""
+    units: tuple[Unit, ...] = ()
+    """Of an opaque segment: FSDP2 units that its layers belong to."""
 
 
 class Reversible(nn.Module):
@@ -158,7 +161,8 @@ class Reversible(nn.Module):
             else:
                 for name in step.drop:
                     values.pop(name, None)
-                outputs = step.run(self, *inputs)
+                inputs = list(enter(step.units, tuple(inputs)))
+                outputs = leave(step.units, tuple(step.run(self, *inputs)))
             del inputs
             values.update(zip(step.outputs, outputs, strict=True))
         return values
@@ -257,10 +261,11 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             graph = clipped(matched(first.graph), root)
             code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
             bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
+            units = _units(bindings[0])
         else:
             couplings = [s for s in run if isinstance(s, Coupling)]
             sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
-            inputs = (*first.streams_in, *sides)
+            inputs, units = (*first.streams_in, *sides), ()
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
@@ -268,7 +273,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             has_convolutions = any(convolves(c.branch, root) for c in couplings)
             code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
-        steps.append(_Step(code, inputs, outputs, drop, bindings))
+        steps.append(_Step(code, inputs, outputs, drop, bindings, units))
     return tuple(steps)
 
 
@@ -313,9 +318,15 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         has_extras=bool(coupling.extras),
         link_sides=tuple(position[name] for name in link.sides) if link else (),
         bindings=bindings,
+        units=_units(bindings),
         circumstances=_circumstances(list(bindings.modules)),
         reads_cast=reads_cast(coupling.branch, root),
     )
+
+
+def _units(bindings: Bindings) -> tuple[Unit, ...]:
+    """FSDP2 units, outermost first: modules around the called ones, those, and modules inside."""
+    return units_of((*bindings.around.items(), *bindings.modules.items()))
 
 
 def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
