@@ -19,7 +19,7 @@ from revcompile.compiler.find import find
 from revcompile.compiler.partition import Limits, partition
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
-from revcompile.errors import InversionError, RevcompileWarning
+from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.inspect.tables import (
     invertibility_table,
     most_frequent_refusals,
@@ -27,6 +27,7 @@ from revcompile.inspect.tables import (
 )
 from revcompile.ir import Policy, Rewired, TensorType
 from revcompile.overlap import Overlap
+from revcompile.probes import Tolerance, tolerance_for
 from revcompile.runtime.reversible import Reversible
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
@@ -39,9 +40,6 @@ __all__ = [
     "petrafy",
     "reversify",
 ]
-
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-
 
 class ReversibleModule(Reversible):
     """What `reversify` returns: the rewired model as an ordinary `nn.Module`.
@@ -94,6 +92,7 @@ def reversify(
     >>> net.f.weight.grad.shape
     torch.Size([4, 4])
     """
+    _refuse_reversible(model, "reversify")
     check_model("reversify", model)
     net = _reversified(
         model,
@@ -130,7 +129,8 @@ def _reversified(
         found = find(captured)
         rewired = rewire(captured, found, chosen)
         verify_rewired(captured, rewired)
-        net = ReversibleModule(rewired, _tolerance(model, tolerance), Overlap.parse(overlap))
+        limit: Tolerance = "auto" if tolerance is None else tolerance
+        net = ReversibleModule(rewired, limit, Overlap.parse(overlap))
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)
@@ -169,6 +169,7 @@ def petrafy(
     >>> net
     StagedModel(ResNet: 4 stages, ... reversible)
     """
+    _refuse_reversible(model, "petrafy")
     check_model("petrafy", model)
     order = ": petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
@@ -229,7 +230,7 @@ class InversionReport:
 
 
 def check_invertible(
-    model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
+    model: nn.Module, *args: Any, tolerance: Tolerance = None, **kwargs: Any
 ) -> InversionReport:
     """Run a model forward and back, and report each block's reconstruction error.
 
@@ -258,11 +259,18 @@ def check_invertible(
     return InversionReport(tuple(errors), limit)
 
 
-def _tolerance(model: nn.Module, tolerance: float | None) -> float:
-    if tolerance is not None:
-        return tolerance
+def _tolerance(model: nn.Module, tolerance: Tolerance) -> float:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return _TOLERANCE.get(dtype, 1e-3)
+    return tolerance_for(dtype, tolerance)
+
+
+def _refuse_reversible(model: Any, caller: str) -> None:
+    if isinstance(model, Reversible | StagedModel):
+        raise InputError(
+            f"{caller}: the model is already reversible (it comes from "
+            f"{'petrafy' if isinstance(model, StagedModel) else 'reversify'}); pass the original "
+            "model, and load_state_dict the weights into the result if they have been trained"
+        )
 
 
 def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
@@ -286,9 +294,10 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:
     tensors = [*net.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
     if any(t.is_meta for t in tensors):
         return
-    training = net.training
-    report = check_invertible(net.train(), *args, tolerance=net.tolerance, **kwargs)
-    net.train(training)
+    with model_unchanged(net):
+        if not net.training:  # of a model in training mode what is frozen stays frozen
+            net.train()
+        report = check_invertible(net, *args, tolerance=net.tolerance, **kwargs)
     if not report.ok:
         name, error = report.worst
         raise InversionError(

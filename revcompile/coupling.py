@@ -18,101 +18,27 @@ exact, and so is the reconstruction (`grid`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from revcompile.bindings import Bound
+from revcompile.blocks import Block, couple, linked, run_branch, uncouple
+from revcompile.hooks import gradient_hooks_silenced
 from revcompile.ops import as_read
 from revcompile.overlap import Overlap, side_by_side
 from revcompile.precision.gradients import GradientSum
-from revcompile.precision.grid import add, is_imprecise, make_grid, rounded, subtract, sum_up
-from revcompile.probes import compare, probe, relative_error
-from revcompile.replay import Circumstances, Replay, is_recorded
+from revcompile.precision.grid import is_imprecise, make_grid, rounded, sum_up
+from revcompile.probes import Tolerance, compare, probe, relative_error, tolerance_for
+from revcompile.replay import Replay, is_recorded
+from revcompile.sharding import enter, leave
 from revcompile.steps import laid_out_like
+from revcompile.transforms import differentiable_once, is_transformed
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
-
-
-@dataclass(frozen=True)
-class Block:
-    """An executable coupling.
-
-    `branch(root, b, *sides)` is F. `sides` are the positions of the block's side values among
-    the chain's. With `has_extras` it returns `(F(b), *extras)`: values read outside the block,
-    which end a chain. `link(root, stream, *sizes) -> (stream, shapes)` and
-    `unlink(root, stream, shapes)` rearrange a stream, where needed. `reads_cast` if all that F does
-    with `b` is to give it to a layer that autocast casts it for.
-    """
-
-    name: str
-    branch: Callable[..., Any]
-    sides: tuple[int, ...] = ()
-    has_extras: bool = False
-    link: Callable[..., tuple[Tensor, Any]] | None = None
-    unlink: Callable[..., Tensor] | None = None
-    link_sides: tuple[int, ...] = ()
-    parameters: tuple[nn.Parameter, ...] = ()
-    circumstances: Circumstances = field(default_factory=Circumstances)
-    reads_cast: bool = False
-
-
-def couple(
-    root: nn.Module,
-    block: Block,
-    a: Tensor,
-    b: Tensor,
-    sides: Sequence[Any],
-    cast: torch.dtype | None = None,
-    grid: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Any, tuple[Tensor, ...]]:
-    """`(a, b) -> (b, a + F(b))`, after the block's link.
-
-    Also returns the shapes to unlink, and the block's extras.
-    """
-    a, b, shapes = _linked(root, block, a, b, sides)
-    addend, extras = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
-    return b, add(a, addend, grid), shapes, extras
-
-
-def _linked(
-    root: nn.Module, block: Block, a: Tensor, b: Tensor, sides: Sequence[Any]
-) -> tuple[Tensor, Tensor, Any]:
-    """The streams after the block's link, and the shapes to unlink."""
-    if block.link is None:
-        return a, b, ()
-    sizes = [sides[i] for i in block.link_sides]
-    a, shapes = block.link(root, a, *sizes)
-    return a, block.link(root, b, *sizes)[0], shapes
-
-
-def run_branch(
-    root: nn.Module, block: Block, b: Tensor, used: Sequence[Any], cast: torch.dtype | None
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """F(b) and the extras. Streams wider than the model's own type are cast on the way in."""
-    found = block.branch(root, b if cast is None else b.to(cast), *used)
-    return (found[0], tuple(found[1:])) if block.has_extras else (found, ())
-
-
-def uncouple(
-    root: nn.Module,
-    block: Block,
-    b: Tensor,
-    y: Tensor,
-    sides: Sequence[Any],
-    shapes: Any,
-    cast: torch.dtype | None = None,
-    grid: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`(b, y) -> (y - F(b), b)`, then back through the block's link."""
-    addend, _ = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
-    a = subtract(y, addend, grid)
-    if block.unlink is not None:
-        a, b = block.unlink(root, a, shapes), block.unlink(root, b, shapes)
-    return a, b
 
 
 @dataclass
@@ -120,7 +46,7 @@ class Chain:
     """Couplings in a row, run as one differentiable function that stores no activations."""
 
     blocks: tuple[Block, ...]
-    tolerance: float | None = None
+    tolerance: Tolerance = None
     check_every: int = 50
     convolves: bool = False
     overlap: Overlap = Overlap.OFF
@@ -148,7 +74,9 @@ class Chain:
         a, b = rounded(a, grid), rounded(b, grid)
         extras: tuple[Tensor, ...] = ()
         for block in self.blocks:
+            (b,) = enter(block.units, (b,))
             a, b, _, extras = couple(root, block, a, b, sides, cast, grid)
+            (b,) = leave(block.units, (b,))
         return a, b, *extras
 
     def reversible(
@@ -159,8 +87,16 @@ class Chain:
         sides: Sequence[Any],
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
-        """The chain keeping only its output for the backward pass."""
-        call = _Call(self, root, cast, self.grid(a, b, cast), self.overlap.applies_to(a))
+        """The chain keeping only its output for the backward pass.
+
+        `torch.func` and forward-mode AD differentiate operations, not our backward: for those the
+        chain is plain.
+        """
+        if is_transformed():
+            return self.plain(root, a, b, sides, cast)
+        # A block that is rebuilt ahead would find its weights sharded.
+        ahead = self.overlap.applies_to(a) and not any(block.units for block in self.blocks)
+        call = _Call(self, root, cast, self.grid(a, b, cast), ahead)
         is_due = self.tolerance is not None and self._calls % self.check_every == 0
         if is_due and not is_recorded(a.device):
             call.probe = probe(a), probe(b)
@@ -185,15 +121,19 @@ class Chain:
             for block in self.blocks:
                 replay = Replay(block.circumstances, a)
                 states.append((a, b))
+                enter(block.units, (b,))
                 a, b, shapes, extras = couple(root, block, a, b, sides, cast, grid)
+                leave(block.units, (b,))
                 replays.append(replay.settle())
                 shapes_of.append(shapes)
             x, y, errors = a, b, []
             for block, replay, shapes, (a0, b0) in zip(
                 *map(reversed, (self.blocks, replays, shapes_of, states)), strict=True
             ):
+                enter(block.units, (y,))
                 with replay.playing():
                     x, y = uncouple(root, block, x, y, sides, shapes, cast, grid)
+                leave(block.units, (y,))
                 errors.append((block.name, max(relative_error(a0, x), relative_error(b0, y))))
         return (a, b, *extras), list(reversed(errors))
 
@@ -203,8 +143,11 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
     extras: tuple[Tensor, ...] = ()
     for index, block in enumerate(call.chain.blocks):
         tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
-        parameters = [p for p in block.parameters if p.requires_grad]
-        a, b, *extras = _Reversible.apply(call, index, sides, a, b, *tensors, *parameters)
+        (b,) = enter(block.units, (b,))
+        bound = Bound(block.bindings)
+        parameters = bound.differentiable()
+        a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *parameters)
+        (b,) = leave(block.units, (b,))
     return a, b, *extras
 
 
@@ -252,6 +195,8 @@ class _Rebuilt:
     """Of `b`: its own, and what comes through the branch."""
     live: list[Tensor]
     """The block's side tensors, as the graph knows them."""
+    parameters: list[Tensor]
+    """Those that want a gradient, as the graph knows them."""
     ends: tuple[Tensor, ...]
     copy: Tensor | None
     """`a` as the block before reads it, if that is there."""
@@ -263,19 +208,26 @@ class _Reversible(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, index: int, sides: Sequence[Any], a: Tensor, b: Tensor, *rest: Tensor
+        ctx: Any,
+        call: _Call,
+        index: int,
+        sides: Sequence[Any],
+        bound: Bound,
+        a: Tensor,
+        b: Tensor,
+        *rest: Tensor,
     ) -> Any:
         block = call.chain.blocks[index]
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
         replay = Replay(block.circumstances, a)
         used = [sides[i] for i in block.sides]
-        with replay.watching():
-            a, b, ctx.shapes = _linked(call.root, block, a, b, sides)
+        with replay.watching(), bound.running():
+            a, b, ctx.shapes = linked(call.root, block, a, b, sides)
             read, call.copy = b if call.copy is None else call.copy, None
             addend, extras = run_branch(call.root, block, read, used, call.cast)
             y, call.copy = sum_up(a, addend, call.grid, False, call.is_read_cast(index, 1))
-        ctx.call, ctx.index, ctx.replay = call, index, replay.settle()
+        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.settle()
         ctx.addend_type = addend.dtype
         count = sum(isinstance(side, Tensor) for side in used)
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
@@ -285,15 +237,16 @@ class _Reversible(torch.autograd.Function):
         return b, y, *extras
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
-        if ctx.index == len(call.chain.blocks) - 1:
-            b, y, *_ = ctx.saved_tensors
-            grad_b, grad_y = laid_out_like(b, grad_b), laid_out_like(y, grad_y)
         rebuilt, call.rebuilt = call.rebuilt, None
         if rebuilt is None or rebuilt.index != ctx.index:
-            rebuilt = _rebuild(ctx, call.handed_on)
+            saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
+            if ctx.index == len(call.chain.blocks) - 1:
+                ctx.outputs = saved[:2]
+                grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
+            rebuilt = _rebuild(ctx, saved, call.handed_on)
         call.handed_on = None
         seed, call.seed = call.seed, None
         seeds = seed[1] if seed and seed[0] is grad_y else grad_y, *grad_extras
@@ -301,7 +254,9 @@ class _Reversible(torch.autograd.Function):
             earlier = _block_before(ctx) if call.ahead else None
             if earlier is not None:
                 with lanes.on(1 - rebuilt.lane):
-                    call.rebuilt = _rebuild(earlier, _handed_on(ctx, rebuilt), 1 - rebuilt.lane)
+                    output = _handed_on(ctx, rebuilt)
+                    saved = earlier.saved_tensors
+                    call.rebuilt = _rebuild(earlier, saved, output, 1 - rebuilt.lane)
             with lanes.differentiating(rebuilt.lane):
                 grad_b, copy, found = _differentiate(ctx, rebuilt, grad_b, seeds)
                 grads = _before_link(ctx, grad_y, grad_b)
@@ -309,10 +264,11 @@ class _Reversible(torch.autograd.Function):
                     call.seed = grads[1], _before_link(ctx, copy)[0]
         if ctx.index == 0 and call.probe is not None:
             rebuilt_input = _before_link(ctx, rebuilt.a, rebuilt.b)
-            compare(call.probe, rebuilt_input, call.chain.name, call.chain.tolerance)
+            limit = tolerance_for(rebuilt.a.dtype, call.chain.tolerance)
+            compare(call.probe, rebuilt_input, call.chain.name, limit)
         if ctx.index > 0 and earlier is None:
             call.handed_on = _handed_on(ctx, rebuilt)
-        return None, None, None, *grads, *found
+        return None, None, None, None, *grads, *found
 
 
 def _block_before(node: Any) -> Any:
@@ -338,23 +294,29 @@ def _handed_on(node: Any, rebuilt: _Rebuilt) -> _Output:
     return b, y, rebuilt.copy
 
 
-def _rebuild(node: Any, output: _Output | None, lane: int = 0) -> _Rebuilt:
+def _rebuild(
+    node: Any, saved: Sequence[Tensor], output: _Output | None, lane: int = 0
+) -> _Rebuilt:
     """Reconstruct a block's input (PETRA, Eq. 4) keeping the graph of F.
 
     The chain's last block has its output itself.
     """
     call: _Call = node.call
+    bound: Bound = node.bound
     block = call.chain.blocks[node.index]
-    tensors = list(node.saved_tensors)
+    bound.check(block.name)
+    tensors = list(saved)
     if block is call.chain.blocks[-1]:
         output, tensors = (tensors[0], tensors[1], None), tensors[2:]
     assert output is not None
     b, y, read = output
-    needs = node.needs_input_grad[5:]
+    needs = node.needs_input_grad[6:]
     live = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
     sides = iter(live)
     used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
-    with torch.enable_grad(), node.replay.playing():
+    stand_ins = bound.stand_ins()
+    parameters = [stand_ins.get(id(p), p) for p in node.parameters]
+    with torch.enable_grad(), bound.repeated(stand_ins), node.replay.playing():
         leaf = _as_read((b if read is None else read).detach(), block, call.cast).requires_grad_()
         gradient = GradientSum()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
@@ -362,7 +324,8 @@ def _rebuild(node: Any, output: _Output | None, lane: int = 0) -> _Rebuilt:
         addend, extras = run_branch(call.root, block, watched, used, call.cast)
         with torch.no_grad():
             a, copy = sum_up(y, addend.detach(), call.grid, True, call.is_read_cast(node.index, -1))
-    return _Rebuilt(node.index, a, b, leaf, gradient, live, (addend, *extras), copy, lane)
+    ends = addend, *extras
+    return _Rebuilt(node.index, a, b, leaf, gradient, live, parameters, ends, copy, lane)
 
 
 def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
@@ -382,7 +345,7 @@ def _differentiate(
 
     That of `b` comes in the type of the branch before, too, if that is there.
     """
-    wanted = [*(t for t in rebuilt.live if t.requires_grad), *node.parameters]
+    wanted = [*(t for t in rebuilt.live if t.requires_grad), *rebuilt.parameters]
     seeds = zip(rebuilt.ends, grads, strict=True)
     seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(wanted)
@@ -392,7 +355,8 @@ def _differentiate(
         inputs = [rebuilt.leaf, *wanted]
         of_seed = getattr(_block_before(node), "addend_type", None)
         rebuilt.gradient.begin(grad_b, of_seed)
-        of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
+        with gradient_hooks_silenced(rebuilt.parameters):
+            of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
         grad_b, copy = rebuilt.gradient.finish(of_b)
     each = iter(found)
     of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]

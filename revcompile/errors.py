@@ -6,6 +6,7 @@ __all__ = [
     "CaptureError",
     "InputError",
     "InversionError",
+    "ModifiedError",
     "NonFiniteError",
     "OriginalMethodError",
     "PolicyError",
@@ -46,6 +47,10 @@ class InversionError(RevcompileError):
 
 class OriginalMethodError(RevcompileError, AttributeError):
     """A method of the original model that cannot be used on the reversible one."""
+
+
+class ModifiedError(RevcompileError, RuntimeError):
+    """Something a backward pass needs has changed since the forward pass."""
 
 
 class NonFiniteError(RevcompileError, ArithmeticError):

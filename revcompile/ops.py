@@ -15,6 +15,7 @@ __all__ = [
     "device_of",
     "fuse_mean",
     "is_autocasting",
+    "matching",
     "select",
     "shape",
     "statistics_frozen",
@@ -68,6 +69,14 @@ def as_read(x: Tensor) -> Tensor:
     if x.dtype != torch.float32 or not is_autocasting(x.device):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def matching(source: Any, like: Any) -> Any:
+    """A tensor in the floating-point type of another, under autocast; else as it is."""
+    if not isinstance(source, Tensor) or not isinstance(like, Tensor) or source.dtype == like.dtype:
+        return source
+    both = source.is_floating_point() and like.is_floating_point()
+    return source.to(like.dtype) if both and is_autocasting(like.device) else source
 
 
 def device_of(tensor: Tensor) -> torch.device:

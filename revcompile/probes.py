@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 import torch
 from torch import Tensor
 
 from revcompile.errors import InversionError
 
-__all__ = ["compare", "probe", "relative_error"]
+__all__ = ["Tolerance", "compare", "probe", "relative_error", "tolerance_for"]
+
+Tolerance = float | Literal["auto"] | None
+"""The largest relative error allowed; "auto": by the type of the streams; None: nobody looks."""
+
+_BY_TYPE: Final = {torch.float64: 1e-9}
+_OTHERS: Final = 1e-3
+
+
+def tolerance_for(dtype: torch.dtype, tolerance: Tolerance) -> float:
+    """The tolerance of a chain whose streams are of a type.
+
+    >>> tolerance_for(torch.float64, "auto"), tolerance_for(torch.float32, "auto")
+    (1e-09, 0.001)
+    """
+    if isinstance(tolerance, str) or tolerance is None:
+        return _BY_TYPE.get(dtype, _OTHERS)
+    return tolerance
 
 
 def relative_error(expected: Tensor, actual: Tensor) -> float:
@@ -27,12 +46,11 @@ def probe(stream: Tensor) -> Tensor:
 
 
 def compare(
-    before: tuple[Tensor, ...], streams: tuple[Tensor, ...], chain: str, tolerance: float | None
+    before: tuple[Tensor, ...], streams: tuple[Tensor, ...], chain: str, tolerance: float
 ) -> None:
     """Stop training if streams have come back as something else than the probes of them say."""
     pairs = zip(before, streams, strict=True)
     error = max(relative_error(expected, probe(stream)) for expected, stream in pairs)
-    assert tolerance is not None
     if error > tolerance:
         raise InversionError(
             f"the chain {chain} reconstructs its input only to {error:.1e} "

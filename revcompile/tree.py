@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator
 from typing import Any, Final
@@ -17,6 +18,7 @@ __all__ = [
     "LOW_PRECISION",
     "casts_input",
     "convolves",
+    "copied",
     "device_of_model",
     "is_cast",
     "modules_called",
@@ -99,6 +101,19 @@ def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
 def is_cast(layer: nn.Module) -> bool:
     """Does autocast cast what a layer reads, and does nobody look on, or make its weight?"""
     return type(layer) in _CASTING and not (layer._forward_pre_hooks or layer._forward_hooks)
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """A deep copy. `memo` maps ids of tensors to what stands for them in the copy.
+
+    Old weight norms leave a computed weight behind, which deepcopy alone would refuse.
+    """
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(model, memo)
 
 
 def device_of_model(root: nn.Module) -> torch.device:

@@ -9,29 +9,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from revcompile.bindings import Bindings
 from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
 from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signature
 from revcompile.ops import attribute, is_autocasting
 from revcompile.overlap import Overlap
+from revcompile.probes import Tolerance
 from revcompile.replay import Circumstances, StatefulBuffers
 from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
+from revcompile.runtime.inlined import Inlined
+from revcompile.runtime.matched import matched
 from revcompile.runtime.narrow import narrowed
 from revcompile.runtime.original import Original, OriginalSurface
-from revcompile.tree import (
-    LOW_PRECISION,
-    convolves,
-    modules_called,
-    parameters_read,
-    reads_cast,
-    tensors_read,
-)
+from revcompile.sharding import Unit, enter, leave, units_of
+from revcompile.tree import LOW_PRECISION, convolves, reads_cast, tensors_read
 
 __all__ = ["Reversible"]
 
@@ -47,6 +45,7 @@ _RESERVED = frozenset(
         "rewired_tensors",
         "_original",
         "_plans",
+        "_inlined",
     }
 )
 
@@ -59,6 +58,10 @@ class _Step:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     drop: tuple[str, ...]
+    bindings: tuple[Bindings, ...]
+    """What its graphs find in the module tree."""
+    units: tuple[Unit, ...] = ()
+    """Of an opaque segment: FSDP2 units that its layers belong to."""
 
 
 class Reversible(OriginalSurface):
@@ -71,7 +74,7 @@ class Reversible(OriginalSurface):
     def __init__(
         self,
         rewired: Rewired,
-        tolerance: float | None = None,
+        tolerance: Tolerance = None,
         overlap: Overlap = Overlap.OFF,
     ) -> None:
         super().__init__()
@@ -100,10 +103,12 @@ class Reversible(OriginalSurface):
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
+        self.__dict__["_inlined"] = Inlined(rewired, self)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
-    tolerance: float | None
+    tolerance: Tolerance
+    """Of reconstruction, relative; "auto": by the type of the streams; None: not compared."""
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
@@ -111,6 +116,7 @@ class Reversible(OriginalSurface):
     overlap: Overlap
     """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
     _plans: dict[int, tuple[_Step, ...]]
+    _inlined: Inlined
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
@@ -169,17 +175,23 @@ class Reversible(OriginalSurface):
             else:
                 for name in step.drop:
                     values.pop(name, None)
-                outputs = step.run(self, *inputs)
+                inputs = list(enter(step.units, tuple(inputs)))
+                outputs = leave(step.units, tuple(step.run(self, *inputs)))
             del inputs
             values.update(zip(step.outputs, outputs, strict=True))
         return values
 
     def _plan(self, body: Body) -> tuple[_Step, ...]:
-        """The body's steps, compiled on first use."""
+        """The body's steps, compiled on first use, and anew when modules or their hooks change."""
+        self._inlined.check()
         key = id(body)
-        if key not in self._plans:
-            self._plans[key] = _steps(body, self)
-        return self._plans[key]
+        found = self._plans.get(key)
+        if found is None or any(b.change() for step in found for b in step.bindings):
+            found = self._plans[key] = self._steps(body)
+        return found
+
+    def _steps(self, body: Body) -> tuple[_Step, ...]:
+        return _steps(body, self)
 
 
 def bind(
@@ -260,19 +272,22 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
         first = run[0]
         if isinstance(first, Opaque):
             inputs, outputs = first.inputs, first.outputs
-            graph = clipped(first.graph, root)
+            graph = clipped(matched(first.graph), root)
             code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
+            bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
+            units = _units(bindings[0])
         else:
             couplings = [s for s in run if isinstance(s, Coupling)]
             sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
-            inputs = (*first.streams_in, *sides)
+            inputs, units = (*first.streams_in, *sides), ()
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
+            bindings = tuple(block.bindings for block in blocks)
             has_convolutions = any(convolves(c.branch, root) for c in couplings)
             code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
-        steps.append(_Step(code, inputs, outputs, drop))
+        steps.append(_Step(code, inputs, outputs, drop, bindings, units))
     return tuple(steps)
 
 
@@ -306,20 +321,31 @@ def _chains(body: Body) -> list[list[Coupling | Opaque]]:
 
 
 def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
-    modules = modules_called(coupling.branch, root)
+    bindings = Bindings(coupling.branch, root)
     link = coupling.link
     return Block(
         name=coupling.name,
-        branch=compile_graph(clipped(narrowed(coupling.branch, root), root), coupling.name),
+        branch=compile_graph(_prepared(coupling.branch, root), coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         link=compile_graph(link.forward, coupling.name) if link else None,
         unlink=compile_graph(link.inverse, coupling.name) if link else None,
         has_extras=bool(coupling.extras),
         link_sides=tuple(position[name] for name in link.sides) if link else (),
-        parameters=parameters_read(coupling.branch, root),
-        circumstances=_circumstances(modules),
+        bindings=bindings,
+        units=_units(bindings),
+        circumstances=_circumstances(list(bindings.modules)),
         reads_cast=reads_cast(coupling.branch, root),
     )
+
+
+def _units(bindings: Bindings) -> tuple[Unit, ...]:
+    """FSDP2 units, outermost first: modules around the called ones, those, and modules inside."""
+    return units_of((*bindings.around.items(), *bindings.modules.items()))
+
+
+def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A branch as it runs: joined kernels, and casts where autocast asks for them."""
+    return clipped(narrowed(matched(branch), root), root)
 
 
 def _circumstances(modules: Sequence[nn.Module]) -> Circumstances:

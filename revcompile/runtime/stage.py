@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from revcompile import ops
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.ops import attribute
 from revcompile.probes import relative_error
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot, StatefulBuffers
@@ -21,11 +20,13 @@ from revcompile.runtime.buffers import Buffers, Keeper
 from revcompile.runtime.casts import Casts, castable
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.finite import all_finite
+from revcompile.runtime.matched import matched
 from revcompile.runtime.narrow import narrowed
 from revcompile.runtime.scaling import unscaled
 from revcompile.runtime.stash import Slots, Stash, as_of
 from revcompile.runtime.strides import overlaps
 from revcompile.runtime.traits import candidates, moves_early, outlives_updates, statistics_of
+from revcompile.runtime.unchanged import Unchanged, parameters_of
 from revcompile.schedule import Keep, Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
 from revcompile.tree import device_of_model
@@ -88,9 +89,8 @@ class Stage:
         self.autocast = autocast
         self.check_finite = check_finite
         self.keeper = Keeper(program, buffers or Buffers())
-        self.parameters: dict[str, Tensor] = {
-            name: attribute(root, name) for name in program.parameters
-        }
+        self.parameters = parameters_of(program, root)
+        self.unchanged = Unchanged(program, root, self.parameters)
         self._slots = Slots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
@@ -107,7 +107,7 @@ class Stage:
         self._statistics = statistics_of(program, root) if moves_early(program) else []
         graphs = [program.forward, program.backward]
         if autocast is not None:
-            graphs = [narrowed(graph, root) for graph in graphs]
+            graphs = [narrowed(matched(graph), root) for graph in graphs]
         self._plain = (
             compile_graph(graphs[0], f"stage {program.index} forward"),
             compile_graph(graphs[1], f"stage {program.index} backward"),
@@ -134,6 +134,7 @@ class Stage:
     ) -> dict[str, Any]:
         """Run a micro-batch; what backward needs stays here until then."""
         program = self.program
+        self.unchanged.check()
         weights = self.version()
         values = [inputs[port.name] for port in program.inputs]
         before = self._stateful.before()

@@ -202,6 +202,7 @@ def _distance(want: torch.Tensor, have: torch.Tensor) -> float:
         return 0.0
     if not (want.is_floating_point() or want.is_complex()):
         return float((want != have).any())
+    want, have = (t.to_dense() if t.is_sparse else t for t in (want, have))
     same_nan = torch.equal(want.isnan(), have.isnan())
     want, have = want.nan_to_num(), have.nan_to_num()
     scale = want.abs().max().clamp_min(1e-30)

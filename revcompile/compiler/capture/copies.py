@@ -13,20 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.compiler.capture.blame import Untraceable
 from revcompile.errors import CaptureError
+from revcompile.tree import copied
 
 __all__ = ["attributes_kept", "copy_model", "fake_copy", "keep_constant", "set_mode"]
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy. `memo` maps ids of tensors to what stands for them in the copy."""
-    memo = {} if memo is None else memo
-    for module in model.modules():
-        for value in vars(module).values():
-            # weight_norm leaves a computed weight behind, which deepcopy would refuse
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo.setdefault(id(value), value.detach().clone())
     try:
-        return copy.deepcopy(model, memo)
+        twin: nn.Module = copied(model, memo)
+        return twin
     except Exception as error:
         raise CaptureError(
             f"capture: {type(model).__name__} cannot be copied with copy.deepcopy: "

@@ -85,6 +85,8 @@ class Fast:
         engine = self._engine
         if engine is None:
             return None
+        # What has been replaced is refused by name on the ordinary way.
+        allowed = allowed and not any(actor.stage.unchanged.problem() for actor in self._actors)
         if engine.active and not (allowed and engine.takes(batch)):
             engine.leave(schedule, transport)
             self._changes += engine.is_outdated

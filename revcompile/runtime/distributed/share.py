@@ -7,7 +7,6 @@ somebody keeps what `whole` returns.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from revcompile.runtime.distributed.collect import gather_plain
 from revcompile.runtime.distributed.start import Ranks
 from revcompile.runtime.distributed.weights import homes, named_tensors, used
 from revcompile.runtime.reversible import Reversible
+from revcompile.tree import copied
 
 __all__ = ["Share", "deal", "last_device", "whole"]
 
@@ -52,7 +52,7 @@ class Share:
 
     def whole(self, model: Reversible, device: torch.device | None = None) -> Reversible:
         """A copy of the model with the current weights of all ranks. Every rank calls it."""
-        twin = copy.deepcopy(model)
+        twin: Reversible = copied(model)
         device = device or self.device
         changes: dict[int, Tensor] = {}
         for name, tensor in named_tensors(twin).items():
@@ -80,7 +80,7 @@ def whole(model: Reversible, device: torch.device | None = None) -> Reversible:
     share = _shares.get(model)
     if share is not None:
         return share.whole(model, device)
-    twin = copy.deepcopy(model)
+    twin: Reversible = copied(model)
     return twin if device is None else twin.to(device)
 
 

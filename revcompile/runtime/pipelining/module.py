@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from revcompile.coupling import Chain
 from revcompile.errors import InputError
 from revcompile.ir import Body, Rewired
+from revcompile.probes import Tolerance
 from revcompile.runtime.reversible import Reversible, _Step
 
 __all__ = ["StageModule"]
@@ -25,7 +26,7 @@ class StageModule(Reversible):
     otherwise its tensors in order.
     """
 
-    def __init__(self, rewired: Rewired, tolerance: float | None, description: str) -> None:
+    def __init__(self, rewired: Rewired, tolerance: Tolerance, description: str) -> None:
         super().__init__(rewired, tolerance)
         self.__dict__["_description"] = description
 
@@ -45,10 +46,8 @@ class StageModule(Reversible):
         """What goes in and out."""
         return self._description
 
-    def _plan(self, body: Body) -> tuple[_Step, ...]:
-        if id(body) not in self._plans:
-            self._plans[id(body)] = tuple(map(_guarded, super()._plan(body)))
-        return self._plans[id(body)]
+    def _steps(self, body: Body) -> tuple[_Step, ...]:
+        return tuple(map(_guarded, super()._steps(body)))
 
 
 # -- crossing a boundary --------------------------------------------------------------------------

@@ -1,0 +1,76 @@
+"""Ways of differentiating other than one backward pass, which is all a reversible chain has.
+
+`torch.func` and forward-mode AD are told by `is_transformed`: chains are then plain operations with
+stored activations, which every transform can differentiate. A second derivative through a backward
+pass that has already happened is an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from revcompile.errors import InputError
+
+__all__ = ["differentiable_once", "is_transformed"]
+
+_ADVICE: Final = (
+    "set net.reversible = False before the forward pass: chains then store their activations and "
+    "can be differentiated in every way"
+)
+
+
+def is_transformed() -> bool:
+    """Is a `torch.func` transform or forward-mode AD at work?"""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A backward of an autograd function whose gradients refuse to be differentiated again.
+
+    To a penalty on the gradient, what a chain gives would otherwise be a constant. The gradients
+    depend on those given and on `ctx.outputs`, if the backward leaves some there.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch._C._are_functorch_transforms_active():
+            raise InputError(
+                "a backward pass through a reversible chain cannot be run inside a torch.func "
+                f"transform; {_ADVICE}"
+            )
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        outputs = ctx.__dict__.pop("outputs", ())  # not kept: they hold the node, which holds ctx
+        return _refusing(found, (*grads, *outputs)) if torch.is_grad_enabled() else found
+
+    return run
+
+
+def _refusing(found: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients as functions of their sources that cannot be differentiated."""
+    places = [i for i, gradient in enumerate(found) if isinstance(gradient, Tensor)]
+    leaves = [found[i].detach().requires_grad_() for i in places]
+    known = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
+    replaced = dict(zip(places, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
+    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(found))
+
+
+class _Refusing(torch.autograd.Function):
+    """The identity on the first `count` tensors, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.clone() if t.is_sparse else t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise InputError(
+            "a gradient through a reversible chain is differentiated a second time "
+            f"(create_graph=True), but a chain is rebuilt for one backward pass only; {_ADVICE}"
+        )
