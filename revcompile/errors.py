@@ -10,6 +10,7 @@ __all__ = [
     "PolicyError",
     "RankError",
     "RevcompileError",
+    "TrainerStoppedError",
     "VerificationError",
 ]
 
@@ -53,6 +54,10 @@ class NonFiniteError(RevcompileError, ArithmeticError):
 
 class RankError(RevcompileError, RuntimeError):
     """Another rank is gone, does not answer, or stopped with an error; this one cannot go on."""
+
+
+class TrainerStoppedError(RevcompileError, RuntimeError):
+    """A step failed where it could not be taken back; this trainer cannot go on."""
 
 
 class VerificationError(RevcompileError):

@@ -95,5 +95,3 @@ def several(rank: int, options: dict[str, Any]) -> list[Found]:
 
 def step(name: str, run: Run, folder: Any) -> tuple[str, dict[str, Any], str]:
     return name, dataclasses.asdict(run), str(folder)
-
-

@@ -111,6 +111,10 @@ def own_loader(rank: int, options: dict[str, Any]) -> Any:
     return losses, said, all(torch.equal(t, after[name]) for name, t in before.items())
 
 
+def own_loaders(rank: int, options: dict[str, Any]) -> Any:
+    return [own_loader(rank, {"loader": name}) for name in options["loaders"]]
+
+
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainer.parameters().items()}
 
@@ -134,7 +138,10 @@ def evaluate(rank: int, options: dict[str, Any]) -> Any:
     trainer, said = small(), list[Any]()
     torch.manual_seed(rank)
     cases = [DataLoader(dataset(), 3), DataLoader(dataset(), 3, shuffle=True)]
-    cases += [list(DataLoader(dataset(), 3))[: 3 + rank], list(DataLoader(dataset(), 3))[: 4 - rank]]
+    cases += [
+        list(DataLoader(dataset(), 3))[: 3 + rank],
+        list(DataLoader(dataset(), 3))[: 4 - rank],
+    ]
     cases += [iter(DataLoader(dataset(), 3))]
     for loader in cases:
         try:

@@ -46,12 +46,8 @@ def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_pa
     """One process and two ranks; each goes on from the other's checkpoint with the same bits."""
     steps = [step("saving", run, tmp_path / f"ranks {name}") for name, run in RUNS.items()]
     saved = on_ranks(tmp_path / "first", steps)
-    alone = {
-        name: saving(run, str(tmp_path / f"alone {name}")) for name, run in RUNS.items()
-    }
-    swapped = {
-        name: dataclasses.replace(run, places=(1, 0, 1, 0)) for name, run in RUNS.items()
-    }
+    alone = {name: saving(run, str(tmp_path / f"alone {name}")) for name, run in RUNS.items()}
+    swapped = {name: dataclasses.replace(run, places=(1, 0, 1, 0)) for name, run in RUNS.items()}
     steps = [step("resuming", run, tmp_path / f"alone {name}") for name, run in RUNS.items()]
     steps += [step("resuming", swapped["tied"], tmp_path / "ranks tied")]
     resumed = on_ranks(tmp_path / "second", steps)
@@ -74,7 +70,7 @@ def test_other_stages_need_a_drained_checkpoint_and_are_told(tmp_path: Path) -> 
     graphs = Run(method="ddg", steps=9)
     on_ranks(tmp_path / "first", [step("saving", four, tmp_path / "four")])
     saving(two, str(tmp_path / "two"))
-    with pytest.raises(InputError, match="micro-batches in flight.* in 4 stages") as error:
+    with pytest.raises(InputError, match=r"micro-batches in flight.* in 4 stages") as error:
         resuming(two, str(tmp_path / "four"))
     assert "drain=True" in str(error.value) and "this trainer has 2 stages" in str(error.value)
     steps = [
@@ -101,7 +97,10 @@ def test_copies_of_the_pipeline_go_on_with_their_own_micro_batches(tmp_path: Pat
     )
     again = on_ranks(tmp_path / "second", [step("resuming", run, tmp_path / "copies")], world=4)
     for (before,), (after,) in zip(saved, again, strict=True):
-        assert same(after["losses"], before["losses"][5:]) or torch.tensor(after["losses"]).isnan().all()
+        assert (
+            same(after["losses"], before["losses"][5:])
+            or torch.tensor(after["losses"]).isnan().all()
+        )
         assert same(after["state"], before["state"])
     assert expected["state"].keys() == again[0][0]["state"].keys()
     with pytest.raises(InputError, match="2 copies of the pipeline"):

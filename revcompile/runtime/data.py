@@ -149,7 +149,9 @@ def same_order(
     try:
         return DataLoader(dataset, batch_size, sampler=sampler, generator=generator, **options)
     except (TypeError, ValueError) as error:
-        raise InputError(f"trainer.loader: torch's DataLoader refuses its options: {error}") from error
+        raise InputError(
+            f"trainer.loader: torch's DataLoader refuses its options: {error}"
+        ) from error
 
 
 # -- a trainer's loaders --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 __all__ = ["Fingerprint", "compared", "fingerprint"]
@@ -79,8 +79,11 @@ def fingerprint(tree: Any, microbatch: int) -> int:
 def _of_leaf(leaf: Any) -> int:
     if not isinstance(leaf, Tensor):
         return zlib.crc32(repr(leaf).encode()) if isinstance(leaf, bool | int | float | str) else 0
+    if leaf.is_nested:  # has no shape
+        return zlib.crc32(f"{leaf.dtype}".encode())
     about = zlib.crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-    if leaf.layout is not torch.strided or leaf.is_meta or not leaf.numel():
+    is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+    if not is_plain or leaf.is_meta or leaf.is_quantized or not leaf.numel():
         return about
     return about + _of_elements(leaf.detach())
 

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 FORMAT = 1
+_KEYS = ("cuts", "seed", "model", "optimizer", "groups", "lr_schedules")
+_KEYS += ("schedule", "stages", "messages")
 
 
 Copy = Callable[[Any], Any]
@@ -156,6 +158,10 @@ def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {FORMAT}), got {got!r}"
+        return
+    missing = [key for key in _KEYS if key not in state]
+    if missing:
+        yield f"it lacks the entry {missing[0]!r}; load what trainer.state_dict() returned as it is"
         return
     yield from model_misfits(trainer.model, state["model"])
     settings = _settings(state)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from revcompile.errors import InputError, RevcompileError
+from revcompile.errors import InputError, RevcompileError, TrainerStoppedError
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.assembly import make_actor
 from revcompile.runtime.attempt import Attempt
@@ -25,8 +25,8 @@ from revcompile.runtime.checkpoint import (
 )
 from revcompile.runtime.data import Loader, Share, shared_loader
 from revcompile.runtime.diagnostics import Probe
-from revcompile.runtime.evaluating import evaluating
-from revcompile.runtime.inputs import Intake, Planned, batch_pair, called_with, check_planned
+from revcompile.runtime.evaluating import evaluate_batch, evaluating, iterated
+from revcompile.runtime.inputs import Intake, Planned, check_planned
 from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible
@@ -134,8 +134,8 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------
 
-    def step(self, inputs: Any, target: Any = None) -> Metrics:
-        """Train on one micro-batch.
+    def step(self, inputs: Any = None, target: Any = None) -> Metrics:
+        """Train on one micro-batch: `trainer.step(x, y)`.
 
         `inputs` is what the model takes: a tensor, a tuple of positional arguments, or a dict of
         keyword arguments.
@@ -256,7 +256,7 @@ class Trainer:
 
     def _usable(self) -> None:
         if self._broken is not None:
-            raise RuntimeError(
+            raise TrainerStoppedError(
                 f"this trainer stopped in the middle of a step ({self._broken}); build a new one "
                 "and load its last state_dict"
             )
@@ -272,13 +272,8 @@ class Trainer:
         """
         found = Means(metrics)
         with self._evaluating():
-            for number, batch in enumerate(loader):
-                inputs, target = self.intake.moved(batch_pair(batch))
-                args, kwargs = called_with(inputs)
-                output = self.model(*args, **kwargs)
-                loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
-                samples = self.intake.samples(self.intake.bound(inputs))
-                found.add(loss, output, target, samples)
+            for number, batch in enumerate(iterated(loader)):
+                evaluate_batch(number, batch, self.model, self.intake, self.objective, found)
         return found.evaluation()
 
     def _evaluating(self) -> AbstractContextManager[None]:

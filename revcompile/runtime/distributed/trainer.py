@@ -31,6 +31,7 @@ from revcompile.runtime.distributed.share import deal, last_device
 from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
 from revcompile.runtime.distributed.weights import check_buffers
+from revcompile.runtime.evaluating import iterated
 from revcompile.runtime.fingerprints import Fingerprint, compared
 from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss
@@ -141,7 +142,7 @@ class DistributedTrainer(Trainer):
         values = self._accepted(inputs)
         if self.is_last:
             self._given = inputs, target
-            self.objective.targets[microbatch] = self.intake.moved(target)
+            self._take_target(microbatch, target)
         if self.is_first:
             self.actors[0].inputs[microbatch] = values
             if not self.is_last:
@@ -188,6 +189,13 @@ class DistributedTrainer(Trainer):
         except Exception as error:
             self.actors[0].refused.append(error)
             return None
+
+    def _take_target(self, microbatch: int, target: Any) -> None:
+        """Where the target cannot be used, the micro-batch is lost like one of bad inputs."""
+        try:
+            self.objective.targets[microbatch] = self.intake.moved(target)
+        except Exception as error:
+            self.actors[-1].refused.append(error)
 
     def _forward(self, lists: Any) -> list[deque[Any]]:
         with self._stopping():
@@ -281,6 +289,8 @@ class DistributedTrainer(Trainer):
 
         The loader is read where the first and the last stage live: for inputs and for targets.
         """
+        if loader is not None:
+            iterated(loader)
         if self.partition.rewired.eval_body is not None:
             raise InputError(
                 f"trainer.evaluate: {self.partition.rewired.name} computes something else in eval "
@@ -293,14 +303,17 @@ class DistributedTrainer(Trainer):
 
         def source(number: int) -> tuple[Mapping[str, Any], Fingerprint] | None:
             found = batches.first()
-            return found and (self.intake.taken(found[0]), Fingerprint.of(*found, number))
+            if found is None:
+                return None
+            where = f"evaluation, batch {number}"
+            return self.intake.taken(found[0], where), Fingerprint.of(*found, number)
 
         def sink(number: int, outputs: Mapping[str, Any], sent: Fingerprint | None) -> None:
             where, (inputs, target) = f"evaluation, batch {number}", batches.last(number)
             other = sent and compared(sent, inputs, target, number)
             if other:
                 raise self._mixed_up(where, other)
-            output, target = self.objective.assembled(outputs), self.intake.moved(target)
+            output, target = self.objective.assembled(outputs), self.intake.moved(target, where)
             loss = self.objective.evaluate(output, target, where)
             means.add(loss, output, target, self.intake.samples(outputs))
 
