@@ -13,6 +13,7 @@ __all__ = [
     "RankError",
     "RevcompileError",
     "RevcompileWarning",
+    "TrainerStoppedError",
     "VerificationError",
 ]
 
@@ -68,6 +69,10 @@ class RankError(RevcompileError, RuntimeError):
 
 class RevcompileWarning(UserWarning):
     """Something works, but not as the user is likely to expect."""
+
+
+class TrainerStoppedError(RevcompileError, RuntimeError):
+    """A step failed where it could not be taken back; this trainer cannot go on."""
 
 
 class VerificationError(RevcompileError):

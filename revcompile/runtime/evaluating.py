@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from revcompile.errors import InputError, RevcompileError
+from revcompile.runtime.inputs import Intake, batch_pair, called_with
+from revcompile.runtime.metrics import Means
+from revcompile.runtime.objective import Objective, described
 from revcompile.tree import device_of_model
 
-__all__ = ["evaluating"]
+__all__ = ["evaluate_batch", "evaluating", "iterated"]
+
+
+def iterated(loader: Any) -> Iterable[Any]:
+    """A loader, if it is one."""
+    if not isinstance(loader, Iterable):
+        raise InputError(
+            f"trainer.evaluate: expected a loader of batches (inputs, target), got {loader!r}"
+        )
+    return loader
+
+
+def evaluate_batch(
+    number: int,
+    batch: Any,
+    model: nn.Module,
+    intake: Intake,
+    objective: Objective,
+    means: Means,
+) -> None:
+    """Run the model on one batch; loss and metrics go to `means`."""
+    where = f"evaluation, batch {number}"
+    inputs, target = intake.moved(batch_pair(batch), where)
+    samples = intake.samples(intake.bound(inputs, where))
+    args, kwargs = called_with(inputs)
+    try:
+        output = model(*args, **kwargs)
+    except RevcompileError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{where}: the model failed on it: {type(error).__name__}: {error}\n"
+            f"  inputs: {described(inputs)}"
+        ) from error
+    means.add(objective.evaluate(output, target, where), output, target, samples)
 
 
 @contextmanager

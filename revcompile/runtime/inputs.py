@@ -44,19 +44,38 @@ class Intake:
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
 
-    def bound(self, inputs: Any) -> dict[str, Any]:
+    def bound(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments, where they are."""
         args, kwargs = called_with(inputs)
         rewired = self._partition.rewired
-        return bind(rewired.signature, rewired.name, args, kwargs)
+        try:
+            values = bind(rewired.signature, rewired.name, args, kwargs)
+        except InputError as error:
+            raise InputError(
+                f"{where}: {error}\n  inputs: {described(inputs)}\n{_how_to_call(where, inputs)}"
+            ) from error
+        if self.samples(values) == 0:
+            raise InputError(
+                f"{where}: the batch has no samples ({described(inputs)}); leave it out"
+            )
+        return values
 
-    def taken(self, inputs: Any) -> dict[str, Any]:
+    def taken(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments, on its device."""
-        return self.bound(self.moved(inputs))
+        return self.bound(self.moved(inputs, where), where)
 
-    def moved(self, tree: Any) -> Any:
+    def moved(self, tree: Any, where: str = "trainer.step") -> Any:
         """Nested values with their tensors on the device."""
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), tree)
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.is_meta and self.device.type != "meta":
+                raise InputError(
+                    f"{where}: got a tensor on the meta device, which has no values "
+                    f"({described(tree)}); feed data from the CPU or a GPU"
+                )
+            return tensor.to(self.device, non_blocking=True)
+
+        return pytree.tree_map_only(Tensor, move, tree)
 
     def samples(self, values: Mapping[str, Any]) -> int:
         """How many samples values hold: along the dimension that grows with the batch."""
@@ -76,6 +95,18 @@ def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs,), {}
+
+
+def _how_to_call(where: str, inputs: Any) -> str:
+    takes = "`inputs` is what the model's forward takes: a tensor, a tuple of positional arguments "
+    takes += "or a dict of keyword arguments"
+    if where != "trainer.step":
+        return f"Of a batch (inputs, target), {takes}."
+    if isinstance(inputs, tuple | list) and len(inputs) == 2:
+        return f"Call trainer.step(x, y), not trainer.step((x, y)); {takes}."
+    if isinstance(inputs, dict):
+        return f"Call trainer.step(inputs, target) with the targets taken out of the dict; {takes}."
+    return f"Call trainer.step(inputs, target); {takes}."
 
 
 def batch_pair(batch: Any) -> tuple[Any, Any]:

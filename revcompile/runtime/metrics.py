@@ -66,11 +66,30 @@ class Evaluation:
     metrics: Mapping[str, float]
 
 
+def _mean(name: str, metric: Metric, output: Any, target: Any) -> float:
+    try:
+        return float(metric(output, target))
+    except Exception as error:
+        raise InputError(
+            f"trainer.evaluate: metric {name!r} raised {type(error).__name__}: {error}; it is a "
+            "function of (output, target) and returns one number, the mean over the batch"
+        ) from error
+
+
 class Means:
     """Loss and metrics of batches of different sizes, on their way to an `Evaluation`."""
 
     def __init__(self, metrics: Mapping[str, Metric] | None) -> None:
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise InputError(
+                "trainer.evaluate: metrics= is a dict of names and functions of (output, target), "
+                f"got {type(metrics).__name__}"
+            )
         self._metrics = dict(metrics or {})
+        if "loss" in self._metrics:
+            raise InputError(
+                'trainer.evaluate: the name "loss" is taken; call the metric otherwise'
+            )
         self.sums: dict[str, float] = {"loss": 0.0, **dict.fromkeys(self._metrics, 0.0)}
         self.samples = 0
 
@@ -78,13 +97,13 @@ class Means:
         """One batch."""
         self.sums["loss"] += float(loss) * samples
         for name, metric in self._metrics.items():
-            self.sums[name] += float(metric(output, target)) * samples
+            self.sums[name] += _mean(name, metric, output, target) * samples
         self.samples += samples
 
     def join(self, sums: Mapping[str, float], samples: int) -> None:
         """Another process's batches."""
         for name in self.sums:
-            self.sums[name] += sums[name]
+            self.sums[name] += sums.get(name, 0.0)
         self.samples += samples
 
     def evaluation(self) -> Evaluation:

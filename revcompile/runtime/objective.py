@@ -27,6 +27,8 @@ class Objective:
                 f"loss: expected a function of (output, target), got {type(loss).__name__}; "
                 "write e.g. loss=torch.nn.functional.cross_entropy"
             )
+        if isinstance(loss, type):
+            raise InputError(f"loss: got the class {loss.__name__}; write loss={loss.__name__}()")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise InputError(
                 "loss: it has parameters of its own, which no stage would train; make them part "
@@ -67,7 +69,14 @@ class Objective:
                 )
             self.scale = scale
             seed = None if scale is None else torch.full_like(loss, scale)
-            found = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
+            try:
+                found = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
+            except RuntimeError as error:
+                raise InputError(
+                    f"loss, micro-batch {microbatch}: its gradient could not be computed: {error}\n"
+                    "Return the loss without calling backward() on it, and compute it with "
+                    "differentiable operations. Nothing was changed by this step."
+                ) from error
         self.losses[microbatch] = loss.detach()
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
         return dict(zip(wanted, found, strict=True))
@@ -100,8 +109,10 @@ class Objective:
             raise InputError(
                 f"loss, {where}: it raised {type(error).__name__}: {error}\n"
                 f"  output: {described(output)}\n  target: {described(target)}\n"
-                "Nothing was changed by this step; check that the target fits the output."
+                f"Nothing was changed by this step; {_remedy(target)}"
             ) from error
+        if isinstance(loss, Tensor) and loss.is_complex():
+            raise InputError(f"loss, {where}: it is complex; return a real number, e.g. its .abs()")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InputError(
                 f"loss, {where}: expected a scalar tensor, got {described(loss)}; reduce it, "
@@ -115,6 +126,12 @@ class Objective:
         return loss.reshape(())
 
 
+def _remedy(target: Any) -> str:
+    if target is None:
+        return "it was given no target: call trainer.step(x, y), or use a loss that needs none."
+    return "check that the target fits the output."
+
+
 def described(value: Any) -> str:
     """A pytree with its tensors as types and shapes."""
 
@@ -122,6 +139,8 @@ def described(value: Any) -> str:
         if isinstance(leaf, Tensor):
             dtype = str(leaf.dtype).removeprefix("torch.")
             return _Shown(f"{dtype}{list(leaf.shape)}")
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # an array of numpy, say
+            return _Shown(f"{type(leaf).__name__} {leaf.dtype}{list(leaf.shape)}")
         return leaf
 
     return repr(pytree.tree_map(one, value))

@@ -27,7 +27,7 @@ from revcompile.runtime.stash import Slots, Stash, as_of
 from revcompile.runtime.strides import overlaps
 from revcompile.runtime.traits import candidates, moves_early, outlives_updates, statistics_of
 from revcompile.runtime.unchanged import Unchanged, parameters_of
-from revcompile.schedule import Keep, Weights
+from revcompile.schedule import Weights
 from revcompile.steps import is_seeded_elsewhere, mix, recording
 from revcompile.tree import device_of_model
 
@@ -384,8 +384,3 @@ class Stage:
     def outlives_updates(self) -> bool:
         """Are parameters updated while graphs that use them are kept?"""
         return outlives_updates(self.program)
-
-    @property
-    def keeps_graphs(self) -> bool:
-        """Is something in flight that no checkpoint can hold?"""
-        return any(unit.keep is Keep.GRAPH for unit in self.program.units) and bool(self.in_flight)

@@ -16,24 +16,29 @@ from revcompile.replay import Snapshot
 from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.stage import InFlight, Stage
 from revcompile.runtime.strides import as_it_lies
-from revcompile.runtime.transport import Channel, InProcess, Message
+from revcompile.runtime.transport import Channel, Message
 from revcompile.runtime.worker import Actor
-from revcompile.schedule import Schedule
+from revcompile.schedule import Keep, Schedule
 from revcompile.steps import mix
 
 if TYPE_CHECKING:
     from revcompile.runtime.trainer import Trainer
 
 __all__ = [
+    "check_fits",
+    "check_savable",
     "load_trainer",
     "model_misfits",
     "referenced",
     "save_trainer",
     "share",
+    "stages_with_graphs",
     "summed_up",
 ]
 
 FORMAT = 1
+_KEYS = ("cuts", "seed", "model", "optimizer", "groups", "lr_schedules")
+_KEYS += ("schedule", "stages", "messages")
 
 
 Copy = Callable[[Any], Any]
@@ -46,13 +51,28 @@ def save_trainer(trainer: Trainer, copy: Copy | None = None) -> dict[str, Any]:
     `copy` may do less, for somebody who is done with the state before training goes on.
     """
     copy = copy or _copied
-    graphs = [a.index for a in trainer.actors if a.stage.keeps_graphs]
+    check_savable(trainer)
+    return share(trainer, trainer.model.state_dict(), trainer.transport.queues, copy)
+
+
+def check_savable(trainer: Trainer) -> None:
+    """Refuse what no checkpoint can hold. All ranks come to the same result."""
+    graphs = stages_with_graphs(trainer)
     if graphs:
         raise InputError(
             f"trainer.state_dict: stage {graphs[0]} keeps graphs of micro-batches in flight, which "
             "cannot be saved; call trainer.flush() first, or trainer.save(folder, drain=True)"
         )
-    return share(trainer, trainer.model.state_dict(), trainer.transport.queues, copy)
+
+
+def stages_with_graphs(trainer: Trainer) -> list[int]:
+    """The stages, of all ranks, that have graphs of micro-batches in flight now."""
+    outstanding = trainer.schedule.outstanding
+    return [
+        program.index
+        for program in trainer.programs
+        if outstanding[program.index] and any(unit.keep is Keep.GRAPH for unit in program.units)
+    ]
 
 
 Queues = Mapping[tuple[int, int, Channel], Iterable[Message]]
@@ -65,6 +85,7 @@ def share(trainer: Trainer, model: Mapping[str, Any], queues: Queues, copy: Copy
         "format": FORMAT,
         "cuts": _cuts(trainer),
         "seed": trainer.settings.seed,
+        "replicas": trainer.replicas,
         "model": copy(dict(model)),
         "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
         "groups": [group for o in optimizers for group in o["groups"]],
@@ -81,26 +102,9 @@ def share(trainer: Trainer, model: Mapping[str, Any], queues: Queues, copy: Copy
 
 def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Take a state over. Checked first: a state that does not fit changes nothing."""
-    problems = list(_misfits(trainer, state))
-    if problems:
-        raise InputError(
-            f"trainer.load_state_dict: the state does not fit this trainer: {summed_up(problems)}"
-        )
+    check_fits(trainer, state)
     same, schedule = _same(trainer, state), Schedule.load(state["schedule"])
-    if not same and not schedule.idle:
-        raise InputError(
-            f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
-            f"applied yet in {_said(schedule)}, but this trainer has {_said(trainer.schedule)}, "
-            "cut or scheduled otherwise, or with another budget of memory; call flush() before "
-            "state_dict(), or trainer.save(folder, drain=True), to move between them"
-        )
-    with torch.no_grad():
-        for name, value in trainer.model.state_dict().items():
-            if not isinstance(value, Tensor):  # what a module's get_extra_state has given
-                owner = trainer.model.get_submodule(name.rpartition(".")[0])
-                owner.set_extra_state(_copied(state["model"][name]))
-            elif not value.is_meta:  # those are other ranks'
-                value.copy_(state["model"][name])
+    _load_model(trainer.model, state["model"])
     _load_updaters(trainer, state, same)
     _clear(trainer, state["seed"])
     if same:
@@ -108,14 +112,45 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
         for actor in trainer.actors:
             _load_actor(actor, state["stages"][actor.index])
         for source, target, channel, message in state["messages"]:
-            trainer.transport.send(source, target, Channel(channel), _message(message))
+            trainer.transport.deliver(source, target, Channel(channel), _message(message))
     else:
         trainer.schedule = _moved(trainer.schedule, schedule)
     _load_scalings(trainer, state, same)
 
 
-def _said(schedule: Schedule) -> str:
-    return f"{schedule.stages} stages ({schedule.method.name}, accumulate={schedule.accumulate})"
+def check_fits(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Refuse a state that this trainer cannot go on from; nothing is changed."""
+    problems = list(_misfits(trainer, state))
+    if problems:
+        raise InputError(
+            f"trainer.load_state_dict: the state does not fit this trainer: {summed_up(problems)}"
+        )
+    schedule, copies = Schedule.load(state["schedule"]), state.get("replicas", 1)
+    if not schedule.idle and not (_same(trainer, state) and copies == trainer.replicas):
+        raise InputError(
+            f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
+            f"applied yet in {_said(schedule, copies)}, but this trainer has "
+            f"{_said(trainer.schedule, trainer.replicas)}, cut or scheduled otherwise, or with "
+            "another budget of memory. To move between them call flush() before state_dict(), or "
+            "trainer.save(folder, drain=True); if the run that saved it is over, load it into a "
+            "trainer like that one (one process will do) and save it from there with drain=True"
+        )
+
+
+def _load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if not isinstance(value, Tensor):  # what a module's get_extra_state has given
+                owner = model.get_submodule(name.rpartition(".")[0])
+                owner.set_extra_state(_copied(saved[name]))
+            elif not value.is_meta:  # those are other ranks'
+                value.copy_(saved[name])
+
+
+def _said(schedule: Schedule, copies: int) -> str:
+    method = f"{schedule.method.name}, accumulate={schedule.accumulate}"
+    several = f", {copies} copies of the pipeline" if copies > 1 else ""
+    return f"{schedule.stages} stages ({method}{several})"
 
 
 def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
@@ -123,6 +158,10 @@ def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {FORMAT}), got {got!r}"
+        return
+    missing = [key for key in _KEYS if key not in state]
+    if missing:
+        yield f"it lacks the entry {missing[0]!r}; load what trainer.state_dict() returned as it is"
         return
     yield from model_misfits(trainer.model, state["model"])
     settings = _settings(state)
@@ -215,13 +254,11 @@ def _cuts(trainer: Trainer) -> list[list[str]]:
 
 def _clear(trainer: Trainer, seed: int) -> None:
     """Nothing in flight; replicas of tied parameters as the model has them."""
-    if isinstance(trainer.transport, InProcess):
-        trainer.transport = InProcess(len(trainer.actors))
+    trainer.transport.clear()
     trainer.settings = replace(trainer.settings, seed=seed)
     own = dict(trainer.model.named_parameters())
     for actor in trainer.actors:
         stage = actor.stage
-        actor.transport = trainer.transport
         stage.seed = mix(trainer.stage_seed, actor.index)
         stage.in_flight.clear()
         stage.gradients = {}

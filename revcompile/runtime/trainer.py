@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from revcompile.errors import InputError, RevcompileError
+from revcompile.errors import InputError, RevcompileError, TrainerStoppedError
 from revcompile.precision.cpu import choose_cpu_matmul
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.assembly import make_actor
@@ -25,16 +24,16 @@ from revcompile.runtime.checkpoint import (
     set_generators,
     until_signal,
 )
-from revcompile.runtime.data import Unread, same_order
+from revcompile.runtime.data import Loader, Share, shared_loader
 from revcompile.runtime.diagnostics import Probe
-from revcompile.runtime.evaluating import evaluating
-from revcompile.runtime.inputs import Intake, Planned, batch_pair, called_with, check_planned
+from revcompile.runtime.evaluating import evaluate_batch, evaluating, iterated
+from revcompile.runtime.inputs import Intake, Planned, check_planned
 from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible
 from revcompile.runtime.settings import Settings
 from revcompile.runtime.shipping.names import located
-from revcompile.runtime.state import load_trainer, referenced, save_trainer
+from revcompile.runtime.state import load_trainer, referenced, save_trainer, stages_with_graphs
 from revcompile.runtime.trace import Trace
 from revcompile.runtime.transport import InProcess
 from revcompile.runtime.update import OptimizerFactory
@@ -138,8 +137,8 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------
 
-    def step(self, inputs: Any, target: Any = None) -> Metrics:
-        """Train on one micro-batch.
+    def step(self, inputs: Any = None, target: Any = None) -> Metrics:
+        """Train on one micro-batch: `trainer.step(x, y)`.
 
         `inputs` is what the model takes: a tensor, a tuple of positional arguments, or a dict of
         keyword arguments.
@@ -260,7 +259,7 @@ class Trainer:
 
     def _usable(self) -> None:
         if self._broken is not None:
-            raise RuntimeError(
+            raise TrainerStoppedError(
                 f"this trainer stopped in the middle of a step ({self._broken}); build a new one "
                 "and load its last state_dict"
             )
@@ -276,13 +275,8 @@ class Trainer:
         """
         found = Means(metrics)
         with self._evaluating():
-            for number, batch in enumerate(loader):
-                inputs, target = self.intake.moved(batch_pair(batch))
-                args, kwargs = called_with(inputs)
-                output = self.model(*args, **kwargs)
-                loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
-                samples = self.intake.samples(self.intake.bound(inputs))
-                found.add(loss, output, target, samples)
+            for number, batch in enumerate(iterated(loader)):
+                evaluate_batch(number, batch, self.model, self.intake, self.objective, found)
         return found.evaluation()
 
     def _evaluating(self) -> AbstractContextManager[None]:
@@ -317,25 +311,34 @@ class Trainer:
         return mix(seed, self.replica) if self.replica else seed
 
     def loader(
-        self, dataset: Any, batch_size: int, *, epoch: int = 0, skip: int = 0, **options: Any
-    ) -> DataLoader[Any] | Unread:
-        """An epoch of a dataset of `(inputs, target)`, in an order that the seed and epoch fix.
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        epoch: int = 0,
+        skip: int = 0,
+        **options: Any,
+    ) -> Loader:
+        """An epoch of `(inputs, target)` in an order that the trainer's seed and the epoch fix.
 
         Every rank gets the same batches of its copy's share; ranks that need no data read none.
-        `skip` passes over the batches that a run which goes on has had; `options` are those of
-        torch's DataLoader.
+
+        Args:
+            data: a dataset, which is shuffled, or a DataLoader of your own, of which dataset,
+                batch size, sampling, collation and workers are taken over. Its order is drawn
+                anew from the seed, so that all ranks agree.
+            batch_size: samples a batch; a DataLoader's own if not given.
+            epoch: every epoch has another order; so write a new loader for each.
+            skip: batches to pass over, which a run that goes on has had.
+            options: those of torch's DataLoader.
         """
-        found = same_order(
-            dataset,
+        return shared_loader(
+            data,
             batch_size,
-            self.settings.seed,
-            epoch,
-            replica=self.replica,
-            replicas=self.replicas,
-            skip=skip,
+            Share(self.settings.seed, epoch, self.replica, self.replicas, skip),
+            needed=self.is_first or self.is_last,
             **options,
         )
-        return found if self.is_first or self.is_last else Unread(len(found))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The current parameters under their original names."""
@@ -435,9 +438,13 @@ class Trainer:
     def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
         """Write a checkpoint beside the older ones in a folder; the newest `keep` stay.
 
-        A run that loads it goes on to the bit, micro-batches in flight included. `drain` flushes
-        first, so that it loads into other stages and methods too. Whatever interrupts a save,
-        the checkpoints before it stay whole. Returns the new one's place.
+        It holds exactly this moment, micro-batches in flight included: saving changes nothing in
+        the training, and a run that loads it goes on to the bit, on any number of ranks with the
+        same stages and method. `drain` flushes first, which trains on with what is in flight and
+        lets the pipeline run empty: that checkpoint loads into other stages and methods too.
+        Methods that keep graphs cannot be saved with micro-batches in flight: those need `drain`,
+        unless they have just updated (`gpipe`, `1f1b`). Whatever interrupts a save, the
+        checkpoints before it stay whole. Returns the new one's place.
         """
         self._settle()
         if drain:
@@ -448,7 +455,9 @@ class Trainer:
     def load(self, place: str | Path) -> None:
         """Go on from a checkpoint, or from the newest one in a folder.
 
-        The random generators of torch and Python go on from there too.
+        With micro-batches in flight it needs the stages and method it was saved with, after
+        `save(..., drain=True)` any; otherwise it is refused and nothing is changed. The random
+        generators of torch and Python go on from there too, if there are as many ranks as then.
         """
         checkpoint, state = load_training(place, device_of_model(self.model))
         with located(f"trainer.load: {checkpoint.path}"):
@@ -461,11 +470,13 @@ class Trainer:
         """The loader's batches; a SIGTERM has the step at work end, saves, and exits with 143.
 
         Write `for x, y in trainer.save_on_signal(folder, loader): trainer.step(x, y)`. Methods
-        that keep graphs are drained first.
+        that keep graphs are drained first. On several ranks it is enough that one gets the signal.
         """
 
-        def save() -> None:
-            graphs = any(actor.stage.keeps_graphs for actor in self.actors)
-            self.save(folder, keep=keep, drain=drain or graphs)
+        def save() -> Path:
+            return self.save(folder, keep=keep, drain=drain or bool(stages_with_graphs(self)))
 
+        return self._leaving(loader, save)
+
+    def _leaving(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
         return until_signal(loader, save)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
+from revcompile.runtime.fingerprints import Fingerprint
 
 __all__ = ["Channel", "InProcess", "Message", "Transport", "mean_of"]
 
@@ -33,7 +34,8 @@ class Message:
     A `void` message says that its micro-batch was lost on the way; `bad`, a flag on the device,
     says it where nobody waits for the device to find out. `scale` belongs to the scaling of the
     loss: on the way back, what the gradients are multiplied with; on the way forward, the least
-    scale at which gradients have overflowed since the message before.
+    scale at which gradients have overflowed since the message before. `fingerprint` goes forward
+    with a micro-batch from rank to rank: what its data were where the inputs are read.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Message:
     void: bool = False
     bad: Tensor | None = None
     scale: float | None = None
+    fingerprint: Fingerprint | None = None
 
 
 class Transport(Protocol):
@@ -53,6 +56,10 @@ class Transport(Protocol):
 
     def receive(self, source: int, target: int, channel: Channel) -> Message | None:
         """The next message, if it has arrived."""
+        ...
+
+    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Have a message of a checkpoint wait for its receiver, as if it had just arrived."""
         ...
 
     def mean(
@@ -93,6 +100,15 @@ class InProcess:
         """Take the first message of the queue."""
         queue = self.queues.get((source, target, channel))
         return queue.popleft() if queue else None
+
+    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Put a message of a checkpoint at the end of its queue."""
+        self.send(source, target, channel, message)
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        self.queues.clear()
+        self._norms.clear()
 
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int

@@ -16,6 +16,7 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.program import StageProgram
 from revcompile.replay import Snapshot
+from revcompile.runtime.fingerprints import Fingerprint
 from revcompile.runtime.finite import all_finite
 from revcompile.runtime.scaling import Scaling
 from revcompile.runtime.stage import Stage
@@ -84,6 +85,10 @@ class Actor:
         self.failures: list[NonFiniteError] = []
         self.refused: list[Exception] = []
         """Why micro-batches were lost in forward passes here."""
+        self.fingerprints: dict[int, Fingerprint] = {}
+        """Of micro-batches on their way through a pipeline of several ranks."""
+        self.check_data: Callable[[int, Fingerprint], None] | None = None
+        """Raises where the target given here is not that of the micro-batch's inputs."""
         self.measured: set[int] = set()
         self.observer: Recorder | None = None
         """Who notes when actions begin and end, if anybody."""
@@ -114,6 +119,7 @@ class Actor:
         self.stage.drop(microbatch)
         for mail in (self.inputs, self.outputs, self.incoming, self.outgoing):
             mail.pop(microbatch, None)
+        self.fingerprints.pop(microbatch, None)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -122,6 +128,10 @@ class Actor:
         if message is None:
             return False
         self.inputs[action.index] = None if message.void else message.values
+        if message.fingerprint is not None and not message.void:
+            self.fingerprints[action.index] = message.fingerprint
+            if self.check_data is not None:
+                self.check_data(action.index, self.fingerprints.pop(action.index))
         if self.scaling is not None:
             self.scaling.hear(message.scale)
         return True
@@ -176,7 +186,8 @@ class Actor:
         keep = self.synthesiser is not None
         outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
         lost, heard = outputs is None, None if self.scaling is None else self.scaling.tell()
-        message = Message(action.index, outputs or {}, void=lost, scale=heard)
+        origin = self.fingerprints.pop(action.index, None)
+        message = Message(action.index, outputs or {}, void=lost, scale=heard, fingerprint=origin)
         self._send(self.index + 1, Channel.X, message)
         return True
 

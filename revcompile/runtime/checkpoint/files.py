@@ -88,9 +88,11 @@ def save_checkpoint(
     ...     saved.name, found.plain, found.tensors()
     ('step_00000007', [{'note': 'x'}], {'model.w': tensor([1., 1.])})
     """
-    if keep < 1:
-        raise InputError(f"trainer.save: keep={keep}; keep at least 1 checkpoint")
-    folder = Path(folder)
+    try:
+        folder = _checked(folder, keep)
+    except InputError:
+        attend_save(barrier)  # the others do not wait for this rank
+        raise
     is_first, before = rank == 0, _latest(folder)
     failure = _in_step(
         barrier,
@@ -109,6 +111,18 @@ def save_checkpoint(
     if is_first:
         _prune(folder, keep)
     return saved
+
+
+def _checked(folder: Any, keep: Any) -> Path:
+    if not isinstance(keep, int) or keep < 1:
+        raise InputError(f"trainer.save: keep={keep!r}; keep at least 1 checkpoint")
+    return _path(folder, "trainer.save")
+
+
+def _path(place: Any, where: str) -> Path:
+    if not isinstance(place, str | os.PathLike):
+        raise InputError(f"{where}: expected the path of a folder, got {place!r}")
+    return Path(place)
 
 
 def attend_save(barrier: Barrier) -> None:
@@ -273,7 +287,7 @@ def _sync(path: Path) -> None:
 
 def find_checkpoint(place: str | Path) -> Path:
     """The checkpoint at a place, or the newest one of a folder of checkpoints."""
-    place = Path(place)
+    place = _path(place, "checkpoint")
     if (place / _INDEX).is_file():
         return place
     if not place.is_dir():

@@ -39,14 +39,16 @@ def save_training(
     keep: int = 2,
     rank: int = 0,
     world: int = 1,
+    replica: int = 0,
     barrier: Barrier = lambda: None,
 ) -> Path:
     """Write a trainer's state dict: with several ranks, each its own stages' share of it.
 
     A share has the entries of `Trainer.state_dict()`: `stages` and `lr_schedules` of the rank's
     own stages, whose numbers are `stages`; the messages to these; and only those entries of
-    `model` and `optimizer` that no other rank saves. `model` tells which names mean one tensor,
-    and where tensors live.
+    `model` and `optimizer` that no other rank saves. Of a further copy of the pipeline, `replica`,
+    that is what it does not have in common with the first one: its micro-batches in flight and its
+    buffers. `model` tells which names mean one tensor, and where tensors live.
     """
     also = {
         name: one
@@ -56,12 +58,15 @@ def save_training(
     messages: dict[int, list[Any]] = {}
     for message in state["messages"]:
         messages.setdefault(message[1], []).append(message)
-    tree = {
-        **{key: state[key] for key in _COMMON},
+    share = {
         "model": {name: t for name, t in state["model"].items() if name not in also},
         "optimizer": state["optimizer"],
         **{key: dict(zip(stages, state[listed], strict=True)) for listed, key in _BY_STAGE.items()},
         "message": messages,
+    }
+    tree = {
+        **{key: state[key] for key in _COMMON},
+        **(share if not replica else {"copy": {replica: share}}),
         "rank": {rank: {"groups": state["groups"], "rng": _generators()}},
     }
     try:
@@ -83,12 +88,17 @@ def save_training(
 
 
 def load_training(
-    place: str | Path, device: torch.device | None = None, stages: Sequence[int] | None = None
+    place: str | Path,
+    device: torch.device | None = None,
+    stages: Sequence[int] | None = None,
+    replica: int = 0,
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """The checkpoint that was found, and the state dict of all ranks' stages together.
 
     What the given stages (default: all) held on the saving run's device comes to `device`, all
-    other tensors to the CPU. The entry `rng`, for `set_generators`, is not the trainer's.
+    other tensors to the CPU. A further copy of the pipeline, `replica`, goes on with its own
+    micro-batches and buffers if it was there. The entry `rng`, for `set_generators`, is not the
+    trainer's.
     """
     checkpoint = Checkpoint(find_checkpoint(place))
     tensors = checkpoint.tensors()
@@ -96,7 +106,7 @@ def load_training(
         try:
             plain = checkpoint.plain
             parts = [_read(part, tensors, device, stages) for part in plain]
-            state = _joined(parts, [part["aliases"] for part in plain])
+            state = _joined(parts, [part["aliases"] for part in plain], replica)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
@@ -114,6 +124,8 @@ def _read(
 ) -> dict[str, Any]:
     def home(name: str, kind: str) -> torch.device:
         owner, _, rest = name.partition(".")
+        if owner == "copy":
+            owner, _, rest = rest.partition(".")[2].partition(".")
         held = owner in ("stage", "message")
         here = held and (stages is None or int(rest.partition(".")[0]) in stages)
         return device if device and here and kind == part["device"] else torch.device("cpu")
@@ -122,15 +134,24 @@ def _read(
     return found
 
 
-def _joined(parts: Sequence[Any], also: Iterable[Mapping[str, str]]) -> dict[str, Any]:
+def _joined(
+    parts: Sequence[Any], also: Iterable[Mapping[str, str]], replica: int
+) -> dict[str, Any]:
     state = {key: parts[0][key] for key in _COMMON}
-    model = {name: tensor for part in parts for name, tensor in part["model"].items()}
+    first = [part for part in parts if "copy" not in part]
+    copies = [(number, share) for part in parts for number, share in part.get("copy", {}).items()]
+    mine = [share for number, share in copies if number == replica]
+    model = {name: t for part in (*first, *mine) for name, t in part["model"].items()}
     state["model"] = with_aliases(model, also)
-    state["optimizer"] = {name: s for part in parts for name, s in part["optimizer"].items()}
-    for listed, key in _BY_STAGE.items():
-        found = {index: s for part in parts for index, s in part[key].items()}
-        state[listed] = [found[index] for index in sorted(found)]
-    state["messages"] = [m for part in parts for sent in part["message"].values() for m in sent]
+    state["optimizer"] = {name: s for part in first for name, s in part["optimizer"].items()}
+    schedules = {index: s for part in first for index, s in part["lr_schedule"].items()}
+    stages = {index: s for part in mine or first for index, s in part["stage"].items()}
+    state["lr_schedules"] = [schedules[index] for index in sorted(schedules)]
+    state["stages"] = [stages[index] for index in sorted(stages)]
+    state["messages"] = [
+        m for part in mine or first for sent in part["message"].values() for m in sent
+    ]
+    state["replicas"] = 1 + len({number for number, _ in copies})
     own = [part["rank"][rank] for rank, part in enumerate(parts)]
     state["groups"] = [group for one in own for group in one["groups"]]
     state["rng"] = [one["rng"] for one in own]

@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from revcompile.errors import InputError
+from revcompile.runtime.fingerprints import Fingerprint
+from revcompile.runtime.inputs import batch_pair
 from revcompile.runtime.transport import Channel, Message, Transport
 from revcompile.runtime.worker import Actor
 
-__all__ = ["Passing"]
+__all__ = ["Batches", "Passing"]
 
-Source = Iterator[Mapping[str, Any]]
-"""The values the model takes, batch by batch."""
-Sink = Callable[[int, Mapping[str, Any]], None]
+Batch = tuple[Mapping[str, Any], Fingerprint | None]
+"""What a stage takes of a batch, and the fingerprint that goes with it."""
+Source = Callable[[int], Batch | None]
+"""The values the model takes, batch by batch; None after the last."""
+Sink = Callable[[int, Mapping[str, Any], Fingerprint | None], None]
 """What is done with a batch's outputs at the last stage."""
+
+
+class Batches:
+    """A loader's batches for a rank: read once, also where both the first and last stage live."""
+
+    def __init__(self, loader: Iterable[Any] | None, is_first: bool, is_last: bool) -> None:
+        self._loader = loader if is_first or is_last else None
+        self._is_first, self._is_last = is_first, is_last
+        self._read = map(batch_pair, self._loader if self._loader is not None else ())
+        self._waiting: deque[tuple[Any, Any]] = deque()
+
+    def first(self) -> tuple[Any, Any] | None:
+        """The next batch, for the first stage; None after the last."""
+        found = next(self._read, None)
+        if found is not None and self._is_last:
+            self._waiting.append(found)
+        return found
+
+    def last(self, number: int) -> tuple[Any, Any]:
+        """The batch that has reached the last stage."""
+        if self._is_first:
+            return self._waiting.popleft()
+        found = next(self._read, None)
+        if found is None:
+            raise InputError(
+                f"the loader ends after {number} batches where targets are needed, but goes on "
+                "where inputs are; give every rank a loader of the same batches"
+            )
+        return found
+
+    def check_end(self) -> None:
+        """Refuse targets without inputs."""
+        if self._is_last and not self._is_first and next(self._read, None) is not None:
+            raise InputError(
+                "the loader has more batches where targets are needed than where inputs are; give "
+                "every rank a loader of the same batches"
+            )
 
 
 @dataclass
@@ -47,15 +90,15 @@ class Passing:
 
     def _batch(self, actor: Actor, number: int) -> None:
         stage = actor.index
-        inputs = self._next(stage, number)
-        if inputs is None:
+        batch = self._next(stage, number)
+        if batch is None:
             self._open.discard(stage)
         outputs = None
-        if inputs is not None and stage not in self._told:
+        if batch is not None and stage not in self._told:
             try:
-                outputs = actor.stage.evaluate(inputs)
+                outputs = actor.stage.evaluate(batch[0])
                 if stage == self.last:
-                    self.sink(number, outputs)
+                    self.sink(number, outputs, batch[1])
             except Exception as error:
                 self.error, outputs = self.error or error, None
         if outputs is None and stage in self._told:
@@ -63,18 +106,27 @@ class Passing:
         if outputs is None:
             self._told.add(stage)
         if stage < self.last:
-            message = Message(number, outputs or {}, void=outputs is None)
+            sent = batch[1] if batch is not None else None
+            message = Message(number, outputs or {}, void=outputs is None, fingerprint=sent)
             self.transport.send(stage, stage + 1, Channel.EVALUATE, message)
 
-    def _next(self, stage: int, number: int) -> Mapping[str, Any] | None:
+    def note(self, check: Callable[[], None]) -> None:
+        """Check something at the end; what it raises counts if all else went well."""
+        try:
+            if self.error is None:
+                check()
+        except Exception as error:
+            self.error = error
+
+    def _next(self, stage: int, number: int) -> Batch | None:
         if stage == 0:
             try:
-                return next(self.source, None)
+                return self.source(number)
             except Exception as error:
                 self.error = self.error or error
                 return None
         while True:
             message = self.transport.receive(stage - 1, stage, Channel.EVALUATE)
             if message is not None:
-                return None if message.void else message.values
+                return None if message.void else (message.values, message.fingerprint)
             self.transport.wait(f"stage {stage} for batch {number} of an evaluation")

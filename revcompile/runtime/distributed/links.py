@@ -51,7 +51,14 @@ class Outgoing:
             text, tensors = describer.describe(message)
             flags = Flag.DESCRIBED if text else Flag(0)
         event = torch.cuda.current_stream().record_event() if self.link.uses_cuda else None
-        header = Header(channel, message.index, flags, len(text), scale=message.scale)
+        header = Header(
+            channel,
+            message.index,
+            flags,
+            len(text),
+            scale=message.scale,
+            fingerprint=message.fingerprint,
+        )
         self._put(header, text, tensors, event)
 
     def end(self, cause: str | None = None) -> None:
@@ -69,6 +76,11 @@ class Outgoing:
         """Wait until all is sent; False if it takes too long."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    @property
+    def sent(self) -> int:
+        """How many messages were handed over."""
+        return self._sent
 
     def _put(
         self,

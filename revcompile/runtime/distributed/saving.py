@@ -1,8 +1,8 @@
 """Checkpoints of a run of several ranks: every rank writes its own stages, all at once.
 
-The pipeline is drained first, so a checkpoint holds parameters, optimizers, schedules and random
-generators, and nothing in flight: it loads into any number of ranks and stages. A run that goes on
-after saving and one that is resumed from it are equal to the bit.
+A checkpoint holds this very moment: parameters, optimizers, schedules, random generators, and the
+micro-batches in flight, each stage's and each message's. Saving changes nothing in the training,
+and a run that is resumed from it is equal to the bit, on any number of ranks with the same stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from revcompile.runtime.checkpoint import load_training, save_training, set_gene
 from revcompile.runtime.distributed.collect import gather_plain
 from revcompile.runtime.distributed.weights import homes
 from revcompile.runtime.shipping.names import located
-from revcompile.runtime.state import load_trainer, referenced, share
+from revcompile.runtime.state import check_fits, load_trainer, referenced, share
 from revcompile.schedule import window
 
 if TYPE_CHECKING:
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Votes", "load_together", "save_together"]
 
 
-def save_together(trainer: DistributedTrainer, folder: str | Path, keep: int) -> Path:
-    """Write a checkpoint: every rank its part, all at once.
+def save_together(
+    trainer: DistributedTrainer, folder: str | Path, keep: int
+) -> tuple[Path, str | None]:
+    """Write a checkpoint: every rank its part, all at once. Its place, or why there is none.
 
-    Every rank calls it. If one cannot write its part, no checkpoint comes about, and all raise.
+    Every rank calls it. If one cannot write its part, no checkpoint comes about, and all are told.
     """
     ranks, problem, place = trainer.ranks, None, ""
+    trainer.transport.all_arrived()
 
     def barrier() -> None:
         # Over gloo, with the trainer's timeout: who waits for a rank that is gone says its name.
@@ -45,8 +48,9 @@ def save_together(trainer: DistributedTrainer, folder: str | Path, keep: int) ->
             folder,
             _share(trainer),
             trainer.model,
-            () if ranks.replica else ranks.stages,
+            ranks.stages,
             keep=keep,
+            replica=ranks.replica,
             rank=ranks.rank,
             world=ranks.layout.world,
             barrier=barrier,
@@ -57,16 +61,20 @@ def save_together(trainer: DistributedTrainer, folder: str | Path, keep: int) ->
     with trainer.transport.together():
         found = gather_plain([problem, place], ranks.control)
     problems = [text for text, _ in found if text is not None]
-    if problems:
-        raise InputError(f"trainer.save: {problems[0]}")
-    return Path(found[0][1])
+    return Path(found[0][1]), problems[0] if problems else None
 
 
 def _share(trainer: DistributedTrainer) -> dict[str, Any]:
-    """What this rank alone has to save: a further copy of the pipeline, its generators."""
-    found = share(trainer, _own(trainer), {}, referenced)
+    """What this rank alone has to save.
+
+    Copies of the pipeline have the same parameters and optimizers, but each its own micro-batches,
+    statistics and random generators.
+    """
+    found = share(trainer, _own(trainer), trainer.transport.queues, referenced)
     if trainer.ranks.replica:
-        found |= {"model": {}, "optimizer": {}, "groups": [], "lr_schedules": [], "stages": []}
+        parameters = dict(trainer.model.named_parameters(remove_duplicate=False))
+        own = {name: t for name, t in found["model"].items() if name not in parameters}
+        found |= {"model": own, "optimizer": {}, "groups": []}
     return found
 
 
@@ -76,27 +84,31 @@ def _own(trainer: DistributedTrainer) -> dict[str, object]:
     layout, place = trainer.ranks.layout, trainer.ranks.rank
     state = trainer.model.state_dict()
     # What no stage uses never changes: the first rank has it as well as any other.
-    return {n: t for n, t in state.items() if layout.places[home.get(n, 0)] == place}
+    return {n: t for n, t in state.items() if layout.places[home.get(n, 0)] == place % layout.width}
 
 
-def load_together(trainer: DistributedTrainer, place: str | Path) -> None:
-    """Go on from a checkpoint of any number of ranks.
+def load_together(trainer: DistributedTrainer, place: str | Path) -> str | None:
+    """Go on from a checkpoint of any number of ranks; why none of them does, otherwise.
 
-    Every rank calls it; all of them raise or none.
+    Every rank calls it. Nothing is changed anywhere unless it fits everywhere.
     """
     ranks, problem = trainer.ranks, None
     try:
-        checkpoint, state = load_training(place, trainer.device, ranks.stages)
+        checkpoint, state = load_training(place, trainer.device, ranks.stages, ranks.replica)
         with located(f"trainer.load: {checkpoint.path}"):
-            load_trainer(trainer, state)
-        set_generators(state["rng"], ranks.rank, ranks.layout.world)
-        trainer.transport.completed = trainer.schedule.injected - 1
+            check_fits(trainer, state)
     except (InputError, OSError) as error:
         problem = str(error)
     with trainer.transport.together():
         problems = [text for text in gather_plain(problem, ranks.control) if text is not None]
     if problems:
-        raise InputError(problems[0])
+        return str(problems[0])
+    trainer.transport.all_arrived()  # and is forgotten
+    load_trainer(trainer, state)
+    set_generators(state["rng"], ranks.rank, ranks.layout.world)
+    trainer.transport.completed = trainer.schedule.injected - 1
+    trainer.everyone(None)  # nobody sends anything before all have forgotten what was in flight
+    return None
 
 
 class Votes:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import InputError, RankError, RevcompileError
+from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
 from revcompile.ir import Live
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.distributed.collect import compare, gather_plain
-from revcompile.runtime.distributed.evaluation import Passing
+from revcompile.runtime.distributed.evaluation import Batches, Passing
 from revcompile.runtime.distributed.handshake import facts
 from revcompile.runtime.distributed.layout import pipeline_ranks, plan
 from revcompile.runtime.distributed.replicas import open_copies
@@ -31,11 +31,13 @@ from revcompile.runtime.distributed.share import deal, last_device
 from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
 from revcompile.runtime.distributed.weights import check_buffers
-from revcompile.runtime.inputs import batch_pair
+from revcompile.runtime.evaluating import iterated
+from revcompile.runtime.fingerprints import Fingerprint, compared
 from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss
 from revcompile.runtime.reversible import Reversible
 from revcompile.runtime.settings import Settings
+from revcompile.runtime.state import check_savable
 from revcompile.runtime.trainer import Trainer
 from revcompile.runtime.update import OptimizerFactory
 
@@ -51,13 +53,17 @@ class DistributedTrainer(Trainer):
     """Trains this rank's stages; every rank calls the same methods in the same order.
 
     `step` needs inputs where the first stage lives and targets where the last one does; other
-    ranks may pass nothing. The loss is known where the last stage lives (`mean_loss` tells all,
-    `report_loss` every step). A micro-batch that fails on one rank is left out by all: the rank
-    where it failed raises after the round, the others go on, and so may the one that raised.
-    Of the weights a rank holds those its stages use; `net.module()` brings all of them together.
+    ranks may pass nothing. Where both are given they are compared: targets that are not those of
+    the inputs stop all ranks (`loader` gives every rank the same batches). The loss is known where
+    the last stage lives (`mean_loss` tells all, `report_loss` every step). A micro-batch that fails
+    on one rank is left out by all: the rank where it failed raises after the round, the others go
+    on, and so may the one that raised. Of the weights a rank holds those its stages use;
+    `net.module()` brings all of them together.
     """
 
     guarded = True
+    _given: tuple[Any, Any] = None, None
+    """What this rank's step was called with."""
 
     def __init__(
         self,
@@ -105,6 +111,8 @@ class DistributedTrainer(Trainer):
         self._share.guard = self.transport.together
         for actor in self.actors:
             actor.stage.device = self.device
+            if actor.objective is not None:
+                actor.check_data = self._check_data
             copies = (name for names in actor.held.values() for name in names)
             self._share.adopt(self.model, {name: actor.stage.parameters[name] for name in copies})
 
@@ -133,11 +141,16 @@ class DistributedTrainer(Trainer):
         microbatch = self.schedule.injected
         values = self._accepted(inputs)
         if self.is_last:
-            self.objective.targets[microbatch] = self.intake.moved(target)
+            self._given = inputs, target
+            self._take_target(microbatch, target)
         if self.is_first:
             self.actors[0].inputs[microbatch] = values
+            if not self.is_last:
+                found = Fingerprint.of(inputs, target, microbatch)
+                self.actors[0].fingerprints[microbatch] = found
         self._measure(microbatch)
         rest = self._forward(self.schedule.inject())
+        self._given = None, None
         self._finish(rest)
         self.objective.targets.pop(microbatch, None)
         self.transport.completed = microbatch
@@ -150,6 +163,23 @@ class DistributedTrainer(Trainer):
         self._raise_failures()
         return self.metrics
 
+    def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
+        """At the last stage: does the target belong to the inputs that have come this way?"""
+        other = compared(sent, *self._given, microbatch)
+        if other is not None:
+            raise self._mixed_up(f"trainer.step, micro-batch {microbatch}", other)
+
+    def _mixed_up(self, where: str, what: str) -> InputError:
+        first, last = map(self.ranks.named, (self.ranks.owner(0), self.ranks.rank))
+        return InputError(
+            f"{where}: {last} was given other {what} than {first}, which reads "
+            "the inputs: the model would see inputs with the targets of other samples. The ranks "
+            "of one pipeline need the same batches in the same order, but a DistributedSampler, "
+            "or shuffle=True without a seed, gives every rank its own. Write "
+            "`for x, y in trainer.loader(dataset_or_dataloader, batch_size, epoch=epoch)`, which "
+            "gives every rank the right batches"
+        )
+
     def _accepted(self, inputs: Any) -> dict[str, Any] | None:
         """The model's inputs; None where they are not needed or cannot be used."""
         if not self.is_first:
@@ -159,6 +189,13 @@ class DistributedTrainer(Trainer):
         except Exception as error:
             self.actors[0].refused.append(error)
             return None
+
+    def _take_target(self, microbatch: int, target: Any) -> None:
+        """Where the target cannot be used, the micro-batch is lost like one of bad inputs."""
+        try:
+            self.objective.targets[microbatch] = self.intake.moved(target)
+        except Exception as error:
+            self.actors[-1].refused.append(error)
 
     def _forward(self, lists: Any) -> list[deque[Any]]:
         with self._stopping():
@@ -252,6 +289,8 @@ class DistributedTrainer(Trainer):
 
         The loader is read where the first and the last stage live: for inputs and for targets.
         """
+        if loader is not None:
+            iterated(loader)
         if self.partition.rewired.eval_body is not None:
             raise InputError(
                 f"trainer.evaluate: {self.partition.rewired.name} computes something else in eval "
@@ -260,23 +299,29 @@ class DistributedTrainer(Trainer):
         self._usable()
         self._settle_ties()
         means = Means(metrics)
-        targets = (self.intake.moved(batch_pair(batch)[1]) for batch in loader or ())
+        batches = Batches(loader, self.is_first, self.is_last)
 
-        def sink(number: int, outputs: Mapping[str, Any]) -> None:
-            output, target = self.objective.assembled(outputs), next(targets)
-            loss = self.objective.evaluate(output, target, f"evaluation, batch {number}")
+        def source(number: int) -> tuple[Mapping[str, Any], Fingerprint] | None:
+            found = batches.first()
+            if found is None:
+                return None
+            where = f"evaluation, batch {number}"
+            return self.intake.taken(found[0], where), Fingerprint.of(*found, number)
+
+        def sink(number: int, outputs: Mapping[str, Any], sent: Fingerprint | None) -> None:
+            where, (inputs, target) = f"evaluation, batch {number}", batches.last(number)
+            other = sent and compared(sent, inputs, target, number)
+            if other:
+                raise self._mixed_up(where, other)
+            output, target = self.objective.assembled(outputs), self.intake.moved(target, where)
+            loss = self.objective.evaluate(output, target, where)
             means.add(loss, output, target, self.intake.samples(outputs))
 
-        passing = Passing(
-            self.actors, self.transport, len(self.programs) - 1, self._inputs(loader), sink
-        )
+        passing = Passing(self.actors, self.transport, len(self.programs) - 1, source, sink)
         with self._evaluating(), self._stopping():
             passing.run()
+            passing.note(batches.check_end)
         return self._agreed(passing.error, means, Means(metrics))
-
-    def _inputs(self, loader: Iterable[Any] | None) -> Iterator[Mapping[str, Any]]:
-        for batch in loader or ():
-            yield self.intake.taken(batch_pair(batch)[0])
 
     def _settle_ties(self) -> None:
         """Tied weights that are on their way arrive now instead of in the next round."""
@@ -299,36 +344,50 @@ class DistributedTrainer(Trainer):
 
     # -- the end ------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = True) -> Path:
-        """Drain the pipeline and write a checkpoint, every rank its own stages.
+    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
+        """Write a checkpoint, every rank its own stages; see `Trainer.save`. Every rank calls it.
 
-        Every rank calls it. Whatever interrupts a save, the checkpoints before it stay whole.
+        If one rank cannot write, no checkpoint comes about, all raise, and training can go on.
         """
-        if not drain:
-            raise InputError(
-                "trainer.save: messages between ranks cannot be saved; leave out drain=False"
-            )
-        self.flush()
+        self._usable()
+        if drain:
+            self._flush_together()
+        check_savable(self)
         with self._stopping():
-            return save_together(self, folder, keep)
+            saved, problem = save_together(self, folder, keep)
+        if problem is not None:
+            raise InputError(f"trainer.save: {problem}")
+        return saved
+
+    def _flush_together(self) -> None:
+        """Flush; a gradient that turns out bad on one rank keeps all of them from saving."""
+        failure: NonFiniteError | None = None
+        try:
+            self.flush()
+        except NonFiniteError as error:
+            failure = error
+        found = self.everyone(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(found):
+            if text is not None:
+                raise InputError(f"trainer.save: not saved, {self.ranks.named(rank)}: {text}")
 
     def load(self, place: str | Path) -> None:
-        """Go on from a checkpoint of any number of ranks and stages. Every rank calls it."""
+        """Go on from a checkpoint, or from the newest one in a folder; see `Trainer.load`.
+
+        Every rank calls it. Where it does not fit one rank, all raise and nothing is changed.
+        """
         self._usable()
         with self._stopping():
-            load_together(self, place)
+            problem = load_together(self, place)
+        if problem is not None:
+            raise InputError(problem)
 
-    def save_on_signal(
-        self, folder: str | Path, loader: Iterable[Batch], *, keep: int = 2, drain: bool = True
-    ) -> Iterator[Batch]:
-        """The loader's batches; once any rank has had a SIGTERM, all save and exit with 143."""
+    def _leaving(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
+        """Once any rank has had a SIGTERM, all save."""
         votes = Votes(self)
-        return until_signal(
-            loader,
-            lambda: self.save(folder, keep=keep),
-            agree=votes.ask,
-            settle=votes.settle,
-        )
+        return until_signal(loader, save, agree=votes.ask, settle=votes.settle)
 
     def state_dict(self) -> dict[str, Any]:
         """Of one process only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from revcompile.errors import RankError
 from revcompile.runtime.distributed.alarm import Alarm, FirstCause, RollCall, own_store, told
+from revcompile.runtime.distributed.collect import gather_plain
 from revcompile.runtime.distributed.link import Arrival, Link
 from revcompile.runtime.distributed.links import Incoming, Outgoing
 from revcompile.runtime.distributed.packets import PacketReceiver
@@ -42,6 +43,7 @@ class Distributed:
         self._first = FirstCause(store, self._alarm.sound)
         self._roll = RollCall(store, ranks.rank, ranks.layout.world)
         self._queues: dict[tuple[int, int, Channel], deque[Arrival]] = {}
+        self._delivered: Counter[tuple[int, int]] = Counter()
         self._over: set[tuple[int, int]] = set()
         self._asked: set[int] = set()
         self._norms: dict[int, dict[int, Tensor]] = {}
@@ -90,6 +92,36 @@ class Distributed:
             self._conclude(f"no answer from {who} for {self.timeout:g} s: {what}")
         self._asked.clear()
         self._check()
+
+    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Have a message of a checkpoint wait for its receiver, if that is on this rank."""
+        if self.ranks.owner(target) == self.ranks.rank:
+            self._queue(source, target, channel).append(Arrival(channel, message))
+
+    def all_arrived(self) -> None:
+        """Wait until every message that was sent lies where it will be read. Every rank calls it.
+
+        Between two steps that is all there is in flight between ranks: a checkpoint can hold it.
+        """
+        sent = [[*link.link.ranks, *pair, link.sent] for pair, link in self._out.items()]
+        with self.together():
+            of_all = gather_plain(sent, self.ranks.control)
+        for _, receiver, source, target, count in (one for found in of_all for one in found):
+            while receiver == self.ranks.rank and self._delivered[source, target] < count:
+                self.wait(f"stage {target} for what stage {source} has sent")
+
+    @property
+    def queues(self) -> dict[tuple[int, int, Channel], list[Message]]:
+        """The messages that wait on this rank, by source, target and channel."""
+        found = list(self._queues.items())
+        return {key: [arrival.ready() for arrival in queue] for key, queue in found}
+
+    def clear(self) -> None:
+        """Forget the messages that wait here; none may be on its way (`all_arrived`)."""
+        for queue in list(self._queues.values()):
+            queue.clear()
+        self._norms.clear()
+        self._totals.clear()
 
     def replicate(
         self, stage: int, parameters: Mapping[str, Tensor], statistics: Sequence[Tensor], group: Any
@@ -179,6 +211,7 @@ class Distributed:
 
     def _deliver(self, link: Link, arrival: Arrival) -> None:
         self._queue(link.source, link.target, arrival.channel).append(arrival)
+        self._delivered[link.source, link.target] += 1
         self._alarm.arrived()
 
     def _ended(self, link: Link, cause: str | None) -> None:

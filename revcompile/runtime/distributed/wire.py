@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
+from revcompile.runtime.fingerprints import Fingerprint
 from revcompile.runtime.shipping.names import Names
 from revcompile.runtime.shipping.values import decode, encode
 from revcompile.runtime.transport import Channel, Message
 
 __all__ = ["HEADER", "Describer", "Description", "Flag", "Form", "Header", "described"]
 
-HEADER: Final = 6
+HEADER: Final = 8
 """How many int64 a header has."""
 _CHANNELS: Final = tuple(Channel)
 _NOTHING: Final = Names(())
@@ -61,19 +62,24 @@ class Header:
     """The number of the message on its link."""
     scale: float | None = None
     """The message's."""
+    fingerprint: Fingerprint | None = None
+    """The message's."""
 
     def numbers(self) -> list[int]:
         """As int64."""
         code = _CHANNELS.index(self.channel)
         (scale,) = struct.unpack("q", struct.pack("d", self.scale or 0.0))
-        return [code, self.index, int(self.flags), self.length, self.sequence, scale]
+        data = self.fingerprint or Fingerprint()
+        plain = [code, self.index, int(self.flags), self.length, self.sequence, scale]
+        return [*plain, data.inputs, data.target]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Header:
         """Read what `numbers` gave."""
-        code, index, flags, length, sequence, bits = numbers
+        code, index, flags, length, sequence, bits, inputs, target = numbers
         (scale,) = struct.unpack("d", struct.pack("q", bits))
-        return cls(_CHANNELS[code], index, Flag(flags), length, sequence, scale or None)
+        data = Fingerprint(inputs, target) if inputs or target else None
+        return cls(_CHANNELS[code], index, Flag(flags), length, sequence, scale or None, data)
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,9 @@ class Description:
 
         special = {"tensor": tensor, "device": here}
         values, gradients = (decode(part, _NOTHING, special) for part in self._parts)
-        return Message(header.index, values, gradients, scale=header.scale)
+        return Message(
+            header.index, values, gradients, scale=header.scale, fingerprint=header.fingerprint
+        )
 
 
 def _forms(part: Any) -> Iterator[Form]:
