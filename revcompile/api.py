@@ -21,6 +21,7 @@ from revcompile.errors import InputError, InversionError
 from revcompile.inspect.tables import invertibility_table, summary_text
 from revcompile.ir import Policy, TensorType
 from revcompile.overlap import Overlap
+from revcompile.recapture import Recompiler
 from revcompile.runtime.reversible import Reversible
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
@@ -100,6 +101,7 @@ def reversify(
         rewired = rewire(captured, found, chosen)
         verify_rewired(captured, rewired)
         net = ReversibleModule(rewired, _tolerance(model, tolerance), Overlap.parse(overlap))
+        net.on_new_case(Recompiler(model, captured, chosen))
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)

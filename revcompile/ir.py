@@ -18,6 +18,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from revcompile.guards import Guards
+
 __all__ = [
     "PATH",
     "SOURCE",
@@ -144,6 +146,9 @@ class Captured:
     frontend: Frontend
     leaves: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    guards: Guards = Guards()
+    draws: frozenset[str] = frozenset()
+    """`file:line` of random numbers that decide nothing: the graph does not draw them."""
 
 
 class ResidualKind(enum.Enum):
@@ -420,6 +425,7 @@ class Rewired:
     refusals: tuple[Refusal, ...]
     growths: Growths
     notes: tuple[str, ...] = ()
+    guards: Guards = Guards()
 
     @property
     def couplings(self) -> tuple[Coupling, ...]:

@@ -17,6 +17,7 @@ GROUND = {
     "ir",
     "ops",
     "growth",
+    "guards",
     "masks",
     "probes",
     "replay",
@@ -34,7 +35,7 @@ WINGS = {"compiler", "runtime", "inspect"}
 FLOORS = (
     GROUND,
     WINGS,
-    {"planning", "fitting"},
+    {"planning", "fitting", "recapture"},
     {"staged"},
     {"api"},
     {"__init__"},

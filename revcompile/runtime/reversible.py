@@ -19,6 +19,7 @@ from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signatu
 from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
+from revcompile.runtime.cases import Cases, Recapture
 from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.narrow import narrowed
@@ -41,6 +42,7 @@ _RESERVED = frozenset(
         "overlap",
         "inversion_errors",
         "summary",
+        "_cases",
         "_plans",
     }
 )
@@ -94,6 +96,7 @@ class Reversible(nn.Module):
         self.__dict__["check_every"] = 50
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
+        self.__dict__["_cases"] = Cases(self.rewired)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
@@ -105,14 +108,18 @@ class Reversible(nn.Module):
     overlap: Overlap
     """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
     _plans: dict[int, tuple[_Step, ...]]
+    _cases: Cases
+
+    def on_new_case(self, recapture: Recapture) -> None:
+        """Have a call that breaks a guard captured anew; without this it is refused."""
+        self._cases.recapture = recapture
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
-        rewired = self.rewired
+        rewired, values = self._case(args, kwargs)
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
-        values = bind(rewired.signature, rewired.name, args, kwargs)
         values = self._run(body, values)
         flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
@@ -120,13 +127,21 @@ class Reversible(nn.Module):
     def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
         """Forward and back through every chain: each block's relative reconstruction error."""
         errors: list[tuple[str, float]] = []
-        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
+        rewired, values = self._case(args, kwargs)
         with torch.no_grad():
-            self._run(self.rewired.body, values, errors)
+            self._run(rewired.body, values, errors)
         return errors
 
+    def _case(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Rewired, dict[str, Any]]:
+        """The graph whose guards hold for a call, and its inputs."""
+        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
+        return self._cases.fitting(self, values, args, kwargs), values
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}
+        cases = Cases(self.rewired, self._cases.recapture)
+        return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(
         self,

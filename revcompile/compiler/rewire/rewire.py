@@ -69,6 +69,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         refusals=found.refusals,
         growths=dict(surgeon.growths),
         notes=(*captured.notes, *rewiring.notes),
+        guards=captured.guards.rebased(surgeon.root),
     )
 
 
