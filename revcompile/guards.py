@@ -107,6 +107,14 @@ class Guards:
         """The guards of a mode."""
         return self.train if training else self.evaluation
 
+    def of_attributes(self) -> Guards:
+        """Only what does not depend on a call's inputs."""
+        train, evaluation = (
+            ModeGuards(attributes=mode.attributes, flags=mode.flags)
+            for mode in (self.train, self.evaluation)
+        )
+        return Guards(train, evaluation)
+
     def rebased(self, root: nn.Module) -> Guards:
         """The same guards for a root of which rewiring has changed attributes itself."""
 

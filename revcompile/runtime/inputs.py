@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir import TensorType
 from revcompile.program import Partition
+from revcompile.runtime.guards import GuardChecker
 from revcompile.runtime.objective import described
 from revcompile.runtime.reversible import bind
 
@@ -43,6 +44,7 @@ class Intake:
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
+        self._guards = GuardChecker(partition.rewired.guards)
 
     def bound(self, inputs: Any) -> dict[str, Any]:
         """Inputs by the names of the model's arguments, where they are."""
@@ -51,8 +53,21 @@ class Intake:
         return bind(rewired.signature, rewired.name, args, kwargs)
 
     def taken(self, inputs: Any) -> dict[str, Any]:
-        """Inputs by the names of the model's arguments, on its device."""
-        return self.bound(self.moved(inputs))
+        """Inputs by the names of the model's arguments, on its device, if the stages fit them."""
+        return self.checked(self.bound(self.moved(inputs)))
+
+    def checked(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The inputs as they are, if every guard holds for them; stages have one graph only."""
+        rewired = self._partition.rewired
+        problem = self._guards.failing(rewired.root, values)
+        if problem is not None:
+            raise problem.error(
+                f"trainer.step: {rewired.name}",
+                "Stages are compiled for one case: feed inputs of the captured form (pad them to "
+                "the sizes of the example), undo the change, or call petrafy with an example of "
+                "this case.",
+            )
+        return values
 
     def moved(self, tree: Any) -> Any:
         """Nested values with their tensors on the device."""
