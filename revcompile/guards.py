@@ -81,11 +81,12 @@ class ModeGuards:
 
     `direct` needs only the inputs themselves, and is computed at every call; `derived` needs the
     shapes of values inside the network, and is computed on the meta device, once for each new
-    combination of input shapes.
+    combination of input shapes; so is `written`, sizes that rewiring takes for granted.
     """
 
     direct: SizeGuards = SizeGuards()
     derived: SizeGuards = SizeGuards()
+    written: SizeGuards = SizeGuards()
     attributes: tuple[AttributeGuard, ...] = ()
     flags: tuple[FlagGuard, ...] = ()
 

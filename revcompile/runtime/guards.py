@@ -96,13 +96,14 @@ class _ModeChecker:
         return _first_mismatch(self._mode.direct, values)
 
     def _sizes_inside(self, inputs: list[Tensor]) -> Mismatch | None:
-        derived = self._mode.derived
-        if derived.graph is None:
+        groups = [g for g in (self._mode.derived, self._mode.written) if g.graph is not None]
+        if not groups:
             return None
         key = input_types(inputs)
         if key not in self._verdicts:
-            values = _each(derived, self._skeleton, [_on_meta(t) for t in inputs])
-            self._verdicts[key] = _first_mismatch(derived, values)
+            on_meta = [_on_meta(tensor) for tensor in inputs]
+            results = (_first_mismatch(g, _each(g, self._skeleton, on_meta)) for g in groups)
+            self._verdicts[key] = next(filter(None, results), None)
         return self._verdicts[key]
 
 

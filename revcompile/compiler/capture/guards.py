@@ -20,7 +20,16 @@ from revcompile.compiler.capture.modes import flags_selected
 from revcompile.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
 from revcompile.ir import PATH
 
-__all__ = ["Reading", "Record", "is_torch_code", "make_guards", "meta_copy", "size_guards"]
+__all__ = [
+    "Reading",
+    "Record",
+    "Words",
+    "is_torch_code",
+    "make_guards",
+    "meta_copy",
+    "needed_for",
+    "size_guards",
+]
 
 
 class Reading(enum.Enum):
@@ -82,7 +91,7 @@ def size_guards(
     `values` are the nodes' values at the first batch size, `labels` the arguments' names as a
     user writes them.
     """
-    words, facts = _Words(labels), dict[fx.Node, _Facts]()
+    words, facts = Words(labels), dict[fx.Node, _Facts]()
     for node in values:
         facts[node] = _facts(node, values, facts)
     wanted: dict[tuple[str, str], tuple[Record, str]] = {}
@@ -129,7 +138,7 @@ def _is_needed(record: Record, value: Any, facts: _Facts) -> bool:
     return not tensors_in(value) or name in _ARITIES
 
 
-def _needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes and everything they are computed from."""
     needed = set(nodes)
     open_ends = list(needed)
@@ -157,7 +166,7 @@ def _with_graph(group: list[tuple[Record, str]]) -> SizeGuards:
     if not group:
         return SizeGuards()
     origin = group[0][0].node.graph
-    needed = _needed_for(record.node for record, _ in group)
+    needed = needed_for(record.node for record, _ in group)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in origin.nodes:
         if node.op == "placeholder":
@@ -183,7 +192,7 @@ def _with_graph(group: list[tuple[Record, str]]) -> SizeGuards:
     )
 
 
-class _Words:
+class Words:
     """Nodes as a user would write them."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:

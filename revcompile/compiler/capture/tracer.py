@@ -159,8 +159,13 @@ class _Tracer(ShapedTracer):
         firsts = {node: values.first for node, values in self.values.items()}
         labels = dict(zip(self._example.names, self._example.labels, strict=True))
         direct, derived = size_guards(self._records, firsts, labels)
-        paths = {**(self.submodule_paths or {}), self.root: ""}
-        return ModeGuards(direct, derived, self.log.guards(paths), tuple(dict.fromkeys(self._flags)))
+        paths = {module: path for path, module in self.root.named_modules()}
+        return ModeGuards(
+            direct,
+            derived,
+            attributes=self.log.guards(paths),
+            flags=tuple(dict.fromkeys(self._flags)),
+        )
 
     # -- arguments and results ----------------------------------------------------------------
 
