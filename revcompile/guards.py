@@ -21,7 +21,7 @@ __all__ = ["AttributeGuard", "FlagGuard", "Guards", "ModeGuards", "SizeGuard", "
 
 def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """What of a call's inputs the shapes inside the network depend on."""
-    return tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
+    return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
 
 
 @dataclass(frozen=True)

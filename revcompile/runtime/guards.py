@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -73,9 +74,10 @@ class _ModeChecker:
         self._direct = _compiled(mode.direct)
         self._expected = tuple(guard.value for guard in mode.direct.guards)
         self._verdicts: dict[Any, Mismatch | None] = dict.fromkeys(guards.seen)
+        self._dtype = _parameter_type(guards.skeleton)
 
     def failing(self, root: nn.Module, inputs: list[Tensor]) -> Mismatch | None:
-        return self._sizes_now(inputs) or self.changed(root) or self._sizes_inside(inputs)
+        return self._sizes_now(inputs) or self.changed(root) or self._sizes_inside(root, inputs)
 
     def changed(self, root: nn.Module) -> Mismatch | None:
         for flag in self._mode.flags:
@@ -95,16 +97,26 @@ class _ModeChecker:
             return None
         return _first_mismatch(self._mode.direct, values)
 
-    def _sizes_inside(self, inputs: list[Tensor]) -> Mismatch | None:
+    def _sizes_inside(self, root: nn.Module, inputs: list[Tensor]) -> Mismatch | None:
         groups = [g for g in (self._mode.derived, self._mode.written) if g.graph is not None]
         if not groups:
             return None
-        key = input_types(inputs)
+        key: Any = input_types(inputs)
+        dtype = _parameter_type(root)
+        if dtype != self._dtype:  # the model was cast after it was captured
+            key = key, dtype
         if key not in self._verdicts:
-            on_meta = [_on_meta(tensor) for tensor in inputs]
-            results = (_first_mismatch(g, _each(g, self._skeleton, on_meta)) for g in groups)
+            on_meta, skeleton = [_on_meta(tensor) for tensor in inputs], self._skeleton
+            if skeleton is not None and dtype is not None and dtype != self._dtype:
+                skeleton = copy.deepcopy(skeleton).to(dtype)
+            results = (_first_mismatch(g, _each(g, skeleton, on_meta)) for g in groups)
             self._verdicts[key] = next(filter(None, results), None)
         return self._verdicts[key]
+
+
+def _parameter_type(root: nn.Module | None) -> torch.dtype | None:
+    parameters = () if root is None else root.parameters()
+    return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
 
 def _compiled(sizes: SizeGuards) -> Callable[..., Any] | None:

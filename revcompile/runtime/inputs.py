@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir import TensorType
 from revcompile.program import Partition
+from revcompile.runtime.binding import bind
 from revcompile.runtime.guards import GuardChecker
 from revcompile.runtime.objective import described
-from revcompile.runtime.reversible import bind
 
 __all__ = ["Intake", "Planned", "batch_pair", "called_with", "check_planned"]
 

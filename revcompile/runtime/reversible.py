@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +14,11 @@ from torch.utils import _pytree as pytree
 from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
-from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signature
+from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired
 from revcompile.ops import is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.replay import Circumstances, StatefulBuffers
+from revcompile.runtime.binding import bind
 from revcompile.runtime.cases import Cases, Recapture
 from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
@@ -180,56 +180,6 @@ class Reversible(nn.Module):
         if key not in self._plans:
             self._plans[key] = _steps(body, self)
         return self._plans[key]
-
-
-def bind(
-    signature: Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The graph's input values from a call of the model."""
-    try:
-        bound = signature.forward.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(f"{name}{signature.forward}: {error}") from None
-    _fit_defaults(signature, bound)
-    leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
-    if spec != signature.in_spec:
-        raise InputError(
-            f"{name}: the model was captured with arguments of another structure.\n"
-            f"  expected {signature.in_spec}\n  got      {spec}\n"
-            "Capture it again with example inputs of this structure."
-        )
-    fixed = dict(signature.fixed)
-    values: dict[str, Any] = {}
-    names = iter(zip(signature.placeholders, signature.labels, strict=True))
-    for index, leaf in enumerate(leaves):
-        if index in fixed:
-            if isinstance(leaf, Tensor) or leaf != fixed[index]:
-                raise InputError(
-                    f"{name}: an argument that was {fixed[index]!r} when the model was captured "
-                    f"is {_shown(leaf)} now; capture it again with this value"
-                )
-            continue
-        placeholder, label = next(names)
-        if not isinstance(leaf, Tensor):
-            raise InputError(f"{name}: expected a tensor for {label}, got {_shown(leaf)}")
-        values[placeholder] = leaf
-    return values
-
-
-def _fit_defaults(signature: Signature, bound: inspect.BoundArguments) -> None:
-    """Let a call that spells out a default, or leaves it out, match the captured one."""
-    for name, parameter in signature.forward.parameters.items():
-        default = parameter.default
-        if default is inspect.Parameter.empty:
-            continue
-        if name in signature.given and name not in bound.arguments:
-            bound.arguments[name] = default
-        elif name not in signature.given and bound.arguments.get(name, ...) is default:
-            del bound.arguments[name]
-
-
-def _shown(leaf: Any) -> str:
-    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _widened_streams(

@@ -36,6 +36,8 @@ class _Event:
     name: str
     is_read: bool
     value: Any
+    content: Any
+    """What the value was then: a list may have grown since."""
     source: str
 
 
@@ -53,7 +55,8 @@ class AttributeLog:
             return
         self._busy = True  # finding the line must not count as reading
         try:
-            self.events.append(_Event(module, name, is_read, value, user_line()))
+            event = _Event(module, name, is_read, value, _content(value), user_line())
+            self.events.append(event)
         finally:
             self._busy = False
 
@@ -67,6 +70,17 @@ class AttributeLog:
             for e in first.values()
             if e.is_read and e.module in paths and _is_plain(e.value)
         )
+
+    def overwritten(self) -> list[tuple[nn.Module, str]]:
+        """Attributes that were read and then changed, by assignment or in place."""
+        first: dict[tuple[nn.Module, str], _Event] = {}
+        found: dict[tuple[nn.Module, str], None] = {}
+        for event in self.events:
+            key = event.module, event.name
+            start = first.setdefault(key, event)
+            if start.is_read and _content(event.value) != start.content:
+                found[key] = None
+        return list(found)
 
     def read_first(self, module: nn.Module, name: str, since: int) -> bool:
         """Was the attribute read before it was written, since an event?"""

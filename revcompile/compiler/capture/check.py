@@ -62,6 +62,8 @@ class _Trial:
     seed: int
     training: bool
     deep: bool
+    grad: bool = False
+    """With gradients on, though they are not compared."""
 
 
 def check_capture(
@@ -71,7 +73,9 @@ def check_capture(
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
     if level is Check.OFF or on_meta:
         return None
+    flags = captured.guards.train.flags + captured.guards.evaluation.flags
     for trial in _full() if level is Check.FULL else _fast(captured):
+        trial = replace(trial, grad=bool(flags))  # the graph may be the model only with them
         problem = _compare_once(model, captured, example, trial)
         if problem is not None:
             return problem
@@ -163,7 +167,7 @@ def _run(
     for tensor in inputs if trial.deep else ():
         # a mask of -inf is no variable, and torch may not even read one that is causal
         tensor.requires_grad_(tensor.is_floating_point() and bool(tensor.isfinite().all()))
-    with rng_kept(), torch.set_grad_enabled(trial.deep):
+    with rng_kept(), torch.set_grad_enabled(trial.deep or trial.grad):
         seed_all(trial.seed)
         # models may write into what they are given, which must not be a leaf then
         output = call(module, [t * 1 if t.requires_grad else t.clone() for t in inputs])

@@ -32,6 +32,7 @@ from revcompile.compiler.capture.example import Example, signature_of
 from revcompile.compiler.capture.export_guards import exported_guards, free_dimensions
 from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
 from revcompile.guards import AttributeGuard, ModeGuards
@@ -66,7 +67,7 @@ def _captured(model: nn.Module, example: Example, lengths_free: bool) -> Capture
     out_spec = None
     for training in (True, False):
         set_mode(shadow, model, training)
-        with draws_decided() as lines, _attributes_guarded(shadow) as attributes:
+        with draws_decided() as lines, _attributes_guarded(shadow, example) as attributes:
             module, program = _export(shadow, example, lengths_free)
         for node in module.graph.find_nodes(op="get_attr"):
             if not _has(root, str(node.target)):
@@ -94,19 +95,31 @@ def _captured(model: nn.Module, example: Example, lengths_free: bool) -> Capture
 
 
 @contextmanager
-def _attributes_guarded(model: nn.Module) -> Iterator[list[AttributeGuard]]:
+def _attributes_guarded(model: nn.Module, example: Example) -> Iterator[list[AttributeGuard]]:
     """Gather what a trace of the model reads of its attributes; stop if it counts in one."""
-    log, before = AttributeLog(paused=lambda: False), {m: state_of(m) for m in model.modules()}
-    found: list[AttributeGuard] = []
-    with attributes_kept(model), attributes_logged(log):
-        yield found
-        for module, state in before.items():
-            for name, value in state_of(module).items():
-                if state.get(name, value) != value and log.read_first(module, name, 0):
-                    error = PythonState(f"the forward pass counts in its attribute {name!r}", module)
-                    path = next(p for p, m in model.named_modules() if m is module)
-                    raise blame(path, error)
-    found += log.guards({module: path for path, module in model.named_modules()})
+    log, found = AttributeLog(paused=lambda: False), list[AttributeGuard]()
+    with attributes_kept(model):
+        with attributes_logged(log):
+            yield found
+        paths = {module: path for path, module in model.named_modules()}
+        for module, name in log.overwritten():
+            if module in paths and not _is_remembered(model, paths[module], name, example):
+                error = PythonState(f"the forward pass counts in its attribute {name!r}", module)
+                raise blame(paths[module], error)
+        found += log.guards(paths)
+
+
+def _is_remembered(model: nn.Module, path: str, name: str, example: Example) -> bool:
+    """Is an attribute that a call changes left alone by the next one: a size, a table?"""
+    if any(t.is_meta for t in (*model.parameters(), *example.tensors(0))):
+        return False
+    twin, (args, kwargs) = copy_model(model), example.call(0)
+    module, states = twin.get_submodule(path), list[Any]()
+    with rng_kept(), torch.no_grad():
+        for _ in range(2):
+            twin(*args, **kwargs)
+            states.append(state_of(module).get(name))
+    return bool(states[0] == states[1])
 
 
 def _export(
