@@ -28,6 +28,7 @@ from revcompile.inspect.tables import (
 from revcompile.ir import Policy, Rewired, TensorType
 from revcompile.overlap import Overlap
 from revcompile.probes import Tolerance, tolerance_for
+from revcompile.recapture import Recompiler
 from revcompile.runtime.reversible import Reversible
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
@@ -131,6 +132,7 @@ def _reversified(
         verify_rewired(captured, rewired)
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, Overlap.parse(overlap))
+        net.on_new_case(Recompiler(model, captured, chosen))
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)

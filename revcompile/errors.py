@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
+    "GuardError",
     "InputError",
     "InversionError",
     "ModifiedError",
@@ -32,6 +33,22 @@ class RevcompileError(Exception):
 
 class InputError(RevcompileError, ValueError):
     """An argument is not usable as given."""
+
+
+class GuardError(InputError):
+    """A call for which the captured graph is not the model: a guard does not hold.
+
+    `expression`, `expected` and `found` say which one, `source` is the user's line that read it.
+    """
+
+    def __init__(
+        self, message: str, *, expression: str, expected: object, found: object, source: str
+    ) -> None:
+        super().__init__(message)
+        self.expression = expression
+        self.expected = expected
+        self.found = found
+        self.source = source
 
 
 class PolicyError(InputError):

@@ -18,6 +18,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from revcompile.guards import Guards
+
 __all__ = [
     "PATH",
     "SOURCE",
@@ -154,6 +156,9 @@ class Captured:
     frontend: Frontend
     leaves: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    guards: Guards = Guards()
+    draws: frozenset[str] = frozenset()
+    """`file:line` of random numbers that decide nothing: the graph does not draw them."""
 
 
 class NameSet(Set[str]):
@@ -458,6 +463,7 @@ class Rewired:
     refusals: tuple[Refusal, ...]
     growths: Growths
     notes: tuple[str, ...] = ()
+    guards: Guards = Guards()
 
     @property
     def couplings(self) -> tuple[Coupling, ...]:

@@ -18,6 +18,7 @@ GROUND = {
     "ir",
     "ops",
     "growth",
+    "guards",
     "masks",
     "probes",
     "replay",
@@ -35,7 +36,7 @@ WINGS = {"compiler", "runtime", "inspect"}
 FLOORS = (
     GROUND,
     WINGS,
-    {"planning", "fitting"},
+    {"planning", "fitting", "recapture"},
     {"staged"},
     {"api"},
     {"__init__"},

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir import TensorType
 from revcompile.program import Partition
+from revcompile.runtime.binding import bind
+from revcompile.runtime.guards import GuardChecker
 from revcompile.runtime.objective import described
-from revcompile.runtime.reversible import bind
 
 __all__ = ["Intake", "Planned", "batch_pair", "called_with", "check_planned"]
 
@@ -43,6 +44,7 @@ class Intake:
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
+        self._guards = GuardChecker(partition.rewired.guards)
 
     def bound(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments, where they are."""
@@ -61,8 +63,21 @@ class Intake:
         return values
 
     def taken(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
-        """Inputs by the names of the model's arguments, on its device."""
-        return self.bound(self.moved(inputs, where), where)
+        """Inputs by the names of the model's arguments, on its device, if the stages fit them."""
+        return self.checked(self.bound(self.moved(inputs, where), where), where)
+
+    def checked(self, values: dict[str, Any], where: str = "trainer.step") -> dict[str, Any]:
+        """The inputs as they are, if every guard holds for them; stages have one graph only."""
+        rewired = self._partition.rewired
+        problem = self._guards.failing(rewired.root, values)
+        if problem is not None:
+            raise problem.error(
+                f"{where}: {rewired.name}",
+                "Stages are compiled for one case: feed inputs of the captured form (pad them to "
+                "the sizes of the example), undo the change, or call petrafy with an example of "
+                "this case.",
+            )
+        return values
 
     def moved(self, tree: Any, where: str = "trainer.step") -> Any:
         """Nested values with their tensors on the device."""

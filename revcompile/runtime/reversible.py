@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,13 @@ from revcompile.bindings import Bindings
 from revcompile.coupling import Block, Chain
 from revcompile.errors import InputError
 from revcompile.growth import grow
-from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired, Signature
+from revcompile.ir import Body, Coupling, Growth, Live, Opaque, Rewired
 from revcompile.ops import attribute, is_autocasting
 from revcompile.overlap import Overlap
 from revcompile.probes import Tolerance
 from revcompile.replay import Circumstances, StatefulBuffers
+from revcompile.runtime.binding import bind
+from revcompile.runtime.cases import Cases, Recapture
 from revcompile.runtime.clipped import clipped
 from revcompile.runtime.code import compile_graph
 from revcompile.runtime.inlined import Inlined
@@ -44,6 +45,7 @@ _RESERVED = frozenset(
         "summary",
         "rewired_tensors",
         "_original",
+        "_cases",
         "_plans",
         "_inlined",
     }
@@ -104,6 +106,7 @@ class Reversible(OriginalSurface):
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
         self.__dict__["_inlined"] = Inlined(rewired, self)
+        self.__dict__["_cases"] = Cases(self.rewired)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
@@ -117,14 +120,18 @@ class Reversible(OriginalSurface):
     """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
     _plans: dict[int, tuple[_Step, ...]]
     _inlined: Inlined
+    _cases: Cases
+
+    def on_new_case(self, recapture: Recapture) -> None:
+        """Have a call that breaks a guard captured anew; without this it is refused."""
+        self._cases.recapture = recapture
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
-        rewired = self.rewired
+        rewired, values = self._case(args, kwargs)
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
-        values = bind(rewired.signature, rewired.name, args, kwargs)
         values = self._run(body, values)
         flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
@@ -132,9 +139,9 @@ class Reversible(OriginalSurface):
     def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
         """Forward and back through every chain: each block's relative reconstruction error."""
         errors: list[tuple[str, float]] = []
-        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
+        rewired, values = self._case(args, kwargs)
         with torch.no_grad():
-            self._run(self.rewired.body, values, errors)
+            self._run(rewired.body, values, errors)
         return errors
 
     def rewired_tensors(self) -> dict[int, str]:
@@ -146,8 +153,16 @@ class Reversible(OriginalSurface):
             found.setdefault(id(value), name)
         return found
 
+    def _case(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Rewired, dict[str, Any]]:
+        """The graph whose guards hold for a call, and its inputs."""
+        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
+        return self._cases.fitting(self, values, args, kwargs), values
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}
+        cases = Cases(self.rewired, self._cases.recapture)
+        return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(
         self,
@@ -192,56 +207,6 @@ class Reversible(OriginalSurface):
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
         return _steps(body, self)
-
-
-def bind(
-    signature: Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The graph's input values from a call of the model."""
-    try:
-        bound = signature.forward.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(f"{name}{signature.forward}: {error}") from None
-    _fit_defaults(signature, bound)
-    leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
-    if spec != signature.in_spec:
-        raise InputError(
-            f"{name}: the model was captured with arguments of another structure.\n"
-            f"  expected {signature.in_spec}\n  got      {spec}\n"
-            "Capture it again with example inputs of this structure."
-        )
-    fixed = dict(signature.fixed)
-    values: dict[str, Any] = {}
-    names = iter(zip(signature.placeholders, signature.labels, strict=True))
-    for index, leaf in enumerate(leaves):
-        if index in fixed:
-            if isinstance(leaf, Tensor) or leaf != fixed[index]:
-                raise InputError(
-                    f"{name}: an argument that was {fixed[index]!r} when the model was captured "
-                    f"is {_shown(leaf)} now; capture it again with this value"
-                )
-            continue
-        placeholder, label = next(names)
-        if not isinstance(leaf, Tensor):
-            raise InputError(f"{name}: expected a tensor for {label}, got {_shown(leaf)}")
-        values[placeholder] = leaf
-    return values
-
-
-def _fit_defaults(signature: Signature, bound: inspect.BoundArguments) -> None:
-    """Let a call that spells out a default, or leaves it out, match the captured one."""
-    for name, parameter in signature.forward.parameters.items():
-        default = parameter.default
-        if default is inspect.Parameter.empty:
-            continue
-        if name in signature.given and name not in bound.arguments:
-            bound.arguments[name] = default
-        elif name not in signature.given and bound.arguments.get(name, ...) is default:
-            del bound.arguments[name]
-
-
-def _shown(leaf: Any) -> str:
-    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _widened_streams(

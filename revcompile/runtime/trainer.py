@@ -144,6 +144,7 @@ class Trainer:
         keyword arguments.
         """
         self._usable()
+        self._in_train_mode()
         if (metrics := self._recorded(inputs, target)) is not None:
             return metrics
         values = self.intake.taken(inputs)
@@ -178,7 +179,8 @@ class Trainer:
         """The step as a recorded round; None if it has to be taken action by action."""
         if self._fast is None or not self._fast.is_on:
             return None
-        values, microbatch = self.intake.bound(inputs), self.schedule.injected
+        values = self.intake.checked(self.intake.bound(inputs))
+        microbatch = self.schedule.injected
         watched = bool(self.probes or self._trace) or self._is_measured(microbatch)
         self._in_train_mode()
         with self._stopping():

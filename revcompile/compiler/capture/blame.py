@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import linecache
 import sys
 import traceback
 from pathlib import Path
@@ -14,20 +16,24 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.proxy import TraceError
 
-__all__ = ["Refused", "Unrecorded", "Untraceable", "blame", "user_line"]
+__all__ = ["PythonState", "Refused", "Unrecorded", "Untraceable", "blame", "in_bare_call", "user_line"]
 
 _NOT_THE_USERS: Final = (torch.__path__[0], str(Path(__file__).parent), "<")
 """How the paths of files begin that no user wrote."""
 
 
 class Untraceable(Exception):
-    """Tracing stopped; `path` is the innermost module whose forward was running."""
+    """Tracing stopped; `path` is the innermost module whose forward was running.
 
-    def __init__(self, path: str, cause: str, source: str) -> None:
+    `is_final` says that no other tracer may try: it would miss what stopped this one.
+    """
+
+    def __init__(self, path: str, cause: str, source: str, is_final: bool = False) -> None:
         super().__init__(f"{path or '(top level)'}: {cause} [{source}]")
         self.path = path
         self.cause = cause
         self.source = source
+        self.is_final = is_final
 
 
 class Unrecorded(TraceError):
@@ -38,23 +44,54 @@ class Unrecorded(TraceError):
         self.module = module
 
 
+class PythonState(Unrecorded):
+    """A forward pass changes what its next call computes, in an attribute that is no buffer."""
+
+
 class Refused(Unrecorded):
     """Not even keeping the module as one piece would help."""
 
 
 def blame(path: str, error: Exception) -> Untraceable:
     """Put what went wrong in the module at `path` into words."""
-    return Untraceable(path, _reason(error), _source(error))
+    is_final = isinstance(error, (PythonState, Refused))
+    return Untraceable(path, _reason(error), _source(error), is_final)
 
 
 def user_line() -> str:
     """`file:line` of the innermost frame in a file that a user wrote."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    frame = _user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
-    return "?"
+    return frame
+
+
+def in_bare_call() -> bool:
+    """Is the user's code in a statement whose result is dropped: `check(x, f"..."), raise, assert`?
+
+    Text that is made there goes into a message and steers nothing.
+    """
+    frame = _user_frame()
+    if frame is None:
+        return True
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    dropped = (ast.Expr, ast.Raise, ast.Assert)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        return False
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
+    ]
+    innermost = max(around, key=lambda node: node.lineno, default=None)
+    return isinstance(innermost, dropped)
 
 
 def _source(error: Exception) -> str:

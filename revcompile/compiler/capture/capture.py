@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.compiler.capture.check import Check, check_capture, why_it_fails
 from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
-from revcompile.compiler.capture.example import Example, make_example, regrown, signature_of
+from revcompile.compiler.capture.example import Example, make_example, regrown, resized, signature_of
 from revcompile.compiler.capture.exported import export_capture
+from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.leaves import is_leaf
 from revcompile.compiler.capture.modes import first_difference, merge_modes
+from revcompile.compiler.capture.proxy import BATCH_DECIDES
 from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.tracer import Traced, Untraceable, trace
 from revcompile.errors import CaptureError, InputError
+from revcompile.guards import ModeGuards
 from revcompile.ir import PATH, Captured, Frontend
 
-__all__ = ["Example", "capture", "keep_constant", "make_example", "set_mode", "signature_of"]
+__all__ = ["Example", "capture", "capture_for", "keep_constant", "make_example", "set_mode", "signature_of"]
 
 
 def capture(
@@ -59,10 +62,12 @@ def capture(
         try:
             with rng_kept(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                captured, example = _capture_with(attempt, model, example, leaf_paths)
+                captured, example = capture_for(attempt, model, example, leaf_paths)
                 problem = check_capture(model, captured, example, level)
         except Untraceable as error:
             failures.append(f"{attempt.value} stopped in {error}")
+            if error.is_final:
+                break
             continue
         if problem is None:
             return captured
@@ -77,22 +82,49 @@ def capture(
     )
 
 
-def _capture_with(
-    frontend: Frontend, model: nn.Module, example: Example, leaf_paths: frozenset[str]
+def capture_for(
+    frontend: Frontend,
+    model: nn.Module,
+    example: Example,
+    leaf_paths: frozenset[str],
+    device: torch.device | None = None,
+    constants: dict[str, torch.Tensor] | None = None,
 ) -> tuple[Captured, Example]:
-    """Capture; where that fails because of the example, say so or read it another way."""
-    make = _capture_fx if frontend is Frontend.FX else export_capture
+    """Capture; where that fails because of the example, say so or read it another way.
+
+    With `device` a model on the meta device passes for one that is there; `constants` are names
+    that tensors found on the way have already.
+    """
+
+    def make(reading: Example) -> Captured:
+        if frontend is Frontend.FX:
+            return _capture_fx(model, reading, leaf_paths, device, constants or {})
+        return export_capture(model, reading, leaf_paths)
+
     try:
-        captured = make(model, example, leaf_paths)
-    except Untraceable:
-        fitting = _fitting(model, example)
-        if fitting is example:
-            raise
-        captured, example = make(model, fitting, leaf_paths), fitting
+        captured = make(example)
+    except Untraceable as error:
+        captured, example = _read_otherwise(make, model, example, error)
     if example.batch[0] == example.batch[1]:
         note = f"the batch size is fixed at {example.batch[0]}: the model fails at any other"
         captured = replace(captured, notes=(*captured.notes, note))
     return captured, example
+
+
+def _read_otherwise(
+    make: Callable[[Example], Captured], model: nn.Module, example: Example, error: Untraceable
+) -> tuple[Captured, Example]:
+    """Capture with another reading of the example: another second batch, another batch dimension."""
+    if BATCH_DECIDES in error.cause:
+        for reading in resized(example):
+            try:
+                return make(reading), reading
+            except Untraceable:
+                continue
+    fitting = _fitting(model, example)
+    if fitting is example:
+        raise error
+    return make(fitting), fitting
 
 
 def _fitting(model: nn.Module, example: Example) -> Example:
@@ -109,12 +141,18 @@ def _fitting(model: nn.Module, example: Example) -> Example:
     return next(e for e in readings if why_it_fails(model, e, 1) is None)
 
 
-def _capture_fx(model: nn.Module, example: Example, leaf_paths: frozenset[str]) -> Captured:
+def _capture_fx(
+    model: nn.Module,
+    example: Example,
+    leaf_paths: frozenset[str],
+    device: torch.device | None,
+    constants: dict[str, torch.Tensor],
+) -> Captured:
     """Trace both modes, with the same modules kept as one piece in both."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = fake_copy(model, mode)
+    fake = fake_copy(model, mode, device)
     leaves, resisted = set(leaf_paths), dict[str, str]()
-    constants: dict[str, torch.Tensor] = {}
+    constants = dict(constants)
 
     def run(training: bool) -> Traced:
         traced = trace(set_mode(fake, model, training), model, example, mode, leaves, constants)
@@ -127,7 +165,8 @@ def _capture_fx(model: nn.Module, example: Example, leaf_paths: frozenset[str]) 
         if evaluation.resisted:
             continue
         same = train.out_spec == evaluation.out_spec
-        graph = merge_modes(train.graph, evaluation.graph) if same else None
+        readers = _flags_read(train.guards) | _flags_read(evaluation.guards)
+        graph = merge_modes(train.graph, evaluation.graph, readers) if same else None
         to_keep = () if graph is not None else _mode_dependent(model, train.graph, evaluation.graph)
         if leaves.issuperset(to_keep):
             break
@@ -144,7 +183,13 @@ def _capture_fx(model: nn.Module, example: Example, leaf_paths: frozenset[str]) 
         frontend=Frontend.FX,
         leaves=tuple(sorted(leaves)),
         notes=tuple(f"{path} is kept as one piece: {why}" for path, why in resisted.items()),
+        guards=make_guards(train.guards, evaluation.guards, graph, root, example),
+        draws=train.draws | evaluation.draws,
     )
+
+
+def _flags_read(guards: ModeGuards) -> set[str]:
+    return {guard.path for guard in guards.attributes if guard.name == "training"}
 
 
 def _mode_dependent(model: nn.Module, train: fx.Graph, evaluation: fx.Graph) -> tuple[str, ...]:

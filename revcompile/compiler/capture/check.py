@@ -8,7 +8,7 @@ eval mode where the graph chooses by the mode.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.copies import copy_model, set_mode
+from revcompile.compiler.capture.draws import draws_left_out
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.rng import rng_kept, seed_all
@@ -61,6 +62,8 @@ class _Trial:
     seed: int
     training: bool
     deep: bool
+    grad: bool = False
+    """With gradients on, though they are not compared."""
 
 
 def check_capture(
@@ -70,7 +73,9 @@ def check_capture(
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
     if level is Check.OFF or on_meta:
         return None
+    flags = captured.guards.train.flags + captured.guards.evaluation.flags
     for trial in _full() if level is Check.FULL else _fast(captured):
+        trial = replace(trial, grad=bool(flags))  # the graph may be the model only with them
         problem = _compare_once(model, captured, example, trial)
         if problem is not None:
             return problem
@@ -106,7 +111,7 @@ def _compare_once(
     mode = "train" if trial.training else "eval"
     where = f"{mode} mode, batch {example.batch[trial.which]}, seed {trial.seed}"
     try:
-        expected = _run_original(model, example, trial)
+        expected = _run_original(model, example, trial, captured.draws)
     except Exception as error:
         if trial.which == 0:
             return f"the original itself fails in {where}: {error}"
@@ -125,14 +130,17 @@ def run_graph(graph: fx.Graph, root: nn.Module, inputs: list[torch.Tensor]) -> A
     return fx.Interpreter(root, graph=graph).run(*inputs)
 
 
-def _run_original(model: nn.Module, example: Example, trial: _Trial) -> dict[str, Any]:
+def _run_original(
+    model: nn.Module, example: Example, trial: _Trial, draws: Collection[str] = ()
+) -> dict[str, Any]:
     def call(twin: nn.Module, inputs: list[torch.Tensor]) -> Any:
         tensors = iter(inputs)
         leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, example.in_spec)
         return twin(*args, **kwargs)
 
-    return _run(set_mode(copy_model(model), model, trial.training), call, example, trial)
+    with draws_left_out(draws):
+        return _run(set_mode(copy_model(model), model, trial.training), call, example, trial)
 
 
 def _run_captured(
@@ -159,7 +167,7 @@ def _run(
     for tensor in inputs if trial.deep else ():
         # a mask of -inf is no variable, and torch may not even read one that is causal
         tensor.requires_grad_(tensor.is_floating_point() and bool(tensor.isfinite().all()))
-    with rng_kept(), torch.set_grad_enabled(trial.deep):
+    with rng_kept(), torch.set_grad_enabled(trial.deep or trial.grad):
         seed_all(trial.seed)
         # models may write into what they are given, which must not be a leaf then
         output = call(module, [t * 1 if t.requires_grad else t.clone() for t in inputs])

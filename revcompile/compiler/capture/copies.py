@@ -15,7 +15,7 @@ from revcompile.compiler.capture.blame import Untraceable
 from revcompile.errors import CaptureError
 from revcompile.tree import copied
 
-__all__ = ["attributes_kept", "copy_model", "fake_copy", "keep_constant", "set_mode"]
+__all__ = ["attributes_kept", "copy_model", "empty_like_on", "fake_copy", "keep_constant", "set_mode"]
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -31,13 +31,32 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
         ) from error
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A structural copy of a model with fake parameters and buffers: costs no memory."""
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
+) -> nn.Module:
+    """A structural copy of a model with fake parameters and buffers: costs no memory.
+
+    With `device` a model on the meta device passes for one that is there.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         with torch.no_grad():
-            memo[id(tensor)] = mode.from_tensor(tensor, static_shapes=True)
+            if device is None:
+                memo[id(tensor)] = mode.from_tensor(tensor, static_shapes=True)
+            else:
+                with mode:
+                    memo[id(tensor)] = empty_like_on(tensor, tensor.dtype, device)
     return copy_model(model, memo)
+
+
+def empty_like_on(
+    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A tensor of the same form, a parameter if it is one, on another device."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
 
 
 def set_mode(twin: nn.Module, model: nn.Module, training: bool) -> nn.Module:

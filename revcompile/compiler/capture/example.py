@@ -17,7 +17,7 @@ from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
 from revcompile.ir import Signature
 
-__all__ = ["Example", "make_example", "regrown", "signature_of"]
+__all__ = ["Example", "make_example", "regrown", "resized", "signature_of"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,23 @@ def regrown(example: Example) -> Iterator[Example]:
             grown = tuple(_grown(leaves, chosen, dim))
             yield replace(example, grown=grown, batch=(size, size + 1))
     yield replace(example, grown=leaves, batch=(example.batch[0], example.batch[0]))
+
+
+def resized(example: Example) -> Iterator[Example]:
+    """Other second batch sizes: at some of them, what asks for the batch may get the same answer."""
+    size, leaves = example.batch[0], example.leaves
+    chosen = [
+        i
+        for i, (leaf, grown) in enumerate(zip(leaves, example.grown, strict=True))
+        if isinstance(leaf, torch.Tensor) and leaf.shape != grown.shape
+    ]
+    for second in (size + 2, size - 1, size):
+        if second > 1 and chosen and all(leaves[i].shape[0] == size for i in chosen):
+            other = list(leaves)
+            for i in chosen:
+                rows = torch.arange(second, device=leaves[i].device) % size
+                other[i] = leaves[i].index_select(0, rows)
+            yield replace(example, grown=tuple(other), batch=(size, second))
 
 
 def signature_of(

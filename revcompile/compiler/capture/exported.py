@@ -8,6 +8,9 @@ devices are asked for at run time, and assertions that break autocast are erased
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +18,25 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
+from revcompile.compiler.capture.attributes import AttributeLog, attributes_logged, state_of
+from revcompile.compiler.capture.blame import PythonState, blame
+from revcompile.compiler.capture.copies import (
+    attributes_kept,
+    copy_model,
+    fake_copy,
+    keep_constant,
+    set_mode,
+)
+from revcompile.compiler.capture.draws import draws_decided
 from revcompile.compiler.capture.example import Example, signature_of
+from revcompile.compiler.capture.export_guards import exported_guards, free_dimensions
+from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.structures import STRUCTURE, structure_of
 from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
+from revcompile.guards import AttributeGuard, ModeGuards
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
 from revcompile.ops import attribute, batch_norm, device_of
 
@@ -36,19 +52,36 @@ def export_capture(model: nn.Module, example: Example, leaf_paths: frozenset[str
     """Export both modes and turn the result into a graph over the original's parameters."""
     if leaf_paths:
         raise Untraceable("", "leaf_modules cannot be kept whole by torch.export", "?")
+    try:
+        return _captured(model, example, lengths_free=True)
+    except Untraceable as error:
+        if error.is_final or free_dimensions(example, True) == free_dimensions(example, False):
+            raise
+        return _captured(model, example, lengths_free=False)
+
+
+def _captured(model: nn.Module, example: Example, lengths_free: bool) -> Captured:
     shadow, root = copy_model(model), copy_model(model)
     graphs: list[fx.Graph] = []
+    guards: list[ModeGuards] = []
+    draws: set[str] = set()
     out_spec = None
     for training in (True, False):
-        module, program = _export(set_mode(shadow, model, training), example)
+        set_mode(shadow, model, training)
+        with draws_decided() as lines, _attributes_guarded(shadow, example) as attributes:
+            module, program = _export(shadow, example, lengths_free)
         for node in module.graph.find_nodes(op="get_attr"):
             if not _has(root, str(node.target)):
                 keep_constant(root, str(node.target), attribute(module, str(node.target)))
+        sizes = exported_guards(module.graph, example)
+        guards.append(ModeGuards(direct=sizes, attributes=tuple(attributes)))
         graph = _normalize(module.graph, example, root)
         _infer_types(graph, root, example)
         graphs.append(graph)
+        draws |= lines
         out_spec = program.call_spec.out_spec
-    merged = merge_modes(graphs[0], graphs[1])
+    readers = {g.path for mode in guards for g in mode.attributes if g.name == "training"}
+    merged = merge_modes(graphs[0], graphs[1], readers)
     assert out_spec is not None
     return Captured(
         name=type(model).__name__,
@@ -57,31 +90,68 @@ def export_capture(model: nn.Module, example: Example, leaf_paths: frozenset[str
         eval_graph=None if merged is not None else simplify(graphs[1], root),
         signature=signature_of(example, out_spec),
         frontend=Frontend.EXPORT,
+        guards=make_guards(guards[0], guards[1], merged, root, example),
+        draws=frozenset(draws),
     )
 
 
-def _export(model: nn.Module, example: Example) -> tuple[fx.GraphModule, Any]:
+@contextmanager
+def _attributes_guarded(model: nn.Module, example: Example) -> Iterator[list[AttributeGuard]]:
+    """Gather what a trace of the model reads of its attributes; stop if it counts in one."""
+    log, found = AttributeLog(paused=lambda: False), list[AttributeGuard]()
+    with attributes_kept(model):
+        with attributes_logged(log):
+            yield found
+        paths = {module: path for path, module in model.named_modules()}
+        for module, name in log.overwritten():
+            if module in paths and not _is_remembered(model, paths[module], name, example):
+                error = PythonState(f"the forward pass counts in its attribute {name!r}", module)
+                raise blame(paths[module], error)
+        found += log.guards(paths)
+
+
+def _is_remembered(model: nn.Module, path: str, name: str, example: Example) -> bool:
+    """Is an attribute that a call changes left alone by the next one: a size, a table?"""
+    if any(t.is_meta for t in (*model.parameters(), *example.tensors(0))):
+        return False
+    twin, (args, kwargs) = copy_model(model), example.call(0)
+    module, states = twin.get_submodule(path), list[Any]()
+    with rng_kept(), torch.no_grad():
+        for _ in range(2):
+            twin(*args, **kwargs)
+            states.append(state_of(module).get(name))
+    return bool(states[0] == states[1])
+
+
+def _export(
+    model: nn.Module, example: Example, lengths_free: bool
+) -> tuple[fx.GraphModule, Any]:
     args, kwargs = example.call(0)
-    grown_args, grown_kwargs = example.call(1)
-
-    def free_batch(leaf: Any, grown: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.shape != grown.shape:
-            return {0: torch.export.Dim.DYNAMIC}
-        return None
-
+    free = iter(free_dimensions(example, lengths_free))
     bound = example.forward.bind(*args, **kwargs)
-    other = example.forward.bind(*grown_args, **grown_kwargs)
-    shapes = pytree.tree_map(free_batch, dict(bound.arguments), dict(other.arguments))
+    order = pytree.tree_unflatten([_Free(next(free)) for _ in example.leaves], example.in_spec)
+    named = example.forward.bind(*order[0], **order[1])
+    assert named.arguments.keys() == bound.arguments.keys()
+    shapes = pytree.tree_map_only(_Free, lambda f: f.dimensions, dict(named.arguments))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             module = program.module(check_guards=False)
+    except Untraceable:
+        raise
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         raise Untraceable("", f"{type(error).__name__}: {text}", _last_user_line(error)) from error
     assert isinstance(module, fx.GraphModule)
     return module, program
+
+
+@dataclass(frozen=True)
+class _Free:
+    """Stands for a leaf of the arguments: its dimensions that stay free."""
+
+    dimensions: dict[int, Any] | None
 
 
 def _last_user_line(error: BaseException) -> str:

@@ -1,13 +1,14 @@
 """One graph for train and eval mode.
 
 Where the two traces have the same shape and differ in constants only (a dropout probability,
-`training=`), the constants become `select(self.training, train, eval)`. Where they differ in
+`training=`), the constants become `select(block.training, train, eval)`, with the flag of the
+module whose forward made the node. Where they differ in
 structure (auxiliary heads) both graphs are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import fx
@@ -16,18 +17,23 @@ from revcompile.compiler.capture.memory import MEMORY, WRITES
 from revcompile.ir import PATH, SOURCE, TYPE
 from revcompile.ops import select
 
-__all__ = ["first_difference", "merge_modes"]
+__all__ = ["first_difference", "flags_selected", "merge_modes"]
 
 
-def merge_modes(train: fx.Graph, evaluation: fx.Graph) -> fx.Graph | None:
-    """A graph that serves both modes, or None if their structures differ."""
+def merge_modes(
+    train: fx.Graph, evaluation: fx.Graph, readers: Collection[str] = ("",)
+) -> fx.Graph | None:
+    """A graph that serves both modes, or None if their structures differ.
+
+    `readers` are the paths of the modules whose `training` was read while tracing.
+    """
     if first_difference(train, evaluation):
         return None
     merged = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node, other in zip(train.nodes, evaluation.nodes, strict=True):
         copies[node] = merged.node_copy(node, copies.__getitem__)
-        _select_constants(merged, copies[node], other)
+        _select_constants(merged, copies[node], other, readers)
         for key in (MEMORY, WRITES):
             if key in node.meta and key in other.meta:
                 copies[node].meta[key] = node.meta[key] | other.meta[key]
@@ -70,7 +76,22 @@ def _arguments(node: fx.Node) -> Any:
     return node.args, dict(sorted(node.kwargs.items()))
 
 
-def _select_constants(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
+def _owner(path: str, readers: Collection[str]) -> str:
+    """The module whose flag has decided: the node's own, or the nearest around it that asked."""
+    while path and path not in readers:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def flags_selected(graph: fx.Graph) -> set[str]:
+    """Paths of the modules whose mode the graph asks for when it runs."""
+    targets = (str(node.target) for node in graph.find_nodes(op="get_attr"))
+    return {t.rpartition(".")[0] for t in targets if t.rpartition(".")[2] == "training"}
+
+
+def _select_constants(
+    graph: fx.Graph, node: fx.Node, other: fx.Node, readers: Collection[str]
+) -> None:
     """Where `other` has another constant than `node`, choose between them at run time."""
     theirs = iter(_flatten(other)[1])
 
@@ -79,7 +100,8 @@ def _select_constants(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
         if isinstance(mine, fx.Node) or (type(mine) is type(their) and mine == their):
             return mine
         with graph.inserting_before(node):
-            flag = graph.create_node("get_attr", "training")
+            owner = _owner(node.meta.get(PATH) or "", readers)
+            flag = graph.create_node("get_attr", f"{owner}.training" if owner else "training")
             chosen = graph.call_function(select, (flag, mine, their))
         for made in (flag, chosen):
             made.meta.update({TYPE: None, PATH: node.meta.get(PATH), SOURCE: node.meta.get(SOURCE)})

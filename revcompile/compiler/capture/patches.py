@@ -30,6 +30,9 @@ _FACTORIES: Final = (
 """Functions of plain values: they never reach a proxy's `__torch_function__` by themselves."""
 
 
+_FLAGS: Final = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
+"""Switches of torch that a forward pass may ask for."""
+
 _GENERATOR: Final = "_checkpoint_without_reentrant_generator"
 """What `torch.utils.checkpoint` runs before and after the function; its name has variants."""
 
@@ -44,6 +47,7 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
         (transformer, "_detect_is_causal_mask", _never_causal),
         *((checkpoint, name, _no_checkpoint) for name in vars(checkpoint) if _GENERATOR in name),
         *((torch, name, _recorder(tracer, name)) for name in _FACTORIES),
+        *((torch, name, _flag_reader(tracer, name)) for name in _FLAGS),
     ]
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -79,6 +83,17 @@ def _recorder(tracer: ShapedTracer, name: str) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return factory
+
+
+def _flag_reader(tracer: ShapedTracer, name: str) -> Callable[..., Any]:
+    function = getattr(torch, name)
+
+    def read(*args: Any) -> Any:
+        value = function(*args)
+        tracer.flag(name, args, value)
+        return value
+
+    return read
 
 
 def _stop_at_custom_function(tracer: ShapedTracer) -> Any:

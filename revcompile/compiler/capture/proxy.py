@@ -1,8 +1,8 @@
 """Proxies that know the value they stand for at two batch sizes.
 
-What is equal at both does not depend on the batch and may steer Python control flow
-(`if H % 7`, `range(depth)`, `len(xs)`); what differs stays symbolic in the graph, so that no
-batch size is ever baked in.
+What is equal at both may steer Python control flow (`if H % 7`, `range(depth)`, `len(xs)`): the
+graph is then the model only where it is equal again, and the tracer is told so (see `guards.py`).
+What differs stays symbolic in the graph, so that no batch size is ever baked in.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
+from revcompile.compiler.capture.blame import in_bare_call
+from revcompile.compiler.capture.draws import decided_draw
 from revcompile.compiler.capture.effects import INPLACE_OPERATORS
+from revcompile.compiler.capture.guards import Reading
 from revcompile.ir import TensorType
 
 __all__ = [
+    "BATCH_DECIDES",
     "ShapedProxy",
     "ShapedTracer",
     "Values",
@@ -28,6 +32,9 @@ __all__ = [
     "size_of_values",
     "type_of_values",
 ]
+
+
+BATCH_DECIDES: Final = "control flow depends on the batch size"
 
 
 class Values:
@@ -48,7 +55,7 @@ class Values:
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
             raise TraceError("control flow depends on the contents of a tensor")
         if type(a) is not type(b) or a != b:
-            raise TraceError(f"control flow depends on the batch size ({a} or {b})")
+            raise TraceError(f"{BATCH_DECIDES} ({a} or {b})")
         return a
 
 
@@ -92,7 +99,20 @@ class ShapedTracer(fx.Tracer):
         """The real value of a node that is made from sizes alone."""
         raise NotImplementedError
 
+    def guard(self, node: fx.Node, value: Any, reading: Reading) -> None:
+        """Remember that Python was told a plain value."""
+        raise NotImplementedError
 
+    def flag(self, name: str, args: tuple[Any, ...], value: Any) -> None:
+        """Remember that Python was told a switch of torch."""
+        raise NotImplementedError
+
+    def leave_out(self, draw: fx.Node) -> None:
+        """Remember that a random number was drawn, and decided nothing."""
+        raise NotImplementedError
+
+
+_HASHED: Final = (int, float, bool, str, torch.Size, torch.dtype, torch.device)
 _SEEN_TYPES: Final = (int, float, bool, tuple, list, dict, torch.Size, torch.dtype)
 
 
@@ -108,10 +128,17 @@ class ShapedProxy(fx.Proxy):
 
     def plain(self) -> Any:
         """The Python value, where it depends neither on the batch nor on the data."""
-        if isinstance(self.known.first, torch.Tensor):
-            first, second = (self.tracer.fold(self.node, which).tolist() for which in (0, 1))
-            return Values(first, second).plain()
-        return self.known.plain()
+        known, reading = self.known, Reading.VALUE
+        if isinstance(known.first, torch.Tensor):
+            decided = decided_draw(self.node)
+            if decided is not None:
+                self.tracer.leave_out(decided[1])
+                return decided[0]
+            known = Values(*(self.tracer.fold(self.node, which).tolist() for which in (0, 1)))
+            reading = Reading.CONTENTS
+        value = known.plain()
+        self.tracer.guard(self.node, value, reading)
+        return value
 
     def seen_type(self) -> type:
         """What `isinstance` is to believe: the type of the value this stands for.
@@ -145,7 +172,8 @@ class ShapedProxy(fx.Proxy):
     def __len__(self) -> int:
         a, b = len(self.known.first), len(self.known.second)
         if a != b:
-            raise TraceError(f"control flow depends on the batch size ({a} or {b})")
+            raise TraceError(f"{BATCH_DECIDES} ({a} or {b})")
+        self.tracer.guard(self.node, a, Reading.LENGTH)
         return a
 
     def __iter__(self) -> Iterator[Any]:
@@ -157,7 +185,30 @@ class ShapedProxy(fx.Proxy):
         return item in self.plain()
 
     def __hash__(self) -> int:
-        return id(self)
+        """By value where it is plain: `n in {8, 16}` must not look for the proxy itself."""
+        known = self.tracer.values.get(self.node)
+        if known is None or type(known.first) not in _HASHED or known.first != known.second:
+            return id(self)
+        return hash(self.plain())
+
+    def __eq__(self, other: object) -> Any:
+        if type(other) is ShapedProxy and other.tracer is not self.tracer:
+            return False  # left in a cache by another trace
+        return self._record(operator.eq, other)
+
+    def __str__(self) -> str:
+        return self._text("")
+
+    def __format__(self, spec: str) -> str:
+        return self._text(spec)
+
+    def _text(self, spec: str) -> str:
+        """The value as text where the text may matter; messages do not depend on it."""
+        known = self.tracer.values.get(self.node)
+        is_plain = known is not None and type(known.first) in _HASHED
+        if known is None or not is_plain or known.first != known.second or in_bare_call():
+            return repr(self)
+        return format(self.plain(), spec)
 
     def _record(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, *args), {})

@@ -6,7 +6,7 @@ as one call, and tracing goes on behind it.
 
 What FX would drop silently is caught here: `no_grad` regions become `detach`; autocast regions,
 custom autograd functions, reassigned buffers and counters make their module a leaf; random
-numbers from outside torch are refused.
+numbers from outside torch are refused. What steered Python on the way becomes guards.
 """
 
 from __future__ import annotations
@@ -22,10 +22,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.blame import Refused, Unrecorded, Untraceable, blame, user_line
+from revcompile.compiler.capture.attributes import AttributeLog, attributes_logged, state_of
+from revcompile.compiler.capture.blame import (
+    PythonState,
+    Refused,
+    Unrecorded,
+    Untraceable,
+    blame,
+    user_line,
+)
 from revcompile.compiler.capture.copies import attributes_kept, fake_copy
 from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.example import Example
+from revcompile.compiler.capture.guards import Reading, Record, is_torch_code, size_guards
 from revcompile.compiler.capture.leaves import is_leaf
 from revcompile.compiler.capture.memory import MEMORY, WRITES, number_memory, watched_memory
 from revcompile.compiler.capture.patches import AUTOCAST, patched
@@ -44,7 +53,11 @@ from revcompile.compiler.capture.structures import (
     structure_of,
 )
 from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
+from revcompile.guards import FlagGuard, ModeGuards
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
+
+_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+"""torch's own; while a model is traced, `torch.is_grad_enabled` reports who asks."""
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 
@@ -54,13 +67,16 @@ class Traced:
     """The raw graph of one mode, its output structure, and what was met on the way.
 
     `constants` are tensors the graph reads that are neither parameters nor buffers; `resisted`
-    says why modules were kept as one piece.
+    says why modules were kept as one piece; `draws` are the lines of random numbers that decide
+    nothing and were left out.
     """
 
     graph: fx.Graph
     out_spec: pytree.TreeSpec
     constants: dict[str, Any]
     resisted: dict[str, str]
+    guards: ModeGuards
+    draws: frozenset[str]
 
 
 def trace(
@@ -80,19 +96,21 @@ def trace(
     tracer = _Tracer(model, example, mode, frozenset(leaf_paths), constants)
     with rng_kept(), attributes_kept(fake) as tracer.restore, torch.enable_grad():
         try:
-            with patched(tracer):
+            with attributes_logged(tracer.log), patched(tracer):
                 graph = tracer.trace(fake)
         except Exception as error:
             raise (tracer.failure or blame("", error)) from error
         reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
         attributes = {name: _attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
+    guards = tracer.guards()
     tidy(graph)
     number_memory(graph, fake)
     detach_no_grad(graph)
     assert tracer.out_spec is not None
     found = {name: value for name, value in attributes.items() if name not in state}
-    return Traced(graph, tracer.out_spec, found, tracer.resisted)
+    draws = frozenset(tracer.draws)
+    return Traced(graph, tracer.out_spec, found, tracer.resisted, guards, draws)
 
 
 class _Tracer(ShapedTracer):
@@ -113,12 +131,47 @@ class _Tracer(ShapedTracer):
         self.resisted: dict[str, str] = {}
         self.out_spec: pytree.TreeSpec | None = None
         self.restore: Callable[[nn.Module], None] = _nothing
+        self.log = AttributeLog(paused=lambda: self.evaluating)
+        self.draws: set[str] = set()
+        self._records: list[Record] = []
+        self._flags: list[FlagGuard] = []
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
         self._path = ""
         self._autocast = _autocast_state()
         self._foreign = foreign_state()
         self._attribute_proxies: dict[str, fx.Proxy] = {}
+
+    # -- what steers Python -------------------------------------------------------------------
+
+    def guard(self, node: fx.Node, value: Any, reading: Reading) -> None:
+        if not self.evaluating:
+            self._records.append(Record(node, value, reading, user_line(), is_torch_code()))
+
+    def leave_out(self, draw: fx.Node) -> None:
+        self.draws.add(draw.meta[SOURCE])
+
+    def flag(self, name: str, args: tuple[Any, ...], value: Any) -> None:
+        """Remember that Python was told a switch of torch; a module that asks is kept whole."""
+        if self.evaluating or is_torch_code():
+            return
+        guard = FlagGuard(name, args, value, user_line())
+        if self._path:
+            raise TraceError(f"what is computed depends on {guard.expression}")
+        self._flags.append(guard)
+
+    def guards(self) -> ModeGuards:
+        """Everything that has steered Python, as conditions on later calls."""
+        firsts = {node: values.first for node, values in self.values.items()}
+        labels = dict(zip(self._example.names, self._example.labels, strict=True))
+        direct, derived = size_guards(self._records, firsts, labels)
+        paths = {module: path for path, module in self.root.named_modules()}
+        return ModeGuards(
+            direct,
+            derived,
+            attributes=self.log.guards(paths),
+            flags=tuple(dict.fromkeys(self._flags)),
+        )
 
     # -- arguments and results ----------------------------------------------------------------
 
@@ -196,7 +249,7 @@ class _Tracer(ShapedTracer):
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Trace into a module; if it resists, forget the attempt and keep it as one call."""
-        path, mark = self._path, next(iter(reversed(self.graph.nodes)))
+        path, mark = self._path, self._mark()
         generator = torch.get_rng_state()
         try:
             return self._watched(module, forward, args, kwargs)
@@ -213,9 +266,16 @@ class _Tracer(ShapedTracer):
             self.resisted[path] = failure.cause
             return proxy
 
-    def _roll_back(self, mark: fx.Node) -> None:
+    def _mark(self) -> tuple[fx.Node, int, int, int]:
+        """How far the trace has come."""
+        last = next(iter(reversed(self.graph.nodes)))
+        return last, len(self._records), len(self.log.events), len(self._flags)
+
+    def _roll_back(self, mark: tuple[fx.Node, int, int, int]) -> None:
+        last, records, events, flags = mark
+        del self._records[records:], self.log.events[events:], self._flags[flags:]
         for node in list(reversed(self.graph.nodes)):
-            if node is mark:
+            if node is last:
                 break
             self.graph.erase_node(node)
             self.values.pop(node, None)
@@ -227,7 +287,7 @@ class _Tracer(ShapedTracer):
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a forward, and stop if it did something that leaves no trace in the graph."""
-        buffers, numbers, generator = dict(module._buffers), _numbers(module), torch.get_rng_state()
+        buffers, state, generator = dict(module._buffers), state_of(module), torch.get_rng_state()
         result = forward(*args, **kwargs)
         self._refuse_foreign_numbers()
         if not torch.equal(generator, torch.get_rng_state()):
@@ -236,13 +296,27 @@ class _Tracer(ShapedTracer):
             new = module._buffers.get(name)
             if _fake_value(new) is not old:
                 raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
-        if _changed(numbers, module):  # once: a size that is remembered; twice: a counter
-            mark, numbers = next(iter(reversed(self.graph.nodes))), _numbers(module)
+        if state_of(module) != state:  # once: a size that is remembered; twice: a counter
+            mark, state = self._mark(), state_of(module)
             forward(*args, **kwargs)
+            counted = self._counted(module, state, since=mark[2])
             self._roll_back(mark)
-            for name in _changed(numbers, module):
-                raise Unrecorded(f"the forward pass counts in its attribute {name!r}", module)
+            for name in counted:
+                raise PythonState(f"the forward pass counts in its attribute {name!r}", module)
         return result
+
+    def _counted(self, module: nn.Module, state: dict[str, Any], since: int) -> list[str]:
+        """Attributes that are different after every call, if that can be seen in the next one.
+
+        A tensor that is only left behind for others to look at changes as well.
+        """
+        now = state_of(module)
+        changed = [name for name in now if name in state and now[name] != state[name]]
+        return [
+            name
+            for name in changed
+            if isinstance(now[name], tuple) or self.log.read_first(module, name, since)
+        ]
 
     def _refuse_foreign_numbers(self) -> None:
         if foreign_state() != self._foreign:
@@ -265,7 +339,7 @@ class _Tracer(ShapedTracer):
             raise TraceError(AUTOCAST)
         node = super().create_node(kind, *args, **kwargs)
         node.meta.update({PATH: self._path, SOURCE: user_line(), TYPE: None, VALUE: None})
-        node.meta[NO_GRAD] = not torch.is_grad_enabled()
+        node.meta[NO_GRAD] = not _is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
                 with watched_memory(node, self.values):
@@ -340,16 +414,8 @@ def _nothing(module: nn.Module) -> None:
     pass
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
-
-
-def _changed(numbers: dict[str, Any], module: nn.Module) -> list[str]:
-    return [name for name, n in _numbers(module).items() if n != numbers.get(name, n)]
-
-
 def _autocast_state() -> tuple[Any, ...]:
     return tuple(
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        (_is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
     )

@@ -18,6 +18,7 @@ from torch import fx
 from revcompile.compiler.flow import Flow, tensor_type
 from revcompile.compiler.rewire.links import build_link, link_source
 from revcompile.compiler.rewire.region import Region
+from revcompile.compiler.rewire.sizes import WrittenSizes
 from revcompile.ir import TYPE, VALUE, Link, Live, Residual, ResidualKind
 from revcompile.ops import fuse_mean, shape
 
@@ -41,6 +42,7 @@ class Placement:
         self.extras = {flow.by_name[n] for b in blocks for n in b.extras}
         self.starts = {flow.by_name[b.x] for b in blocks}
         self.owner = self._owners()
+        self.written: list[fx.Node] = []
         self.pairs: dict[fx.Node, Pair] = {}
         self.levels: dict[fx.Node, int] = {}
         self.regions = [Region(flow) for _ in range(len(blocks) + 1)]
@@ -129,6 +131,7 @@ class Placement:
         if not free and values is not None:
             level = 0
             copy = self._known_size(values, like=node)
+            self.written.append(node)
         else:
             level = max((self.level(s) for s in sources), default=0)
             region = self.regions[level]
@@ -159,6 +162,11 @@ class Placement:
             if node.op == "placeholder" and kind is not None and kind.per_sample[:1] == (1,):
                 return node, kind.batch
         raise AssertionError("a size depends on the batch, but no input does")
+
+    def written_sizes(self) -> WrittenSizes:
+        """Sizes that were written down as functions of the batch size."""
+        depends = any(n.meta[VALUE][0] != n.meta[VALUE][1] for n in self.written)
+        return self.written, self._batched_input() if depends else None
 
     def level(self, node: fx.Node) -> int:
         """How many units must have run before the value is there."""

@@ -20,6 +20,7 @@ from revcompile.compiler.rewire.border import enter_widened, leave_concatenated
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.rules import RULES, Streams
+from revcompile.compiler.rewire.sizes import guards_with
 from revcompile.compiler.rewire.surgery import Surgeon, own_copy
 from revcompile.ir import (
     PATH,
@@ -46,12 +47,15 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
     surgeon = Surgeon(own_copy(captured.root))
     rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, surgeon)
     body = rewiring.run()
-    eval_body = None
+    eval_body, sizes = None, rewiring.place.written_sizes()
+    eval_sizes = sizes
     if captured.eval_graph is not None:
         trained, surgeon.asked = surgeon.asked, set()
         found_eval = find(captured, captured.eval_graph)
         flow = Flow(captured.eval_graph, captured.root)
-        eval_body = _Rewiring(flow, found_eval, policy, surgeon).run()
+        evaluated = _Rewiring(flow, found_eval, policy, surgeon)
+        eval_body = evaluated.run()
+        eval_sizes = evaluated.place.written_sizes()
         if _disagree(captured, trained, surgeon.asked):
             kept = Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN)
             plain = rewire(captured, found, kept)
@@ -69,6 +73,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         refusals=found.refusals,
         growths=dict(surgeon.growths),
         notes=(*captured.notes, *rewiring.notes),
+        guards=guards_with(captured, sizes, eval_sizes).rebased(surgeon.root),
     )
 
 

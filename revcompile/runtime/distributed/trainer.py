@@ -138,6 +138,7 @@ class DistributedTrainer(Trainer):
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
         """Train on one micro-batch; see the class for who needs to pass what."""
         self._usable()
+        self._in_train_mode()
         microbatch = self.schedule.injected
         values = self._accepted(inputs)
         if self.is_last:

@@ -38,6 +38,7 @@ def _stage(
     boundary = Boundary.of(partition, part)
     pieces = tuple(piece.segment for piece in part.pieces)
     mine = owned(root, pieces)
+    takes_inputs = boundary.inputs == rewired.signature.placeholders
     names = {**dict(mine.named_parameters()), **dict(mine.named_buffers())}
     found = replace(
         rewired,
@@ -52,6 +53,7 @@ def _stage(
         residuals=(),
         refusals=(),
         growths={name: growth for name, growth in rewired.growths.items() if name in names},
+        guards=rewired.guards if takes_inputs else rewired.guards.of_attributes(),
     )
     tolerance = root.tolerance if isinstance(root, Reversible) else None
     stage = StageModule(found, tolerance, boundary.described(partition.types))

@@ -1,0 +1,79 @@
+"""Guards for sizes that rewiring has written down.
+
+The size of a value inside a chain cannot be asked for where the chain's values are not kept. It is
+computed from the batch size instead, as seen at two batch sizes, and holds only for inputs that
+have the example's other sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from revcompile.compiler.capture.guards import Words, meta_copy, needed_for
+from revcompile.guards import Guards, SizeGuard, SizeGuards
+from revcompile.ir import SOURCE, VALUE, Captured
+
+__all__ = ["WrittenSizes", "guards_with"]
+
+WrittenSizes = tuple[Iterable[fx.Node], tuple[fx.Node, int] | None]
+"""Nodes whose size was written down; the input that tells the batch size, and the example's."""
+
+
+def guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSizes) -> Guards:
+    """The guards of a capture and those of sizes written down for either mode."""
+    guards = captured.guards
+    written = [_size_guards(captured, *sizes) for sizes in (train, evaluation)]
+    if not any(sizes.guards for sizes in written):
+        return guards
+    return replace(
+        guards,
+        train=replace(guards.train, written=written[0]),
+        evaluation=replace(guards.evaluation, written=written[1]),
+        skeleton=guards.skeleton or meta_copy(captured.root),
+    )
+
+
+def _size_guards(
+    captured: Captured, nodes: Iterable[fx.Node], batched: tuple[fx.Node, int] | None
+) -> SizeGuards:
+    nodes = list(nodes)
+    if not nodes:
+        return SizeGuards()
+    signature = captured.signature
+    words = Words(dict(zip(signature.placeholders, signature.labels, strict=True)))
+    graph, copies, needed = fx.Graph(), dict[fx.Node, fx.Node](), needed_for(nodes)
+    for node in nodes[0].graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    guards: list[SizeGuard] = []
+    outputs: list[fx.Node] = []
+
+    def expect(value: fx.Node, seen: tuple[int, int], text: str, source: str) -> None:
+        slope = seen[1] - seen[0]
+        if slope:
+            assert batched is not None
+            batch = graph.call_function(torch.Tensor.size, (copies[batched[0]], 0))
+            scaled = graph.call_function(operator.mul, (batch, slope))
+            value = graph.call_function(operator.sub, (value, scaled))
+            text = f"{text} - {slope} * {words.of(batched[0])}.shape[0]"
+        rest = seen[0] - slope * (batched[1] if batched else 0)
+        guards.append(SizeGuard(text, rest, source))
+        outputs.append(value)
+
+    for node in nodes:
+        seen: Any = node.meta[VALUE]
+        text, source = words.of(node), str(node.meta.get(SOURCE, "?"))
+        if isinstance(seen[0], tuple):
+            for i, pair in enumerate(zip(*seen, strict=True)):
+                item = graph.call_function(operator.getitem, (copies[node], i))
+                expect(item, pair, f"{text}[{i}]", source)
+        else:
+            expect(copies[node], seen, text, source)
+    graph.output(tuple(outputs))
+    return SizeGuards(tuple(guards), graph)

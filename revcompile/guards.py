@@ -1,0 +1,131 @@
+"""What a capture took for granted: conditions that are checked again at every call.
+
+While a model is traced, sizes, attributes and flags steer its Python code. Each such value is a
+guard: the graph is the model only as long as the value is what it was.
+
+    x.shape[1] > 8         a size: computed again from the inputs of the call
+    blocks.0.alpha         an attribute of a module: compared with what it was
+    is_grad_enabled()      a switch of torch: compared with what it was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+__all__ = ["AttributeGuard", "FlagGuard", "Guards", "ModeGuards", "SizeGuard", "SizeGuards", "input_types"]
+
+
+def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """What of a call's inputs the shapes inside the network depend on."""
+    return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+
+
+@dataclass(frozen=True)
+class SizeGuard:
+    """A value computed from the shapes (types, devices) of the inputs."""
+
+    expression: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class SizeGuards:
+    """Guards and the graph that computes their values from the model's inputs, in order.
+
+    `contents` are positions whose value is a tensor made from sizes alone: its numbers count.
+    """
+
+    guards: tuple[SizeGuard, ...] = ()
+    graph: fx.Graph | None = None
+    contents: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class AttributeGuard:
+    """An attribute of the module at `path` that the forward pass has read."""
+
+    path: str
+    name: str
+    value: Any
+    source: str
+
+    @property
+    def expression(self) -> str:
+        """How a user would write it."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclass(frozen=True)
+class FlagGuard:
+    """A switch of torch, by the name of the function of `torch` that tells it."""
+
+    name: str
+    args: tuple[Any, ...]
+    value: Any
+    source: str
+
+    @property
+    def expression(self) -> str:
+        """How a user would write it."""
+        return f"torch.{self.name}({', '.join(map(repr, self.args))})"
+
+
+@dataclass(frozen=True)
+class ModeGuards:
+    """All guards of one mode, training or evaluation.
+
+    `direct` needs only the inputs themselves, and is computed at every call; `derived` needs the
+    shapes of values inside the network, and is computed on the meta device, once for each new
+    combination of input shapes; so is `written`, sizes that rewiring takes for granted.
+    """
+
+    direct: SizeGuards = SizeGuards()
+    derived: SizeGuards = SizeGuards()
+    written: SizeGuards = SizeGuards()
+    attributes: tuple[AttributeGuard, ...] = ()
+    flags: tuple[FlagGuard, ...] = ()
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What a captured graph depends on besides its inputs' numbers.
+
+    `skeleton` is the captured model on the meta device, to compute `derived` sizes on. `seen` are
+    combinations of input shapes and types for which those are known to hold.
+    """
+
+    train: ModeGuards = ModeGuards()
+    evaluation: ModeGuards = ModeGuards()
+    skeleton: nn.Module | None = None
+    seen: frozenset[Any] = frozenset()
+
+    def of(self, training: bool) -> ModeGuards:
+        """The guards of a mode."""
+        return self.train if training else self.evaluation
+
+    def of_attributes(self) -> Guards:
+        """Only what does not depend on a call's inputs."""
+        train, evaluation = (
+            ModeGuards(attributes=mode.attributes, flags=mode.flags)
+            for mode in (self.train, self.evaluation)
+        )
+        return Guards(train, evaluation)
+
+    def rebased(self, root: nn.Module) -> Guards:
+        """The same guards for a root of which rewiring has changed attributes itself."""
+
+        def current(guard: AttributeGuard) -> AttributeGuard:
+            if guard.name == "training":
+                return guard
+            own = vars(root.get_submodule(guard.path))
+            return replace(guard, value=own.get(guard.name, guard.value))
+
+        def rebase(mode: ModeGuards) -> ModeGuards:
+            return replace(mode, attributes=tuple(map(current, mode.attributes)))
+
+        return replace(self, train=rebase(self.train), evaluation=rebase(self.evaluation))
