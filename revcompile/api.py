@@ -18,6 +18,7 @@ from revcompile.compiler.partition import Limits, partition
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError
+from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
 from revcompile.inspect.tables import invertibility_table, summary_text
 from revcompile.ir import Policy, TensorType
 from revcompile.overlap import Overlap
@@ -70,8 +71,9 @@ def reversify(
     The model itself is left alone; the result owns copies of its weights. `example_inputs` (a
     tensor, or a tuple of positional arguments) is not needed for timm models. `policy` is
     "paper" (PETRA's RevNets: a wider stem and head), "pretrained" (no new parameters), or a
-    `Policy`. `check` says how much of the capture is compared with the original: "full",
-    "fast" or "off". A chain that reconstructs its input worse than `tolerance` (relative;
+    `Policy`. `check` says how much is compared on the example, the capture with the original and
+    gradients of the chains with those of stored activations: "full", "fast" (gradients only
+    where that takes no longer than compiling; the summary says so) or "off". A chain that reconstructs its input worse than `tolerance` (relative;
     1e-3 for float32) is refused. `overlap` says whether a block is rebuilt while the next one is
     differentiated ("on", "off"; "auto": in steps recorded as CUDA graphs, if kernels are small).
 
@@ -88,10 +90,35 @@ def reversify(
     >>> net.f.weight.grad.shape
     torch.Size([4, 4])
     """
+    return _reversified(
+        model,
+        example_inputs,
+        example_kwargs,
+        policy=policy,
+        check=check,
+        leaf_modules=leaf_modules,
+        tolerance=tolerance,
+        overlap=overlap,
+    )[0]
+
+
+def _reversified(
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    *,
+    policy: str | Policy,
+    check: str,
+    leaf_modules: Iterable[str | type[nn.Module]],
+    tolerance: float | None,
+    overlap: str | Overlap = "auto",
+) -> tuple[ReversibleModule, Compared | None]:
+    """What `reversify` returns, and the gradients its chains were compared with, if they were."""
     if not isinstance(model, nn.Module):
         raise InputError(f"reversify: expected a torch.nn.Module, got {type(model).__name__}")
     chosen = Policy.named(policy)
     level = Check.parse(check)
+    compared = None
     with model_unchanged():
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
@@ -103,7 +130,13 @@ def reversify(
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)
-    return net
+            why_not = why_not_compared(net, level)
+            if why_not is None:
+                compared = compare_chain(net, args, kwargs)
+            else:
+                noted = dataclasses.replace(net.rewired, notes=(*net.rewired.notes, why_not))
+                net.__dict__["rewired"] = noted
+    return net, compared
 
 
 def petrafy(
@@ -141,7 +174,7 @@ def petrafy(
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise InputError(f"petrafy: num_stages={num_stages!r}; expected a whole number")
     kept = _kept(keep)
-    net = reversify(
+    net, compared = _reversified(
         model,
         example_inputs,
         example_kwargs,
@@ -156,7 +189,11 @@ def petrafy(
     expected = dataclasses.replace(method, keep=kept)
     cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
     verify_partition(cut)
-    return StagedModel(net, cut, method)
+    staged = StagedModel(net, cut, method)
+    if compared is not None:
+        programs = {name: staged._programs(choose(name)) for name in ("backprop", "petra")}
+        compare_stages(net, cut, programs, compared)
+    return staged
 
 
 def _kept(keep: str) -> Keep:

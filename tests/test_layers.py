@@ -36,6 +36,7 @@ FLOORS = (
     WINGS,
     {"planning", "fitting"},
     {"staged"},
+    {"gradcheck"},
     {"api"},
     {"__init__"},
     {"cli"},
