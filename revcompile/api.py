@@ -20,6 +20,7 @@ from revcompile.compiler.partition import Limits, partition
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError, RevcompileWarning
+from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
 from revcompile.inspect.tables import (
     invertibility_table,
     most_frequent_refusals,
@@ -75,8 +76,9 @@ def reversify(
     The model itself is left alone; the result owns copies of its weights. `example_inputs` (a
     tensor, or a tuple of positional arguments) is not needed for timm models. `policy` is
     "paper" (PETRA's RevNets: a wider stem and head), "pretrained" (no new parameters), or a
-    `Policy`. `check` says how much of the capture is compared with the original: "full",
-    "fast" or "off". A chain that reconstructs its input worse than `tolerance` (relative;
+    `Policy`. `check` says how much is compared on the example, the capture with the original and
+    gradients of the chains with those of stored activations: "full", "fast" (gradients only
+    where that takes no longer than compiling; the summary says so) or "off". A chain that reconstructs its input worse than `tolerance` (relative;
     1e-3 for float32) is refused. `overlap` says whether a block is rebuilt while the next one is
     differentiated ("on", "off"; "auto": in steps recorded as CUDA graphs, if kernels are small).
 
@@ -95,7 +97,7 @@ def reversify(
     """
     _refuse_reversible(model, "reversify")
     check_model("reversify", model)
-    net = _reversified(
+    net, _ = _reversified(
         model,
         example_inputs,
         example_kwargs,
@@ -119,10 +121,11 @@ def _reversified(
     leaf_modules: Iterable[str | type[nn.Module]],
     tolerance: float | None,
     overlap: str | Overlap = "auto",
-) -> ReversibleModule:
-    """The passes from a model to a module; `reversify` and `petrafy` begin with them."""
+) -> tuple[ReversibleModule, Compared | None]:
+    """The passes from a model to a module, and the gradients its chains were compared with."""
     chosen = Policy.named(policy)
     level = Check.parse(check)
+    compared = None
     with model_unchanged():
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
@@ -136,7 +139,13 @@ def _reversified(
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)
-    return net
+            why_not = why_not_compared(net, level)
+            if why_not is None:
+                compared = compare_chain(net, args, kwargs)
+            else:
+                noted = dataclasses.replace(net.rewired, notes=(*net.rewired.notes, why_not))
+                net.__dict__["rewired"] = noted
+    return net, compared
 
 
 def petrafy(
@@ -181,7 +190,7 @@ def petrafy(
     for name, given in (("memory_limit", memory_limit), ("batch_size", batch_size)):
         if given is not None:
             whole_number("petrafy", name, given, 1)
-    net = _reversified(
+    net, compared = _reversified(
         model,
         example_inputs,
         example_kwargs,
@@ -197,7 +206,11 @@ def petrafy(
     expected = dataclasses.replace(method, keep=kept)
     cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
     verify_partition(cut)
-    return StagedModel(net, cut, method)
+    staged = StagedModel(net, cut, method)
+    if compared is not None:
+        programs = {name: staged._programs(choose(name)) for name in ("backprop", "petra")}
+        compare_stages(net, cut, programs, compared)
+    return staged
 
 
 def _example_batch(net: ReversibleModule) -> int:

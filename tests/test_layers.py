@@ -38,6 +38,7 @@ FLOORS = (
     WINGS,
     {"planning", "fitting", "recapture"},
     {"staged"},
+    {"gradcheck"},
     {"api"},
     {"__init__"},
     {"cli"},

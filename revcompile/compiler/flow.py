@@ -13,7 +13,7 @@ from revcompile.compiler.capture.effects import is_effect
 from revcompile.ir import TYPE, TensorType
 from revcompile.ops import attribute
 
-__all__ = ["Flow", "cuts_gradient", "draws_random", "is_add", "is_plain", "tensor_type"]
+__all__ = ["Flow", "cuts_gradient", "draws_random", "holds_tensor", "is_add", "is_plain", "tensor_type"]
 
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -60,15 +60,16 @@ def tensor_type(node: fx.Node) -> TensorType | None:
 
 def is_plain(node: fx.Node) -> bool:
     """Is the value no tensor (a size, a flag, a device)?"""
-    return node.op not in ("placeholder", "output") and not _holds_tensor(node.meta.get(TYPE))
+    return node.op not in ("placeholder", "output") and not holds_tensor(node.meta.get(TYPE))
 
 
-def _holds_tensor(found: Any) -> bool:
+def holds_tensor(found: Any) -> bool:
+    """Is a node's type that of a tensor, or of a structure with one inside?"""
     if isinstance(found, TensorType):
         return True
     if isinstance(found, dict):
-        return any(map(_holds_tensor, found.values()))
-    return isinstance(found, tuple) and any(map(_holds_tensor, found))
+        return any(map(holds_tensor, found.values()))
+    return isinstance(found, tuple) and any(map(holds_tensor, found))
 
 
 def cuts_gradient(node: fx.Node) -> bool:

@@ -9,21 +9,24 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from revcompile.compiler.flow import is_plain
+from revcompile.compiler.flow import holds_tensor, is_plain
 from revcompile.compiler.partition.cuts import graphs_of, parameter_names
+from revcompile.compiler.reach import lost_in_programs, lost_in_rewired
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
-from revcompile.ir import Body, Captured, Coupling, Live, Rewired, Segment
+from revcompile.ir import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
 from revcompile.program import Part, Partition, StageProgram
 
 __all__ = ["verify_partition", "verify_programs", "verify_rewired"]
 
 
 def verify_rewired(captured: Captured, rewired: Rewired) -> None:
-    """Every captured value is computed exactly once, and read only after it is there."""
+    """Every captured value is computed once, read only after that, and keeps its gradient."""
     problems = [*_computed_once(captured, rewired), *_defined_before_use(rewired, rewired.body)]
+    problems += [*_structured(rewired.body, "the model"), *lost_in_rewired(captured, rewired)]
     if rewired.eval_body is not None:
         problems += _defined_before_use(rewired, rewired.eval_body)
+        problems += _structured(rewired.eval_body, "the model in eval mode")
     _raise(f"rewire: {rewired.name} came out wrong", problems)
 
 
@@ -71,6 +74,19 @@ def _defined_before_use(rewired: Rewired, body: Body) -> list[str]:
     return problems
 
 
+def _structured(body: Body, where: str) -> list[str]:
+    """Only tensors and plain values pass from one segment to another."""
+    passing = dict.fromkeys(
+        name for segment in body.segments for name in (*segment.inputs, *segment.outputs)
+    )
+    kinds = {name: body.types.get(name) for name in passing}
+    return [
+        f"{name} passes through {where} as a {type(kind).__name__}, not as tensors"
+        for name, kind in kinds.items()
+        if holds_tensor(kind) and not isinstance(kind, TensorType)
+    ]
+
+
 def verify_partition(partition: Partition) -> None:
     """Stages follow each other without a gap, and compute what the rewired model computes."""
     rewired, parts = partition.rewired, partition.parts
@@ -88,6 +104,10 @@ def verify_partition(partition: Partition) -> None:
             problems.append(f"the result {leaf.name} does not leave the last stage")
     for part in parts:
         problems += _reads_what_is_there(part)
+        for name in part.outputs:
+            kind = partition.types.get(name)
+            if holds_tensor(kind) and not isinstance(kind, TensorType):
+                problems.append(f"stage {part.index} sends {name} as a {type(kind).__name__}")
     _raise(f"partition: {rewired.name} came out wrong", problems)
 
 
@@ -115,7 +135,8 @@ def _reads_what_is_there(part: Part) -> list[str]:
 
 
 def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> None:
-    """What one stage wants back the next one returns, and code and signature agree."""
+    """What one stage wants back the next one returns, code and signature agree, and every
+    parameter that has a gradient in the model has one here."""
     problems = []
     for before, after in itertools.pairwise(programs):
         if before.wanted != after.returned:
@@ -142,6 +163,7 @@ def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> N
         for name in parameter_names(graph, partition.rewired.root)
     }
     problems += [f"nobody computes the gradient of {name}" for name in sorted(used - covered)]
+    problems += lost_in_programs(partition, programs)
     _raise(f"lower: {partition.rewired.name} came out wrong", problems)
 
 

@@ -1,0 +1,333 @@
+"""Gradients compared on the example before anything trains: chain, stages, stored activations.
+
+    stored activations   the rewired model as plain operations: what autograd makes of it
+    chain                the same with couplings that rebuild their input
+    stages               the generated programs, one after the other, at learning rate 0
+
+All of it runs on a copy; model, buffers and random generators stay as they are. Whether it is worth
+its time is decided by counting operations, never by a clock, so that the same model is always
+treated alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from revcompile.compiler.capture.check import Check
+from revcompile.compiler.capture.copies import set_mode
+from revcompile.compiler.capture.memory import tensors_in
+from revcompile.compiler.capture.rng import rng_kept, seed_all
+from revcompile.compiler.flow import tensor_type
+from revcompile.errors import RevcompileError, VerificationError
+from revcompile.ir import Coupling, Rewired
+from revcompile.program import Partition, StageProgram
+from revcompile.runtime.objective import Objective
+from revcompile.runtime.reversible import Reversible, bind
+from revcompile.runtime.stage import Stage
+
+__all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
+
+_PASSES: Final = 14
+"""Forward passes that all comparisons take: 3 and 4 for two backward passes, twice."""
+_WORK_PER_NODE: Final = 2e8
+"""Operations a CPU does in the time that compiling one node of a graph takes."""
+_MEMORY: Final = 2**31
+"""Bytes of activations, weights and gradients above which the comparison is left out."""
+_LIMITS: Final = {torch.float64: 1e-6, torch.float32: 2e-2}
+_LIMIT_LOW_PRECISION: Final = 0.3
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The example, and the gradients that autograd gives for it with stored activations."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stored: Gradients
+
+
+def why_not_compared(net: Reversible, level: Check) -> str | None:
+    """The line of a summary that says that gradients were not compared; None if they are."""
+    tensors = (*net.parameters(), *net.buffers())
+    if any(t.is_meta for t in tensors):
+        return "gradients were not compared on the example: the meta device has no numbers"
+    if level is Check.FULL:
+        return None
+    nodes, work, memory = _extent(net.rewired)
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    is_long = _PASSES * work > _WORK_PER_NODE * nodes
+    if not is_long and memory + 3 * weights <= _MEMORY:
+        return None
+    cause = "take longer than compiling" if is_long else "need too much memory"
+    return (
+        f"gradients were not compared on the example, which would {cause} "
+        f'({_PASSES * work / 1e9:,.0f} billion operations); check="full" compares them'
+    )
+
+
+def _extent(rewired: Rewired) -> tuple[int, float, int]:
+    """Nodes of all segments, operations of a forward pass, bytes of all values."""
+    nodes, work, memory = 0, 0.0, 0
+    for segment in rewired.body.segments:
+        graph = segment.branch if isinstance(segment, Coupling) else segment.graph
+        for node in graph.nodes:
+            kind = tensor_type(node)
+            if kind is None or node.op in ("placeholder", "output", "get_attr"):
+                continue
+            nodes += 1
+            work += _operations(node, rewired.root)
+            memory += kind.nbytes()
+    return nodes, work, memory
+
+
+def _operations(node: fx.Node, root: nn.Module) -> float:
+    """Roughly: two for each weight and place it is used at; products by their inner dimension."""
+    kind = tensor_type(node)
+    assert kind is not None
+    size = kind.numel()
+    if node.op == "call_module":
+        weights = [p for p in root.get_submodule(str(node.target)).parameters() if p.dim() > 1]
+        return size + sum(2.0 * size * p.numel() / p.shape[0] for p in weights)
+    sources = [t for t in map(tensor_type, node.all_input_nodes) if t is not None and t.shape]
+    name = str(getattr(node.target, "__name__", node.target))
+    if "attention" in name and sources:
+        return size + 4.0 * size * sources[0].shape[-2]
+    if any(word in name for word in ("linear", "matmul", "mm", "einsum", "conv")) and sources:
+        last = sources[-1]
+        inner = last.numel() / last.shape[0] if "conv" in name else sources[0].shape[-1]
+        return size + 2.0 * size * inner
+    return float(size)
+
+
+# -- chain ----------------------------------------------------------------------------------------
+
+
+def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compared:
+    """Gradients of the chain must equal those with stored activations; returns the latter."""
+    with rng_kept():
+        stored = _module_gradients(net, args, kwargs, reversible=False)
+        if not stored:
+            return Compared(args, kwargs, {})
+        try:
+            found = _module_gradients(net, args, kwargs, reversible=True)
+        except RevcompileError:
+            raise
+        except Exception as error:
+            raise VerificationError(
+                f"reversify: {net.rewired.name} cannot be differentiated on the example when its "
+                f"chains rebuild their inputs ({type(error).__name__}: {error}), but can with "
+                "stored activations. " + _ADVICE
+            ) from error
+        if wrong := _differences(stored, found, net.tolerance):
+            precise = _in_double(net, args, kwargs)
+            if precise is None or precise:
+                raise VerificationError(_message("reversify", net.rewired, "chains", wrong))
+    return Compared(args, kwargs, stored)
+
+
+def _in_double(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str] | None:
+    """What still differs in float64, where rounding explains nothing; None if it cannot run."""
+    try:
+        twin = copy.deepcopy(net).double()
+        given = _converted((args, kwargs))
+        stored, found = (
+            _module_gradients(twin, *given, reversible=reversible) for reversible in (False, True)
+        )
+    except Exception:
+        return None
+    return _differences(stored, found, None)
+
+
+def _converted(tree: Any) -> Any:
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, tree)
+
+
+def _module_gradients(
+    net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, reversible: bool
+) -> Gradients:
+    """Of every parameter and every floating input; nothing if the model has no gradients."""
+    twin = copy.deepcopy(net)
+    set_mode(twin, net, training=True)
+    twin.reversible = reversible
+    given, inputs = _fresh((args, kwargs))
+    seed_all(0)
+    with torch.enable_grad():
+        loss = _loss(twin(*given[0], **given[1]))
+        if loss is None or not loss.requires_grad or not bool(loss.isfinite()):
+            return {}
+        loss.backward()
+    found = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad}
+    return found | {f"input {i}": t.grad for i, t in enumerate(inputs)}
+
+
+def _fresh(tree: Any) -> tuple[Any, list[Tensor]]:
+    """The example's tensors anew, floating ones with a gradient, and a list of those."""
+    from torch.utils import _pytree as pytree
+
+    inputs: list[Tensor] = []
+
+    def anew(tensor: Tensor) -> Tensor:
+        made = tensor.detach().clone()
+        if not made.is_floating_point() or not bool(made.isfinite().all()):
+            return made
+        inputs.append(made.requires_grad_())
+        return made * 1  # models may write into what they are given, which must be no leaf then
+
+    return pytree.tree_map_only(Tensor, anew, tree), inputs
+
+
+def _loss(output: Any) -> Tensor | None:
+    """A sum of everything the model returns in which every element has a weight of its own."""
+    terms = []
+    for tensor in tensors_in(output):
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        if not real.is_floating_point() or not real.numel():
+            continue
+        places = torch.arange(real.numel(), dtype=torch.float64, device=real.device)
+        weights = (places + 1).cos().view(real.shape).to(real.dtype)
+        terms.append((real * weights).double().sum() / math.sqrt(real.numel()))
+    return torch.stack(terms).sum() if terms else None
+
+
+# -- stages ---------------------------------------------------------------------------------------
+
+
+def compare_stages(
+    net: Reversible,
+    partition: Partition,
+    programs: Mapping[str, Sequence[StageProgram]],
+    compared: Compared,
+) -> None:
+    """Gradients of the stages' programs must equal each other's and those of the model.
+
+    Stages draw other random numbers than the model: where it does, they are compared with each
+    other alone, and the first of the programs given is the reference.
+    """
+    if not compared.stored:
+        return
+    stored = {n: g for n, g in compared.stored.items() if not n.startswith("input ")}
+    with rng_kept():
+        found = {
+            method: _staged_gradients(net, partition, given, compared)
+            for method, given in programs.items()
+        }
+        first = next(iter(found))
+        reference = stored if _is_deterministic(net, programs[first], compared) else found[first]
+    for method, gradients in found.items():
+        if wrong := _differences(reference, gradients, net.tolerance):
+            raise VerificationError(
+                _message("petrafy", net.rewired, f"stages ({method})", wrong)
+            )
+
+
+def _staged_gradients(
+    net: Reversible, partition: Partition, programs: Sequence[StageProgram], compared: Compared
+) -> Gradients:
+    """One micro-batch forward through all stages, and back."""
+    twin = copy.deepcopy(net)
+    set_mode(twin, net, training=True)
+    stages = [Stage(program, twin, check_finite=False) for program in programs]
+    objective = Objective(partition.rewired, _staged_loss, None, len(stages) - 1)
+    objective.check_finite, objective.targets[0] = False, None
+    args, kwargs = compared.args, compared.kwargs
+    values: Mapping[str, Any] = {
+        name: value.detach().clone()
+        for name, value in bind(net.rewired.signature, net.rewired.name, args, kwargs).items()
+    }
+    for stage in stages:
+        values = stage.forward(0, values)
+    gradients: Mapping[str, Tensor | None] = objective(0, values)
+    values, found = {}, Gradients()
+    for stage in reversed(stages):
+        values, gradients = stage.backward(0, values, gradients)
+        for name, gradient in stage.take_gradients().items():
+            before = found.get(name)
+            found[name] = gradient if before is None else before + gradient
+    return found
+
+
+def _staged_loss(output: Any, target: Any) -> Tensor:
+    loss = _loss(output)
+    assert loss is not None
+    return loss
+
+
+def _is_deterministic(
+    net: Reversible, programs: Sequence[StageProgram], compared: Compared
+) -> bool:
+    """Does the model give the same output whatever random numbers are drawn?"""
+    if not any(unit.random for program in programs for unit in program.units):
+        return True
+    outputs = []
+    for seed in (0, 1):
+        twin = set_mode(copy.deepcopy(net), net, training=True)
+        given, _ = _fresh((compared.args, dict(compared.kwargs)))
+        seed_all(seed)
+        with torch.no_grad():
+            outputs.append(tensors_in(twin(*given[0], **given[1])))
+    return all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+# -- how far apart --------------------------------------------------------------------------------
+
+
+def _differences(expected: Gradients, found: Gradients, tolerance: float | None) -> list[str]:
+    """Each gradient that is missing or differs by more than rounding explains."""
+    want = {name: _dense(gradient) for name, gradient in expected.items()}
+    have = {name: _dense(gradient) for name, gradient in found.items()}
+    sizes = {name: _largest(g) for name, g in want.items() if g is not None}
+    overall = max(sizes.values(), default=0.0)
+    wrong = []
+    for name, right in want.items():
+        got = have.get(name)
+        if right is None or got is None:
+            size = _largest(got) if right is None else sizes[name]
+            if size > 1e-6 * overall:
+                wrong.append(f"{name} has {'a' if right is None else 'no'} gradient")
+            continue
+        limit = max(_LIMITS.get(_real(right.dtype), _LIMIT_LOW_PRECISION), 10 * (tolerance or 0.0))
+        # A gradient that is zero in exact arithmetic is noise: measured against the largest.
+        error = _largest(right - got.to(right.dtype)) / max(sizes[name], 1e-3 * overall, 1e-30)
+        if not error <= limit:
+            wrong.append(f"{name} differs by {error:.2g} (relative)")
+    return wrong
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _largest(gradient: Tensor | None) -> float:
+    if gradient is None or not gradient.numel():
+        return 0.0
+    return float(gradient.detach().abs().max())
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return {torch.complex128: torch.float64, torch.complex64: torch.float32}.get(dtype, dtype)
+
+
+_ADVICE: Final = (
+    "Keep the module that is to blame as one piece with leaf_modules=[...], and please report it: "
+    'this is a bug in revcompile (check="off" leaves the comparison out)'
+)
+
+
+def _message(where: str, rewired: Rewired, what: str, wrong: Sequence[str]) -> str:
+    listed = "\n".join(f"  - {line}" for line in wrong[:10])
+    more = f"\n  - and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+    return (
+        f"{where}: gradients of {rewired.name}'s {what} are not those of the same model with stored "
+        f"activations, on the example:\n{listed}{more}\n{_ADVICE}"
+    )
