@@ -84,6 +84,12 @@ class Bindings:
         if module in self.modules:
             return
         self.modules[module] = path
+        if vars(module).get("_fsdp_use_orig_params") is False:
+            raise InputError(
+                f"{path}: FullyShardedDataParallel has moved its parameters into a flat one, where "
+                "a reversible chain cannot find them by name; use "
+                "torch.distributed.fsdp.fully_shard(net) instead"
+            )
         for name in module._parameters:
             self._add_slot(module, name, path)
         for name in module._buffers:
@@ -91,18 +97,14 @@ class Bindings:
         for name, value in vars(module).items():
             if name not in _OWN and type(value) in _PLAIN:
                 self._settings[id(module), name] = vars(module), name
-            elif isinstance(value, Tensor) and value.requires_grad:  # a view of a flat parameter
-                self._add_slot(module, name, path, vars(module))
         for name, child in module._modules.items():
             if child is not None:
                 self._edges[id(module), name] = module._modules, name, child
                 self._add_module(child, child_path(path, name))
 
-    def _add_slot(
-        self, module: nn.Module, name: str, path: str, place: dict[str, Any] | None = None
-    ) -> None:
+    def _add_slot(self, module: nn.Module, name: str, path: str) -> None:
         if (id(module), name) not in self._slots:
-            self._slots[id(module), name] = module._parameters if place is None else place, name
+            self._slots[id(module), name] = module._parameters, name
             self.labels.append(child_path(path, name))
 
     def _add_attribute(self, path: str) -> None:
@@ -139,7 +141,7 @@ class Bindings:
             now = form_of(module)
             is_same = now == form if with_hooks else now[:3] == form[:3]
             if module.__class__ is not kind or not is_same:
-                return path
+                return path or "the model"
         return None
 
     def _path_of(self, children: dict[str, Any], name: str) -> str:

@@ -66,6 +66,10 @@ class _Step:
     """Of an opaque segment: FSDP2 units that its layers belong to."""
 
 
+def _changed(step: _Step) -> bool:
+    return any(bindings.change() is not None for bindings in step.bindings)
+
+
 class Reversible(OriginalSurface):
     """Runs a `Rewired` model. Parameters and buffers keep the original's names.
 
@@ -201,7 +205,7 @@ class Reversible(OriginalSurface):
         self._inlined.check()
         key = id(body)
         found = self._plans.get(key)
-        if found is None or any(b.change() for step in found for b in step.bindings):
+        if found is None or any(_changed(step) for step in found):
             found = self._plans[key] = self._steps(body)
         return found
 

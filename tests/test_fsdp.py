@@ -1,0 +1,96 @@
+"""A reversible module under FSDP2: two gloo ranks equal one with both batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.multiprocessing.spawn import spawn
+
+import revcompile
+
+KINDS = ("whole", "blocks", "layers")
+
+
+class Block(nn.Module):
+    """Two residual branches: an inlined module that is two couplings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + torch.tanh(self.first(self.norm(x)))
+        return x + torch.tanh(self.second(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _net() -> Any:
+    torch.manual_seed(0)
+    return revcompile.reversify(Net().double(), torch.randn(2, 8).double(), check="off").train()
+
+
+def _sharded(kind: str) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    net = _net()
+    if kind == "layers":
+        for layer in (net.stem[0], net.head, *(block.first for block in net.blocks)):
+            fully_shard(layer)
+    if kind != "whole":
+        for module in (net.stem, *net.blocks):
+            fully_shard(module)
+    return fully_shard(net, reshard_after_forward=True)
+
+
+def _inputs() -> Tensor:
+    return torch.arange(64, dtype=torch.float64).reshape(8, 8) / 64
+
+
+def _train(net: Any, x: Tensor) -> dict[str, Tensor]:
+    """Two updates, the second after two backward passes; the weights afterwards."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for passes in (1, 2):
+        for _ in range(passes):
+            net(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(net.named_parameters())
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    for kind in KINDS:
+        trained = _train(_sharded(kind), _inputs()[rank::2])
+        whole = {name: tensor.full_tensor().detach() for name, tensor in trained.items()}
+        if rank == 0:
+            torch.save(whole, f"{folder}/{kind}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_equal_one_with_the_joined_batch(tmp_path: Path) -> None:
+    spawn(_rank, (str(tmp_path),), nprocs=2)
+    expected = _train(_net(), _inputs())
+    for kind in KINDS:
+        found = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
+        for name, parameter in expected.items():
+            assert torch.allclose(found[name], parameter, atol=1e-12), (kind, name)
