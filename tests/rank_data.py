@@ -108,6 +108,8 @@ def own_loader(rank: int, options: dict[str, Any]) -> Any:
     except (InputError, RankError) as error:
         said = f"{type(error).__name__}: {error}"
     after = _parameters(trainer)
+    if not said:
+        trainer.close()
     return losses, said, all(torch.equal(t, after[name]) for name, t in before.items())
 
 
@@ -131,6 +133,29 @@ def through_trainer(rank: int, options: dict[str, Any]) -> Any:
         if hasattr(trainer, "close"):
             trainer.close()
     return found
+
+
+def wrong_calls(rank: int, options: dict[str, Any]) -> Any:
+    """Every rank makes the same mistakes, goes on, and trains; what each is told."""
+    trainer, said = small(), list[tuple[str, str]]()
+    x, y = dataset()[:3]
+    calls: dict[str, Callable[[], Any]] = {
+        "no target": lambda: trainer.step(x),
+        "a pair": lambda: trainer.step((x, y)),
+        "no samples": lambda: trainer.step(x[:0], y[:0]),
+        "meta target": lambda: trainer.step(x, y.to("meta")),
+        "no loader": lambda: trainer.evaluate(3),  # type: ignore[arg-type]
+        "state": lambda: trainer.state_dict(),
+        "watch": lambda: trainer.watch(),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except InputError as error:
+            said.append((name, str(error)))
+    losses = trained_on(trainer, trainer.loader(dataset(), 3))
+    trainer.close()
+    return dict(said), losses
 
 
 def evaluate(rank: int, options: dict[str, Any]) -> Any:

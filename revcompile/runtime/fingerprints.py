@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Fingerprint", "compared", "fingerprint"]
+from revcompile.errors import InputError
+
+__all__ = ["Fingerprint", "compared", "fingerprint", "mixed_up"]
 
 _ROWS: Final = 128
 _COLUMNS: Final = 16
@@ -60,6 +62,17 @@ def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> st
         if known and here and known != here:
             return name
     return None
+
+
+def mixed_up(where: str, what: str, first: str, last: str) -> InputError:
+    """What to say where two ranks were given data of different samples."""
+    return InputError(
+        f"{where}: {last} was given other {what} than {first}, which reads the inputs: the model "
+        "would see inputs with the targets of other samples. The ranks of one pipeline need the "
+        "same batches in the same order, but a DistributedSampler, or shuffle=True without a seed, "
+        "gives every rank its own. Write `for x, y in trainer.loader(dataset_or_dataloader, "
+        "batch_size, epoch=epoch)`, which gives every rank the right batches"
+    )
 
 
 def fingerprint(tree: Any, microbatch: int) -> int:
@@ -104,7 +117,8 @@ def _sample(tensor: Tensor) -> Tensor:
     columns = _columns(tuple(tensor.shape[1:]), tensor.device)
     rows = _ELEMENTS if not columns else _ELEMENTS // len(columns[0])
     step = -(-tensor.shape[0] // rows)
-    return tensor[::step][(slice(None), *columns)]
+    places: tuple[slice | Tensor, ...] = (slice(None), *columns)
+    return tensor[::step][places]
 
 
 @functools.lru_cache(maxsize=64)

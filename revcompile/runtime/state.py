@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,10 @@ __all__ = [
 ]
 
 FORMAT = 1
-_KEYS = ("cuts", "seed", "model", "optimizer", "groups", "lr_schedules")
-_KEYS += ("schedule", "stages", "messages")
+_ENTRIES: Final = (
+    *("cuts", "seed", "model", "optimizer", "groups"),
+    *("lr_schedules", "schedule", "stages", "messages"),
+)
 
 
 Copy = Callable[[Any], Any]
@@ -159,7 +161,7 @@ def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {FORMAT}), got {got!r}"
         return
-    missing = [key for key in _KEYS if key not in state]
+    missing = [key for key in _ENTRIES if key not in state]
     if missing:
         yield f"it lacks the entry {missing[0]!r}; load what trainer.state_dict() returned as it is"
         return

@@ -186,8 +186,8 @@ class Actor:
         keep = self.synthesiser is not None
         outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
         lost, heard = outputs is None, None if self.scaling is None else self.scaling.tell()
-        origin = self.fingerprints.pop(action.index, None)
-        message = Message(action.index, outputs or {}, void=lost, scale=heard, fingerprint=origin)
+        data = self.fingerprints.pop(action.index, None)
+        message = Message(action.index, outputs or {}, void=lost, scale=heard, fingerprint=data)
         self._send(self.index + 1, Channel.X, message)
         return True
 

@@ -32,7 +32,7 @@ from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
 from revcompile.runtime.distributed.weights import check_buffers
 from revcompile.runtime.evaluating import iterated
-from revcompile.runtime.fingerprints import Fingerprint, compared
+from revcompile.runtime.fingerprints import Fingerprint, compared, mixed_up
 from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss
 from revcompile.runtime.reversible import Reversible
@@ -172,14 +172,7 @@ class DistributedTrainer(Trainer):
 
     def _mixed_up(self, where: str, what: str) -> InputError:
         first, last = map(self.ranks.named, (self.ranks.owner(0), self.ranks.rank))
-        return InputError(
-            f"{where}: {last} was given other {what} than {first}, which reads "
-            "the inputs: the model would see inputs with the targets of other samples. The ranks "
-            "of one pipeline need the same batches in the same order, but a DistributedSampler, "
-            "or shuffle=True without a seed, gives every rank its own. Write "
-            "`for x, y in trainer.loader(dataset_or_dataloader, batch_size, epoch=epoch)`, which "
-            "gives every rank the right batches"
-        )
+        return mixed_up(where, what, first, last)
 
     def _accepted(self, inputs: Any) -> dict[str, Any] | None:
         """The model's inputs; None where they are not needed or cannot be used."""
