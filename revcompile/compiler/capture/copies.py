@@ -14,7 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from revcompile.compiler.capture.blame import Untraceable
 from revcompile.errors import CaptureError
 
-__all__ = ["attributes_kept", "copy_model", "empty_like_on", "fake_copy", "keep_constant", "set_mode"]
+__all__ = [
+    "attributes_kept",
+    "copy_model",
+    "empty_like_on",
+    "fake_copy",
+    "keep_constant",
+    "set_mode",
+]
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
