@@ -12,11 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, fx, nn
 
-__all__ = ["AttributeGuard", "FlagGuard", "Guards", "ModeGuards", "SizeGuard", "SizeGuards", "input_types"]
+__all__ = [
+    "NO_GUARDS",
+    "AttributeGuard",
+    "FlagGuard",
+    "Guards",
+    "ModeGuards",
+    "SizeGuard",
+    "SizeGuards",
+    "input_types",
+]
 
 
 def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
@@ -129,3 +138,7 @@ class Guards:
             return replace(mode, attributes=tuple(map(current, mode.attributes)))
 
         return replace(self, train=rebase(self.train), evaluation=rebase(self.evaluation))
+
+
+NO_GUARDS: Final = Guards()
+"""Of a graph that depends on its inputs alone."""

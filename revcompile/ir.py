@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.guards import Guards
+from revcompile.guards import NO_GUARDS, Guards
 
 __all__ = [
     "PATH",
@@ -156,7 +156,7 @@ class Captured:
     frontend: Frontend
     leaves: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    guards: Guards = Guards()
+    guards: Guards = NO_GUARDS
     draws: frozenset[str] = frozenset()
     """`file:line` of random numbers that decide nothing: the graph does not draw them."""
 
@@ -463,7 +463,7 @@ class Rewired:
     refusals: tuple[Refusal, ...]
     growths: Growths
     notes: tuple[str, ...] = ()
-    guards: Guards = Guards()
+    guards: Guards = NO_GUARDS
 
     @property
     def couplings(self) -> tuple[Coupling, ...]:

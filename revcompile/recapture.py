@@ -67,7 +67,9 @@ class Recompiler:
         modules = dict(net.named_modules(remove_duplicate=False))
         for path, module in model.named_modules():
             module.training = modules[path].training if path in modules else net.training
-        for guard in (g for one in guards for m in (one.train, one.evaluation) for g in m.attributes):
+        for guard in (
+            g for one in guards for m in (one.train, one.evaluation) for g in m.attributes
+        ):
             own = vars(modules[guard.path]) if guard.path in modules else {}
             if guard.name in own and guard.name != "training":
                 vars(model.get_submodule(guard.path))[guard.name] = copy.deepcopy(own[guard.name])

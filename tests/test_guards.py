@@ -127,7 +127,9 @@ def test_a_trainer_refuses_another_case_before_anything_runs() -> None:
     trainer.step(x, x)
     trainer.step(x[:2], x[:2])
     before = copy.deepcopy(staged.model.state_dict())
-    with pytest.raises(GuardError, match=r"x\.shape\[1\] > 8 was False .* is True now .*test_guards"):
+    with pytest.raises(
+        GuardError, match=r"x\.shape\[1\] > 8 was False .* is True now .*test_guards"
+    ):
         trainer.step(torch.randn(3, 9, WIDTH), torch.randn(3, 9, WIDTH))
     after = staged.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -250,9 +252,7 @@ def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:
     x = torch.randn(3, 3, WIDTH)
     model, other = Asks(question), call(x)
     net = revcompile.reversify(model, x, policy="pretrained", check="off").to(other.dtype)
-    reference = revcompile.reversify(
-        model.to(other.dtype), other, policy="pretrained", check="off"
-    )
+    reference = revcompile.reversify(model.to(other.dtype), other, policy="pretrained", check="off")
     assert question(x) != question(other)
     assert torch.equal(net(other), reference(other))
 
@@ -260,7 +260,11 @@ def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:
 @pytest.mark.parametrize(
     ("question", "call", "message"),
     [
-        (lambda x: x.requires_grad, lambda x: x.clone().requires_grad_(), "requires_grad was False"),
+        (
+            lambda x: x.requires_grad,
+            lambda x: x.clone().requires_grad_(),
+            "requires_grad was False",
+        ),
         (lambda x: x.is_contiguous(), lambda x: x.T, r"is_contiguous\(\) was True"),
     ],
 )

@@ -113,9 +113,7 @@ def _cache_advice(argument: str, value: Any) -> str:
     return " (a cache of keys and values: pass use_cache=False)" if is_cache else ""
 
 
-def _other_value(
-    signature: Signature, bound: inspect.BoundArguments, index: int, leaf: Any
-) -> str:
+def _other_value(signature: Signature, bound: inspect.BoundArguments, index: int, leaf: Any) -> str:
     marks = [_Mark(i) for i in range(signature.in_spec.num_leaves)]
     args, kwargs = pytree.tree_unflatten(marks, signature.in_spec)
     places = _arguments(signature, signature.forward.bind(*args, **kwargs).arguments)

@@ -92,7 +92,9 @@ class _ModeChecker:
         try:
             values = self._direct(self._skeleton, *inputs)
         except Exception:  # a guard that does not hold may be what another one relies on
-            return _first_mismatch(self._mode.direct, _each(self._mode.direct, self._skeleton, inputs))
+            return _first_mismatch(
+                self._mode.direct, _each(self._mode.direct, self._skeleton, inputs)
+            )
         if values == self._expected:
             return None
         return _first_mismatch(self._mode.direct, values)
@@ -192,7 +194,7 @@ class _Sizes:
             return self._extrapolated(node)
 
     def _extrapolated(self, node: fx.Node) -> Any:
-        """The result of a module that needs real numbers: as captured, where only the batch is new."""
+        """What a module that needs real numbers gives: as captured, if only the batch is new."""
         sources = [n for n in node.all_input_nodes if isinstance(n.meta.get(TYPE), TensorType)]
         batches = {_batch(n.meta[TYPE], self._known[n]) for n in sources}
         kind = node.meta.get(TYPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import sys
@@ -16,7 +17,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.proxy import TraceError
 
-__all__ = ["PythonState", "Refused", "Unrecorded", "Untraceable", "blame", "in_bare_call", "user_line"]
+__all__ = [
+    "PythonState",
+    "Refused",
+    "Unrecorded",
+    "Untraceable",
+    "blame",
+    "in_bare_call",
+    "user_line",
+]
 
 _NOT_THE_USERS: Final = (torch.__path__[0], str(Path(__file__).parent), "<")
 """How the paths of files begin that no user wrote."""
@@ -72,26 +81,29 @@ def _user_frame() -> FrameType | None:
 
 
 def in_bare_call() -> bool:
-    """Is the user's code in a statement whose result is dropped: `check(x, f"..."), raise, assert`?
+    """Is the user's code in a statement that gives nothing: a call as such, `raise`, `assert`?
 
     Text that is made there goes into a message and steers nothing.
     """
     frame = _user_frame()
     if frame is None:
         return True
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    dropped = (ast.Expr, ast.Raise, ast.Assert)
+    around = [s for s in _statements(frame.f_code.co_filename) if s[0] <= frame.f_lineno <= s[1]]
+    return max(around, default=(0, 0, False))[2]
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(file: str) -> list[tuple[int, int, bool]]:
+    """First and last line of every statement of a file, and whether it gives nothing."""
     try:
-        tree = ast.parse("".join(lines))
+        tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return False
-    around = [
-        node
+        return []
+    return [
+        (node.lineno, node.end_lineno or 0, isinstance(node, (ast.Expr, ast.Raise, ast.Assert)))
         for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
+        if isinstance(node, ast.stmt)
     ]
-    innermost = max(around, key=lambda node: node.lineno, default=None)
-    return isinstance(innermost, dropped)
 
 
 def _source(error: Exception) -> str:

@@ -19,7 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.compiler.capture.check import Check, check_capture, why_it_fails
 from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
-from revcompile.compiler.capture.example import Example, make_example, regrown, resized, signature_of
+from revcompile.compiler.capture.example import (
+    Example,
+    make_example,
+    regrown,
+    resized,
+    signature_of,
+)
 from revcompile.compiler.capture.exported import export_capture
 from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.leaves import is_leaf
@@ -32,7 +38,15 @@ from revcompile.errors import CaptureError, InputError
 from revcompile.guards import ModeGuards
 from revcompile.ir import PATH, Captured, Frontend
 
-__all__ = ["Example", "capture", "capture_for", "keep_constant", "make_example", "set_mode", "signature_of"]
+__all__ = [
+    "Example",
+    "capture",
+    "capture_for",
+    "keep_constant",
+    "make_example",
+    "set_mode",
+    "signature_of",
+]
 
 
 def capture(
@@ -114,7 +128,7 @@ def capture_for(
 def _read_otherwise(
     make: Callable[[Example], Captured], model: nn.Module, example: Example, error: Untraceable
 ) -> tuple[Captured, Example]:
-    """Capture with another reading of the example: another second batch, another batch dimension."""
+    """Capture with another second batch size, or with another batch dimension."""
     if BATCH_DECIDES in error.cause:
         for reading in resized(example):
             try:

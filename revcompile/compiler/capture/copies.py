@@ -15,7 +15,14 @@ from revcompile.compiler.capture.blame import Untraceable
 from revcompile.errors import CaptureError
 from revcompile.tree import copied
 
-__all__ = ["attributes_kept", "copy_model", "empty_like_on", "fake_copy", "keep_constant", "set_mode"]
+__all__ = [
+    "attributes_kept",
+    "copy_model",
+    "empty_like_on",
+    "fake_copy",
+    "keep_constant",
+    "set_mode",
+]
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

@@ -107,7 +107,7 @@ def regrown(example: Example) -> Iterator[Example]:
 
 
 def resized(example: Example) -> Iterator[Example]:
-    """Other second batch sizes: at some of them, what asks for the batch may get the same answer."""
+    """Other second batch sizes, at which code that asks for the batch may take the same way."""
     size, leaves = example.batch[0], example.leaves
     chosen = [
         i

@@ -123,9 +123,7 @@ def _is_remembered(model: nn.Module, path: str, name: str, example: Example) -> 
     return bool(states[0] == states[1])
 
 
-def _export(
-    model: nn.Module, example: Example, lengths_free: bool
-) -> tuple[fx.GraphModule, Any]:
+def _export(model: nn.Module, example: Example, lengths_free: bool) -> tuple[fx.GraphModule, Any]:
     args, kwargs = example.call(0)
     free = iter(free_dimensions(example, lengths_free))
     bound = example.forward.bind(*args, **kwargs)
