@@ -20,14 +20,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.fuzz.compare import Call, Seen, Values, difference, loss, observe
+from benchmarks.fuzz.compare import Call, Seen, Values, dense, difference, loss, observe
 from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.errors import InputError, RevcompileError, VerificationError
 from revcompile.runtime.reversible import bind
 
-__all__ = ["METHODS", "Finding", "Refusal", "Report", "examine"]
+__all__ = ["METHODS", "PHASES", "Finding", "Refusal", "Report", "examine", "programs"]
 
+PHASES: Final = ("capture", "reversify", "other", "petrafy")
 METHODS: Final = ("petra", "backprop", "1f1b", "petra_stashed")
 OTHERS: Final[tuple[Sizes, ...]] = ((BATCHES[2], LENGTH), (BATCHES[0], 8), (BATCHES[1], 4))
 """Sizes on the other side of some net's condition."""
@@ -405,7 +406,7 @@ class Recorder:
         self.stages.append(steps)
 
         def keep(*_: Any) -> None:
-            steps.append({id(p): p.grad.clone() for p in given if p.grad is not None})
+            steps.append({id(p): dense(p.grad) for p in given if p.grad is not None})
 
         optimizer.register_step_pre_hook(keep)
         return optimizer
@@ -419,18 +420,40 @@ class Recorder:
         ]
 
 
-def examine(net: Net, methods: Sequence[str] = METHODS) -> Report:
-    """All checks of one net."""
-    examination = Examination(net, methods)
+def programs(net: Net) -> str:
+    """All that compilation decides, as text: names, cuts and the code of every stage."""
+    args, kwargs = arguments(net, (BATCHES[0], LENGTH), 0)
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        for stages in range(net.stages, 0, -1):
+            try:
+                staged = revcompile.petrafy(build(net), stages, args, kwargs, check="off")
+            except Exception as error:
+                if "num_stages" not in str(error):
+                    return reason(error) if isinstance(error, RevcompileError) else "failed"
+            else:
+                names = [segment.name for segment in staged.partition.rewired.body.segments]
+                return "\n".join([*names, *(stage.code for stage in staged.stages)])
+    return "no stages"
+
+
+def examine(
+    net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = PHASES
+) -> Report:
+    """All checks of one net, or those of some phases."""
+    one = Examination(net, methods)
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         try:
-            examination.look()
-            captured = examination.capture()
-            staged = examination.stage()
-            examination.other_cases(captured, examination.reversify(staged))
-            if staged is not None:
-                examination.petrafy(staged)
+            one.look()
+            captured = one.capture() if {"capture", "other"} & {*phases} else None
+            staged = one.stage() if {"reversify", "other", "petrafy"} & {*phases} else None
+            if {"reversify", "other"} & {*phases}:
+                reversible = one.reversify(staged)
+                if captured is not None and "other" in phases:
+                    one.other_cases(captured, reversible)
+            if staged is not None and "petrafy" in phases:
+                one.petrafy(staged)
         except _Stop:
             pass
-    return examination.report
+    return one.report

@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.fuzz.module import LENGTH, arguments, source, weight_dtype, written
 from benchmarks.fuzz.net import Net, simpler
-from benchmarks.fuzz.oracle import Finding, examine
+from benchmarks.fuzz.oracle import METHODS, Finding, examine
 
 __all__ = ["same_finding", "script", "shrink"]
 
@@ -28,11 +28,13 @@ def shrink(net: Net, fails: Callable[[Net], bool], trials: int = 60) -> Net:
 
 
 def same_finding(finding: Finding) -> Callable[[Net], bool]:
-    """Does a net show this finding, or one that looks like it?"""
-    methods = [finding.check.split()[1]] if finding.check.startswith("petrafy ") else ["backprop"]
+    """Does a net show this finding, or one that looks like it? Runs no other checks."""
+    first, *rest = finding.check.replace(",", "").split()
+    methods = [m for m in METHODS if m in rest]
+    phase = {"rewired": "reversify"}.get(first, first)
 
     def fails(net: Net) -> bool:
-        report = examine(net, methods)
+        report = examine(net, methods, [phase])
         return any((f.kind, f.check) == (finding.kind, finding.check) for f in report.findings)
 
     return fails
