@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.progress import track
@@ -33,7 +33,7 @@ from benchmarks.fuzz.shrink import same_finding, script, shrink
 from benchmarks.harness import show
 from benchmarks.registry import Benchmark, Row
 
-CHUNK = 20
+CHUNK: Final = 20
 """Nets a worker process takes at a time."""
 
 
@@ -92,8 +92,7 @@ def judge(seed: int, index: int, limit: int, trials: int) -> Outcome:
 def _smallest_of_each(
     net: Net, findings: Iterable[Finding], limit: int, trials: int
 ) -> dict[tuple[str, str, str], Net]:
-    """A small net for every finding; most findings of a net have one cause, so one net shows many.
-    """
+    """A small net for every finding. Most findings of a net have one cause: one shows many."""
     smallest: dict[tuple[str, str, str], Net] = {}
     known: dict[tuple[str, str], Net] = {}
     for finding in findings:
@@ -197,7 +196,8 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         done.append(outcome)
         for finding in outcome.findings:
             net = outcome.smallest[finding.key]
-            cause = (finding.kind, finding.check, *sorted({p.kind for p in net.parts}))
+            first = finding.check.replace(",", "").split()[0]
+            cause = (finding.kind, first, *sorted({p.kind for p in net.parts}))
             if cause in written:
                 written[cause] += 1
                 continue
@@ -251,7 +251,7 @@ def _summary(done: Iterable[Outcome], seconds: float) -> dict[str, Any]:
     }
 
 
-ENTRIES = ("capture", "reversify", "petrafy")
+ENTRIES: Final = ("capture", "reversify", "petrafy")
 """Checks whose refusal means that the compiler does not take the net at all."""
 
 

@@ -112,7 +112,7 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 def difference(
     want: Mapping[str, Tensor | None], have: Mapping[str, Tensor | None], precision: str
 ) -> str | None:
-    """The worst difference of what `want` names, or None. Names that only `have` has are ignored."""
+    """The worst difference of what `want` names, or None; other names of `have` do not count."""
     present = [v for v in want.values() if v is not None and v.numel() and not _counts(v)]
     largest = max((float(v.nan_to_num().abs().max()) for v in present), default=0.0)
     worst, told = 0.0, None

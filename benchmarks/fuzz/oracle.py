@@ -83,7 +83,7 @@ def reason(error: RevcompileError) -> str:
     """Why a net was refused, without its own names."""
     lines = [line.strip() for line in str(error).splitlines()]
     numbered = [line for line in lines if re.match(r"\d+\. ", line)]
-    text = numbered[0] if numbered else lines[0]
+    text = numbered[0] if numbered else " ".join(lines[:2])
     kind = type(error).__name__
     return f"{kind}: {normalised(text)}"
 
@@ -171,9 +171,7 @@ class Examination:
         """The graph against the original, in both modes."""
         call = self.calls[0]
         with self.watched("capture"):
-            captured = revcompile.capture(
-                build(self.net), call.args, call.kwargs, check="off"
-            )
+            captured = revcompile.capture(build(self.net), call.args, call.kwargs, check="off")
         for mode, expected in (("training", self.original), ("eval", self.evaluated)):
             with self.watched(f"capture, {mode}", stop=False):
                 root = copy.deepcopy(captured.root)
@@ -238,7 +236,7 @@ class Examination:
 
     def _same_moves(self, check: str, before: Values, have: Seen) -> None:
         """The same buffers move as in the original; counters count the same."""
-        start = {name: b for name, b in build(self.net).named_buffers()}
+        start = dict(build(self.net).named_buffers())
         for name, end in self.original[-1].buffers.items():
             got, initial = have.buffers.get(name), before.get(name)
             if end is None or got is None or initial is None:
@@ -349,7 +347,7 @@ class Examination:
                     want = Seen(want.outputs, names, want.buffers)
                     self.compare(f"petrafy {method}", want, got, "gradients")
                 self.compare(f"petrafy {method}", reference[-1], have[-1], "buffers")
-                before = {name: b for name, b in start.named_buffers()}
+                before = dict(start.named_buffers())
                 self._same_moves(f"petrafy {method}", before, have[-1])
 
     def _trained(
@@ -437,9 +435,7 @@ def programs(net: Net) -> str:
     return "no stages"
 
 
-def examine(
-    net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = PHASES
-) -> Report:
+def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = PHASES) -> Report:
     """All checks of one net, or those of some phases."""
     one = Examination(net, methods)
     with warnings.catch_warnings(), torch.random.fork_rng():

@@ -88,7 +88,8 @@ for net.reversible in (False, True):
     runs.append({n: g if g is None else g.clone() for n, g in gradients(net).items()})
 loss(model(*args, **kwargs)).backward()
 for name, stored in runs[0].items():
-    print(name, "stored", stored, "reversible", runs[1][name], "original", gradients(model).get(name))
+    print(name, "stored", stored, "reversible", runs[1][name])
+    print("    original", gradients(model).get(name))
 """,
     "other": """\
 net = revcompile.reversify(model, args, kwargs)
@@ -118,7 +119,10 @@ def script(net: Net, finding: Finding) -> str:
     first, _, rest = finding.check.replace(",", "").partition(" ")
     body = BODIES[first if first in BODIES else "reversify"]
     if first == "petrafy":
-        body = body.format(stages=net.stages, method=rest if rest in ("backprop", "1f1b", "petra_stashed") else "petra")
+        body = body.format(
+            stages=net.stages,
+            method=rest if rest in ("backprop", "1f1b", "petra_stashed") else "petra",
+        )
     return SCRIPT.format(
         kind=finding.kind,
         check=finding.check,
@@ -154,8 +158,5 @@ def _example(net: Net) -> str:
     positional = "".join(f"{made[n]}, " for n in names if n not in kwargs)
     keywords = ", ".join(f'"{n}": {made[n]}' for n in kwargs)
     return (
-        "def example(n, t):\n    torch.manual_seed(1)\n"
-        f"    return ({positional}), {{{keywords}}}"
+        f"def example(n, t):\n    torch.manual_seed(1)\n    return ({positional}), {{{keywords}}}"
     )
-
-

@@ -36,7 +36,9 @@ def residual(w: Writer, order: str, norm: str, act: str, add: str) -> None:
         w.line(f"h = {w.norm(norm)}(h)")
 
 
-@part("blocks", norm=("layer", "batch"), behind=("F.relu(h)", "F.relu(h, inplace=True)", "h.relu()"))
+@part(
+    "blocks", norm=("layer", "batch"), behind=("F.relu(h)", "F.relu(h, inplace=True)", "h.relu()")
+)
 def post_activation(w: Writer, norm: str, behind: str) -> None:
     """ResNet v1: the activation stands behind the sum."""
     one, other, n = w.layer(), w.layer(), w.norm(norm)
@@ -139,7 +141,11 @@ def downsample(w: Writer, how: str) -> None:
         w.line(f"h = {layer}(F.pixel_unshuffle(h, 2))")
 
 
-@part("blocks", how=("clamp", "relu", "relu6", "round", "max pool", "zeros"), read=("topk", "relu", "max"))
+@part(
+    "blocks",
+    how=("clamp", "relu", "relu6", "round", "max pool", "zeros"),
+    read=("topk", "relu", "max"),
+)
 def rectified(w: Writer, how: str, read: str) -> None:
     """An activation on the stream that makes exact ties, and a block that decides between them."""
     d = w.channel

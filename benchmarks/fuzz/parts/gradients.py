@@ -118,7 +118,11 @@ def custom(w: Writer, how: str) -> None:
         w.line(f"h = h + Sign.apply({one}(h), 0.5)", f"h = h + torch.tanh({other}(h))")
     elif how == "pair":
         w.helper("Both", PAIR)
-        w.line(f"a, b = Both.apply({one}(h), {other}(h))", "h = h + torch.tanh(a)", "h = h + torch.sin(b)")
+        w.line(
+            f"a, b = Both.apply({one}(h), {other}(h))",
+            "h = h + torch.tanh(a)",
+            "h = h + torch.sin(b)",
+        )
     elif how.startswith("checkpoint"):
         old = str(how == "checkpoint old")
         w.line(f"h = h + torch.tanh(checkpoint({one}, h, use_reentrant={old}))")
