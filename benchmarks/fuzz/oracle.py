@@ -37,7 +37,11 @@ RATE: Final = 0.05
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that must not be: `kind` is "wrong" (silently) or "foreign" (a raw traceback)."""
+    """Something that must not be.
+
+    `kind` is "wrong" (silently), "foreign" (an exception that is not ours), or "bug": refused by a
+    `VerificationError`, which says of itself that it is a bug of the compiler.
+    """
 
     kind: str
     check: str
@@ -73,7 +77,7 @@ class Report:
 def normalised(text: str) -> str:
     """A message without the names, numbers and lines of one net."""
     line = text.strip().splitlines()[0] if text.strip() else ""
-    line = re.sub(r"\(at .*?\)|<net [0-9a-f]+>", "", line)
+    line = re.sub(r" ?\[[^\]]*(?:\]|$)|\(at .*?\)|<net [0-9a-f]+>", "", line)
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", line)
     line = re.sub(r"\b(?:self\.)?[a-z_]+\d+(?:\.[\w.]+)?", "…", line)
     return re.sub(r"[-\d.]*\d(?:e[-+]?\d+)?", "#", line)[:160]
@@ -114,7 +118,7 @@ class Examination:
         except _Stop:
             raise
         except VerificationError as error:
-            self.report.findings.append(Finding("foreign", check, f"{reason(error)}", str(error)))
+            self.report.findings.append(Finding("bug", check, reason(error), str(error)))
         except RevcompileError as error:
             self.report.refusals.append(Refusal(check, reason(error)))
         except Exception as error:
