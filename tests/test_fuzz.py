@@ -65,18 +65,28 @@ def told(net: Net, report: Report) -> str:
 # -- nets -----------------------------------------------------------------------------------------
 
 
-@hypothesis.settings(
-    max_examples=100,
-    derandomize=True,
+SETTINGS = hypothesis.settings(
+    max_examples=30,
     deadline=None,
     database=None,
+    print_blob=False,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-@hypothesis.given(nets(), st.sampled_from(METHODS[1:]))
-def test_random_nets_are_right_or_refused(net: Net, other: str) -> None:
-    report = examine(net, ["petra", other])
-    hypothesis.assume(report.discarded is None)
-    assert not report.findings, told(net, report)
+
+
+@pytest.mark.parametrize("seed", range(4), indirect=True)
+def test_random_nets_are_right_or_refused(seed: int) -> None:
+    """The seed fixes the nets; several seeds, so that processes can share the work."""
+
+    @hypothesis.seed(seed)
+    @SETTINGS
+    @hypothesis.given(nets(), st.sampled_from(METHODS[1:]))
+    def right_or_refused(net: Net, other: str) -> None:
+        report = examine(net, ["petra", other])
+        hypothesis.assume(report.discarded is None)
+        assert not report.findings, told(net, report)
+
+    right_or_refused()
 
 
 # -- the grammar ----------------------------------------------------------------------------------
@@ -171,7 +181,9 @@ def test_a_foreign_exception_is_a_finding_and_our_own_a_refusal(
             assert ("foreign", "petrafy") in kinds(report)
         else:
             assert not report.findings
-            assert {r.reason for r in report.refusals} == {"InputError: Net: not this net of # layers"}
+            assert {r.reason for r in report.refusals} == {
+                "InputError: Net: not this net of # layers"
+            }
 
 
 def test_a_net_that_fails_by_itself_is_discarded() -> None:

@@ -1,1 +1,1 @@
-"""Random residual nets: each is captured, made reversible and staged, and compared with autograd."""
+"""Random residual nets through capture, reversify and petrafy, compared with autograd."""

@@ -14,25 +14,27 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import logging
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.progress import track
 
 from benchmarks.fuzz.choices import Seeded
 from benchmarks.fuzz.net import Net, draw_net
-from benchmarks.fuzz.oracle import METHODS, Finding, Refusal, examine
+from benchmarks.fuzz.oracle import METHODS, Finding, Refusal, examine, programs
 from benchmarks.fuzz.shrink import same_finding, script, shrink
 from benchmarks.harness import show
 from benchmarks.registry import Benchmark, Row
 
-CHUNK = 20
+CHUNK: Final = 20
 """Nets a worker process takes at a time."""
 
 
@@ -76,7 +78,7 @@ def judge(seed: int, index: int, limit: int, trials: int) -> Outcome:
     finally:
         signal.alarm(0)
     found = {finding.key: finding for finding in reversed(report.findings)}
-    smallest = {key: _smallest(net, f, limit, trials) for key, f in found.items()}
+    smallest = _smallest_of_each(net, list(reversed(found.values())), limit, trials)
     return Outcome(
         index,
         report.discarded,
@@ -86,6 +88,23 @@ def judge(seed: int, index: int, limit: int, trials: int) -> Outcome:
         time.perf_counter() - start,
         smallest,
     )
+
+
+def _smallest_of_each(
+    net: Net, findings: Iterable[Finding], limit: int, trials: int
+) -> dict[tuple[str, str, str], Net]:
+    """A small net for every finding. Most findings of a net have one cause: one shows many."""
+    smallest: dict[tuple[str, str, str], Net] = {}
+    known: dict[tuple[str, str], Net] = {}
+    for finding in findings:
+        check = (finding.kind, finding.check)
+        if check not in known:
+            small = _smallest(net, finding, limit, trials)
+            for other in examine(small).findings:
+                known.setdefault((other.kind, other.check), small)
+            known.setdefault(check, small)
+        smallest[finding.key] = known[check]
+    return smallest
 
 
 def _smallest(net: Net, finding: Finding, limit: int, trials: int) -> Net:
@@ -110,6 +129,7 @@ def judge_chunk(task: tuple[int, list[int], int, int]) -> list[Outcome]:
     """Some nets, in a worker process."""
     seed, indices, limit, trials = task
     torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # torch.export tells its own failures
     return [judge(seed, index, limit, trials) for index in indices]
 
 
@@ -134,6 +154,28 @@ def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
             yield from chunk
 
 
+def programs_of(task: tuple[int, list[int]]) -> list[str]:
+    """What some nets compile to, in a worker process."""
+    torch.set_num_threads(1)
+    return [programs(net_of(task[0], index)) for index in task[1]]
+
+
+def unequal_programs(options: argparse.Namespace) -> list[int]:
+    """Nets that compile to other programs under another PYTHONHASHSEED."""
+    indices = list(range(min(options.hashed, options.count)))
+    tasks = [(options.seed, indices[i : i + CHUNK]) for i in range(0, len(indices), CHUNK)]
+    before, found = os.environ.get("PYTHONHASHSEED"), []
+    for hash_seed in ("1", "2"):
+        os.environ["PYTHONHASHSEED"] = hash_seed
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+            found.append([text for chunk in pool.map(programs_of, tasks) for text in chunk])
+    os.environ.pop("PYTHONHASHSEED")
+    if before is not None:
+        os.environ["PYTHONHASHSEED"] = before
+    return [i for i, one, other in zip(indices, *found, strict=True) if one != other]
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("--count", type=int, default=1000, help="how many nets")
@@ -142,6 +184,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=int, help="the number of the only net to look at")
     parser.add_argument("--limit", type=int, default=60, help="seconds a net may take")
     parser.add_argument("--shrink", type=int, default=60, help="trials to make a finding smaller")
+    parser.add_argument(
+        "--hashed", type=int, default=0, help="compile so many nets under two PYTHONHASHSEEDs"
+    )
     parser.add_argument("--out", type=Path, help="a folder for findings, as scripts")
 
 
@@ -153,7 +198,8 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         done.append(outcome)
         for finding in outcome.findings:
             net = outcome.smallest[finding.key]
-            cause = (finding.kind, finding.check, *sorted({p.kind for p in net.parts}))
+            first = finding.check.replace(",", "").split()[0]
+            cause = (finding.kind, first, *sorted({p.kind for p in net.parts}))
             if cause in written:
                 written[cause] += 1
                 continue
@@ -166,6 +212,12 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
             if options.out is not None:
                 row["script"] = _write(options.out, outcome.index, net, finding)
             yield row
+    for index in unequal_programs(options) if options.hashed else ():
+        what = "programs: they depend on PYTHONHASHSEED"
+        finding = Finding("wrong", "programs", what)
+        done.append(Outcome(index, findings=(finding,)))
+        written["wrong", "programs"] = written.get(("wrong", "programs"), 0) + 1
+        yield {"failed": f"wrong, {what}", "index": index, "net": repr(net_of(options.seed, index))}
     seconds = time.perf_counter() - start
     yield _summary(done, seconds)
     _show(done, written, seconds)
@@ -192,15 +244,17 @@ def _summary(done: Iterable[Outcome], seconds: float) -> dict[str, Any]:
         "wrong gradients": sum(bool(w & {"gradients", "reach"}) for w in wrong),
         "wrong outputs": sum("outputs" in w for w in wrong),
         "wrong buffers": sum("buffers" in w for w in wrong),
+        "programs not the same": sum("programs" in w for w in wrong),
         "wrong modes": sum("modes" in w for w in wrong),
         "foreign tracebacks": sum(any(f.kind == "foreign" for f in o.findings) for o in used),
+        "refused as our own bug": sum(any(f.kind == "bug" for f in o.findings) for o in used),
         "refused": sum(any(r.check in ENTRIES for r in o.refusals) for o in used),
         "refused by reason": dict(_reasons(used).most_common()),
         "seconds": round(seconds, 1),
     }
 
 
-ENTRIES = ("capture", "reversify", "petrafy")
+ENTRIES: Final = ("capture", "reversify", "petrafy")
 """Checks whose refusal means that the compiler does not take the net at all."""
 
 
@@ -215,7 +269,11 @@ def _show(done: list[Outcome], written: dict[tuple[str, ...], int], seconds: flo
     row = _summary(done, seconds)
     reasons = row.pop("refused by reason")
     nets = max(row["nets"], 1)
-    lines = [(name, value, f"{value / nets:.1%}" if "s" != name else "") for name, value in row.items()]
+    shares = {"seconds", "comparisons", "nets"}
+    lines = [
+        (name, value, "" if name in shares else f"{value / nets:.1%}")
+        for name, value in row.items()
+    ]
     show(f"random nets, methods {', '.join(METHODS)}", ("", "nets", "share"), lines)
     if reasons:
         lines = [(reason, count, f"{count / nets:.2%}") for reason, count in reasons.items()]
@@ -225,4 +283,4 @@ def _show(done: list[Outcome], written: dict[tuple[str, ...], int], seconds: flo
         show("findings, by check and parts", ("finding", "nets"), lines)
 
 
-BENCHMARK = Benchmark("fuzz", arguments, main, smallest=("--count", "3"))
+BENCHMARK = Benchmark("fuzz", arguments, main, smallest=("--seed", "1", "--count", "3"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Call", "Seen", "Values", "autocasting", "difference", "loss", "observe"]
+__all__ = ["Call", "Seen", "Values", "autocasting", "dense", "difference", "loss", "observe"]
 
 Values = dict[str, Tensor | None]
 TOLERANCE: Final = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 6e-2}
@@ -92,7 +92,7 @@ def observe(
         if module.training:
             loss(output, torch.tensor(0.1 * (index + 1))).backward()
             gradients = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
-            gradients |= {name: _dense(p.grad) for name, p in module.named_parameters()}
+            gradients |= {name: dense(p.grad) for name, p in module.named_parameters()}
         buffers: Values = {name: b.detach().clone() for name, b in module.named_buffers()}
         seen.append(Seen(outputs, gradients, buffers))
         with torch.no_grad():
@@ -102,16 +102,17 @@ def observe(
     return seen
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """A copy of a gradient, whatever its layout."""
     if gradient is None:
         return None
-    return gradient.detach().to_dense().clone() if gradient.is_sparse else gradient.detach().clone()
+    return gradient.detach().todense().clone() if gradient.is_sparse else gradient.detach().clone()
 
 
 def difference(
     want: Mapping[str, Tensor | None], have: Mapping[str, Tensor | None], precision: str
 ) -> str | None:
-    """The worst difference of what `want` names, or None. Names that only `have` has are ignored."""
+    """The worst difference of what `want` names, or None; other names of `have` do not count."""
     present = [v for v in want.values() if v is not None and v.numel() and not _counts(v)]
     largest = max((float(v.nan_to_num().abs().max()) for v in present), default=0.0)
     worst, told = 0.0, None

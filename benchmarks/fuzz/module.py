@@ -52,6 +52,8 @@ def _extra(w: Writer, net: Net) -> None:
     elif net.extra == "tied" and net.layout == "words" and w.width == WIDTH:
         w.init(f"self.head = nn.Linear({WIDTH}, {WORDS}, bias=False)")
         w.init("self.head.weight = self.stem.weight")
+    elif net.extra == "sparse" and net.layout == "words":
+        w.scope.init[0] = w.scope.init[0].replace(")", ", sparse=True)")
     elif net.extra == "bare":
         w.init("self.offset = nn.Parameter(torch.randn(()))")
         w.line("h = h + self.offset")

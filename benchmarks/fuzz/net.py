@@ -18,8 +18,8 @@ called in a row; in a ModuleList walked by a loop; one instance called two times
 RESULTS: Final = ("tensor", "tuple", "dict", "nested", "sequence")
 PRECISIONS: Final = ("float64",) * 8 + ("float32", "bfloat16")
 CALLS: Final = ("positional", "keywords")
-EXTRAS: Final = ("none", "frozen", "unused", "tied", "bare")
-"""Of the net's parameters: one frozen, one never read, two tied, or one that is no layer's."""
+EXTRAS: Final = ("none", "none", "frozen", "unused", "tied", "bare", "sparse")
+"""Of the net's parameters: one frozen, never read, tied, no layer's, or with sparse gradients."""
 
 Options = Mapping[str, Any]
 

@@ -20,14 +20,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.fuzz.compare import Call, Seen, Values, difference, loss, observe
+from benchmarks.fuzz.compare import Call, Seen, Values, dense, difference, loss, observe
 from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.errors import InputError, RevcompileError, VerificationError
 from revcompile.runtime.reversible import bind
 
-__all__ = ["METHODS", "Finding", "Refusal", "Report", "examine"]
+__all__ = ["METHODS", "PHASES", "Finding", "Refusal", "Report", "examine", "programs"]
 
+PHASES: Final = ("capture", "reversify", "other", "petrafy")
 METHODS: Final = ("petra", "backprop", "1f1b", "petra_stashed")
 OTHERS: Final[tuple[Sizes, ...]] = ((BATCHES[2], LENGTH), (BATCHES[0], 8), (BATCHES[1], 4))
 """Sizes on the other side of some net's condition."""
@@ -36,7 +37,11 @@ RATE: Final = 0.05
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that must not be: `kind` is "wrong" (silently) or "foreign" (a raw traceback)."""
+    """Something that must not be.
+
+    `kind` is "wrong" (silently), "foreign" (an exception that is not ours), or "bug": refused by a
+    `VerificationError`, which says of itself that it is a bug of the compiler.
+    """
 
     kind: str
     check: str
@@ -72,7 +77,7 @@ class Report:
 def normalised(text: str) -> str:
     """A message without the names, numbers and lines of one net."""
     line = text.strip().splitlines()[0] if text.strip() else ""
-    line = re.sub(r"\(at .*?\)|<net [0-9a-f]+>", "", line)
+    line = re.sub(r" ?\[[^\]]*(?:\]|$)|\(at .*?\)|<net [0-9a-f]+>", "", line)
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", line)
     line = re.sub(r"\b(?:self\.)?[a-z_]+\d+(?:\.[\w.]+)?", "…", line)
     return re.sub(r"[-\d.]*\d(?:e[-+]?\d+)?", "#", line)[:160]
@@ -82,7 +87,7 @@ def reason(error: RevcompileError) -> str:
     """Why a net was refused, without its own names."""
     lines = [line.strip() for line in str(error).splitlines()]
     numbered = [line for line in lines if re.match(r"\d+\. ", line)]
-    text = numbered[0] if numbered else lines[0]
+    text = numbered[0] if numbered else " ".join(lines[:2])
     kind = type(error).__name__
     return f"{kind}: {normalised(text)}"
 
@@ -113,7 +118,7 @@ class Examination:
         except _Stop:
             raise
         except VerificationError as error:
-            self.report.findings.append(Finding("foreign", check, f"{reason(error)}", str(error)))
+            self.report.findings.append(Finding("bug", check, reason(error), str(error)))
         except RevcompileError as error:
             self.report.refusals.append(Refusal(check, reason(error)))
         except Exception as error:
@@ -170,9 +175,7 @@ class Examination:
         """The graph against the original, in both modes."""
         call = self.calls[0]
         with self.watched("capture"):
-            captured = revcompile.capture(
-                build(self.net), call.args, call.kwargs, check="off"
-            )
+            captured = revcompile.capture(build(self.net), call.args, call.kwargs, check="off")
         for mode, expected in (("training", self.original), ("eval", self.evaluated)):
             with self.watched(f"capture, {mode}", stop=False):
                 root = copy.deepcopy(captured.root)
@@ -237,7 +240,7 @@ class Examination:
 
     def _same_moves(self, check: str, before: Values, have: Seen) -> None:
         """The same buffers move as in the original; counters count the same."""
-        start = {name: b for name, b in build(self.net).named_buffers()}
+        start = dict(build(self.net).named_buffers())
         for name, end in self.original[-1].buffers.items():
             got, initial = have.buffers.get(name), before.get(name)
             if end is None or got is None or initial is None:
@@ -348,7 +351,7 @@ class Examination:
                     want = Seen(want.outputs, names, want.buffers)
                     self.compare(f"petrafy {method}", want, got, "gradients")
                 self.compare(f"petrafy {method}", reference[-1], have[-1], "buffers")
-                before = {name: b for name, b in start.named_buffers()}
+                before = dict(start.named_buffers())
                 self._same_moves(f"petrafy {method}", before, have[-1])
 
     def _trained(
@@ -405,7 +408,7 @@ class Recorder:
         self.stages.append(steps)
 
         def keep(*_: Any) -> None:
-            steps.append({id(p): p.grad.clone() for p in given if p.grad is not None})
+            steps.append({id(p): dense(p.grad) for p in given if p.grad is not None})
 
         optimizer.register_step_pre_hook(keep)
         return optimizer
@@ -419,18 +422,38 @@ class Recorder:
         ]
 
 
-def examine(net: Net, methods: Sequence[str] = METHODS) -> Report:
-    """All checks of one net."""
-    examination = Examination(net, methods)
+def programs(net: Net) -> str:
+    """All that compilation decides, as text: names, cuts and the code of every stage."""
+    args, kwargs = arguments(net, (BATCHES[0], LENGTH), 0)
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        for stages in range(net.stages, 0, -1):
+            try:
+                staged = revcompile.petrafy(build(net), stages, args, kwargs, check="off")
+            except Exception as error:
+                if "num_stages" not in str(error):
+                    return reason(error) if isinstance(error, RevcompileError) else "failed"
+            else:
+                names = [segment.name for segment in staged.partition.rewired.body.segments]
+                return "\n".join([*names, *(stage.code for stage in staged.stages)])
+    return "no stages"
+
+
+def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = PHASES) -> Report:
+    """All checks of one net, or those of some phases."""
+    one = Examination(net, methods)
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         try:
-            examination.look()
-            captured = examination.capture()
-            staged = examination.stage()
-            examination.other_cases(captured, examination.reversify(staged))
-            if staged is not None:
-                examination.petrafy(staged)
+            one.look()
+            captured = one.capture() if {"capture", "other"} & {*phases} else None
+            staged = one.stage() if {"reversify", "other", "petrafy"} & {*phases} else None
+            if {"reversify", "other"} & {*phases}:
+                reversible = one.reversify(staged)
+                if captured is not None and "other" in phases:
+                    one.other_cases(captured, reversible)
+            if staged is not None and "petrafy" in phases:
+                one.petrafy(staged)
         except _Stop:
             pass
-    return examination.report
+    return one.report

@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.fuzz.module import LENGTH, arguments, source, weight_dtype, written
 from benchmarks.fuzz.net import Net, simpler
-from benchmarks.fuzz.oracle import Finding, examine
+from benchmarks.fuzz.oracle import METHODS, Finding, examine
 
 __all__ = ["same_finding", "script", "shrink"]
 
@@ -28,11 +28,13 @@ def shrink(net: Net, fails: Callable[[Net], bool], trials: int = 60) -> Net:
 
 
 def same_finding(finding: Finding) -> Callable[[Net], bool]:
-    """Does a net show this finding, or one that looks like it?"""
-    methods = [finding.check.split()[1]] if finding.check.startswith("petrafy ") else ["backprop"]
+    """Does a net show this finding, or one that looks like it? Runs no other checks."""
+    first, *rest = finding.check.replace(",", "").split()
+    methods = [m for m in METHODS if m in rest]
+    phase = {"rewired": "reversify"}.get(first, first)
 
     def fails(net: Net) -> bool:
-        report = examine(net, methods)
+        report = examine(net, methods, [phase])
         return any((f.kind, f.check) == (finding.kind, finding.check) for f in report.findings)
 
     return fails
@@ -86,7 +88,8 @@ for net.reversible in (False, True):
     runs.append({n: g if g is None else g.clone() for n, g in gradients(net).items()})
 loss(model(*args, **kwargs)).backward()
 for name, stored in runs[0].items():
-    print(name, "stored", stored, "reversible", runs[1][name], "original", gradients(model).get(name))
+    print(name, "stored", stored, "reversible", runs[1][name])
+    print("    original", gradients(model).get(name))
 """,
     "other": """\
 net = revcompile.reversify(model, args, kwargs)
@@ -116,7 +119,10 @@ def script(net: Net, finding: Finding) -> str:
     first, _, rest = finding.check.replace(",", "").partition(" ")
     body = BODIES[first if first in BODIES else "reversify"]
     if first == "petrafy":
-        body = body.format(stages=net.stages, method=rest if rest in ("backprop", "1f1b", "petra_stashed") else "petra")
+        body = body.format(
+            stages=net.stages,
+            method=rest if rest in ("backprop", "1f1b", "petra_stashed") else "petra",
+        )
     return SCRIPT.format(
         kind=finding.kind,
         check=finding.check,
@@ -152,8 +158,5 @@ def _example(net: Net) -> str:
     positional = "".join(f"{made[n]}, " for n in names if n not in kwargs)
     keywords = ", ".join(f'"{n}": {made[n]}' for n in kwargs)
     return (
-        "def example(n, t):\n    torch.manual_seed(1)\n"
-        f"    return ({positional}), {{{keywords}}}"
+        f"def example(n, t):\n    torch.manual_seed(1)\n    return ({positional}), {{{keywords}}}"
     )
-
-

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 """
 
 INPUTS: Final = ("x", "c", "mask", "scale", "e")
-"""What a net may take besides `x`: a condition, a mask, a scale without batch, a second sequence."""
+"""`x`, a condition, a mask over positions, a scale without batch, a second sequence."""
 
 WIDTH: Final = 6
 CONDITION: Final = 4

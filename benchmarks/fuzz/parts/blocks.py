@@ -36,7 +36,9 @@ def residual(w: Writer, order: str, norm: str, act: str, add: str) -> None:
         w.line(f"h = {w.norm(norm)}(h)")
 
 
-@part("blocks", norm=("layer", "batch"), behind=("F.relu(h)", "F.relu(h, inplace=True)", "h.relu()"))
+@part(
+    "blocks", norm=("layer", "batch"), behind=("F.relu(h)", "F.relu(h, inplace=True)", "h.relu()")
+)
 def post_activation(w: Writer, norm: str, behind: str) -> None:
     """ResNet v1: the activation stands behind the sum."""
     one, other, n = w.layer(), w.layer(), w.norm(norm)
@@ -139,7 +141,11 @@ def downsample(w: Writer, how: str) -> None:
         w.line(f"h = {layer}(F.pixel_unshuffle(h, 2))")
 
 
-@part("blocks", how=("clamp", "relu", "relu6", "round", "max pool", "zeros"), read=("topk", "relu", "max"))
+@part(
+    "blocks",
+    how=("clamp", "relu", "relu6", "round", "max pool", "zeros"),
+    read=("topk", "relu", "max"),
+)
 def rectified(w: Writer, how: str, read: str) -> None:
     """An activation on the stream that makes exact ties, and a block that decides between them."""
     d = w.channel
@@ -157,3 +163,33 @@ def rectified(w: Writer, how: str, read: str) -> None:
         "max": f"h.max({d}, keepdim=True).values - h",
     }[read]
     w.line(f"h = {calls[how]}", f"h = h + torch.tanh({w.layer()}({seen}))")
+
+
+@part("blocks", bias=(False, True), norm=("layer", "root mean square"))
+def gated_mlp(w: Writer, bias: bool, norm: str) -> None:
+    """Llama's feed-forward block: three layers of one size."""
+    first, last, gate = (w.layer() for _ in range(3))
+    if norm == "layer":
+        w.line(f"u = {w.norm()}(h)")
+    else:
+        weight = w.member("weight", "nn.Parameter(torch.ones(()))")
+        square = f"h.pow(2).mean({w.channel}, keepdim=True)"
+        w.line(f"u = {weight} * h * torch.rsqrt({square} + 1e-6)")
+    w.line(f"h = h + {last}(F.silu({first}(u)) * {gate}(u))")
+    if not bias and not w.images:
+        w.init(f"{first}.bias = None")
+
+
+@part("blocks", layouts=("rows",), how=("index_add", "scatter_add", "index_add_", "put"))
+def messages(w: Writer, how: str) -> None:
+    """A graph network: messages summed at the rows they are for."""
+    layer = w.layer()
+    w.line("target = torch.arange(h.shape[0], device=h.device).flip(0) // 2")
+    w.line(f"message = torch.tanh({layer}(h[target]))")
+    totals = {
+        "index_add": "torch.zeros_like(h).index_add(0, target, message)",
+        "scatter_add": "torch.zeros_like(h).scatter_add(0, target[:, None].expand_as(h), message)",
+        "index_add_": "torch.zeros_like(h).index_add_(0, target, message)",
+        "put": "torch.zeros_like(h).index_put((target,), message, accumulate=True)",
+    }
+    w.line(f"h = h + {totals[how]}")

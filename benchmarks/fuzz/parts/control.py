@@ -37,7 +37,9 @@ def by_size(w: Writer, condition: str, form: str) -> None:
     elif form == "loop":
         w.line(f"for _ in range(1 + int({text})):", f"    h = {branch}")
     else:
-        w.line(f"k = min(h.shape[{w.length}], 6) + bool({text})", f"h = h + torch.tanh({layer}(h)) / k")
+        w.line(
+            f"k = min(h.shape[{w.length}], 6) + bool({text})", f"h = h + torch.tanh({layer}(h)) / k"
+        )
 
 
 @part("control", layouts=("tokens", "images"), how=("even", "window", "crop", "interpolate"))
@@ -47,14 +49,19 @@ def padded(w: Writer, how: str) -> None:
     w.line(f"t = h.shape[{w.length}]")
     edge = "(0, 0, 0, {})"
     if how == "even":
-        w.line("if t % 2:", f"    h = F.pad(h, {edge.format('1')})", f"h = h + torch.tanh({layer}(h))")
+        w.line(
+            "if t % 2:", f"    h = F.pad(h, {edge.format('1')})", f"h = h + torch.tanh({layer}(h))"
+        )
     elif how == "window":
         w.line(f"h = F.pad(h, {edge.format('(4 - t % 4) % 4')})", f"h = h + torch.tanh({layer}(h))")
     elif how == "crop":
         w.line(f"u = F.pad(h, {edge.format('t % 2')})", f"f = torch.tanh({layer}(u))")
         w.line(f"h = h + f.narrow({w.length}, 0, t)")
     elif w.images:
-        w.line("f = F.interpolate(h, scale_factor=2.0)", f"f = F.adaptive_avg_pool2d({layer}(f), h.shape[2:])")
+        w.line(
+            "f = F.interpolate(h, scale_factor=2.0)",
+            f"f = F.adaptive_avg_pool2d({layer}(f), h.shape[2:])",
+        )
         w.line("h = h + torch.tanh(f)")
     else:
         w.line("f = F.interpolate(h.transpose(1, 2), size=t // 2 + 1).transpose(1, 2)")
@@ -68,8 +75,11 @@ def padded(w: Writer, how: str) -> None:
 )
 def over_length(w: Writer, how: str) -> None:
     """A loop over time."""
-    dim, layer = w.length, w.layer(into=w.width) if not w.images else w.member(
-        "cell", f"nn.Conv1d({w.width}, {w.width}, 1)"
+    dim, layer = (
+        w.length,
+        w.layer(into=w.width)
+        if not w.images
+        else w.member("cell", f"nn.Conv1d({w.width}, {w.width}, 1)"),
     )
     at = f"h.select({dim}, i)"
     if how == "loop":
@@ -88,7 +98,9 @@ def over_length(w: Writer, how: str) -> None:
         w.line(f"f = torch.stack([torch.tanh({layer}(row)) for row in {rows}], {dim})", "h = h + f")
 
 
-@part("control", how=("flag", "alpha", "step", "mode", "training", "schedule"), change=(False, True))
+@part(
+    "control", how=("flag", "alpha", "step", "mode", "training", "schedule"), change=(False, True)
+)
 def attribute(w: Writer, how: str, change: bool) -> None:
     """Python attributes that steer; `alpha` is what the oracle changes between calls."""
     layer = w.layer()
@@ -145,5 +157,5 @@ def decided(w: Writer, how: str, tied: bool) -> None:
         w.line(f"h = h + torch.tanh({layer}({source}.sign() * {source}.abs()))")
     else:
         w.line(f"i = {source}.detach().flatten(1).argmax(-1)")
-        w.line(f"v = h.flatten(1).gather(1, i[:, None]).view(-1, *[1] * (h.dim() - 1))")
+        w.line("v = h.flatten(1).gather(1, i[:, None]).view(-1, *[1] * (h.dim() - 1))")
         w.line(f"h = h + v * torch.tanh({layer}(h))")

@@ -18,6 +18,7 @@ RANDOM: Final = (
     "side",
     "gumbel",
     "inplace",
+    "layer drop",
 )
 
 
@@ -27,7 +28,9 @@ def dropped(w: Writer, how: str, p: float, place: str) -> None:
     layer = w.layer()
     ones = "[h.shape[0]] + [1] * (h.dim() - 1)"
     w.line(f"f = torch.tanh({layer}(h))" if place == "branch" else "f = h")
-    if how in ("layer", "inplace"):
+    if how == "layer drop":
+        w.line(f"if self.training and torch.rand([]) < {p}:", "    f = 0 * f")
+    elif how in ("layer", "inplace"):
         rest = ", inplace=True" if how == "inplace" else ""
         w.line(f"f = {w.member('drop', f'nn.Dropout({p}{rest})')}(f)")
     elif how == "functional":
@@ -115,7 +118,11 @@ def custom(w: Writer, how: str) -> None:
         w.line(f"h = h + Sign.apply({one}(h), 0.5)", f"h = h + torch.tanh({other}(h))")
     elif how == "pair":
         w.helper("Both", PAIR)
-        w.line(f"a, b = Both.apply({one}(h), {other}(h))", "h = h + torch.tanh(a)", "h = h + torch.sin(b)")
+        w.line(
+            f"a, b = Both.apply({one}(h), {other}(h))",
+            "h = h + torch.tanh(a)",
+            "h = h + torch.sin(b)",
+        )
     elif how.startswith("checkpoint"):
         old = str(how == "checkpoint old")
         w.line(f"h = h + torch.tanh(checkpoint({one}, h, use_reentrant={old}))")
@@ -128,14 +135,28 @@ def custom(w: Writer, how: str) -> None:
         w.line("h = h + f", f"h = h + torch.tanh({other}(h))")
 
 
-@part("gradients", how=("weight_norm", "spectral", "functional", "buffer weight", "expression", "list"))
+WEIGHTS: Final = (
+    "weight_norm",
+    "old weight_norm",
+    "orthogonal",
+    "functional",
+    "buffer weight",
+    "expression",
+    "list",
+)
+
+
+@part("gradients", how=WEIGHTS)
 def parameters(w: Writer, how: str) -> None:
     """Weights that are computed, or lie in unusual places."""
     one = w.layer()
     if how == "weight_norm":
         w.init(f"nn.utils.parametrizations.weight_norm({one})")
         w.line(f"h = h + torch.tanh({one}(h))")
-    elif how == "spectral":
+    elif how == "old weight_norm":
+        w.init(f"nn.utils.weight_norm({one})")
+        w.line(f"h = h + torch.tanh({one}(h))")
+    elif how == "orthogonal":
         w.init(f"nn.utils.parametrizations.orthogonal({one})" if not w.images else "pass")
         w.line(f"h = h + torch.tanh({one}(h))")
     elif how == "expression":

@@ -122,6 +122,8 @@ def viewed(w: Writer, how: str) -> None:
     elif how == "expand":
         w.line(f"g = h.mean({d}, keepdim=True).expand_as(h)", f"h = h + g * torch.tanh({layer}(h))")
     elif how == "strided":
-        w.line(f"f = torch.tanh({layer}(h))", "g = f[..., ::2]", "h = h + f * g.sum(-1, keepdim=True)")
+        w.line(
+            f"f = torch.tanh({layer}(h))", "g = f[..., ::2]", "h = h + f * g.sum(-1, keepdim=True)"
+        )
     else:
         w.line(f"f = {layer}(h)", "h = h + torch.tanh(f.flatten(1)).view_as(h)")

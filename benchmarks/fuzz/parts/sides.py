@@ -71,17 +71,20 @@ def returning(w: Writer, structure: str, opaque: bool) -> tuple[str, str]:
         "tuple": ("a, b, c", "s"),
         "list": ("[a, b, c]", "s"),
         "dict": ('{"a": a, "b": b, "c": c}', '[s["a"], s["b"], s["c"]]'),
-        "nested": ('{"first": (a, [b]), "last": c}', '[*s["first"][0:1], *s["first"][1], s["last"]]'),
+        "nested": (
+            '{"first": (a, [b]), "last": c}',
+            '[*s["first"][0:1], *s["first"][1], s["last"]]',
+        ),
         "named tuple": ("Gates(a, b, c)", "[s.a, s.b, s.c]"),
     }
     result, unpack = results[structure]
     if structure == "named tuple":
-        w.helper(
-            "Gates",
-            "class Gates(NamedTuple):\n    a: torch.Tensor\n    b: torch.Tensor\n    c: torch.Tensor",
-        )
+        fields = "".join(f"    {name}: torch.Tensor\n" for name in "abc")
+        w.helper("Gates", f"class Gates(NamedTuple):\n{fields}")
     name = ("Opaque" if opaque else "Gives") + structure.title().replace(" ", "")
-    look = "if float(v.detach().abs().sum()) > 1e9:\n            v = v / 2" if opaque else "v = v / 2"
+    look = (
+        "if float(v.detach().abs().sum()) > 1e9:\n            v = v / 2" if opaque else "v = v / 2"
+    )
     text = f"""
 class {name}(nn.Module):
     def __init__(self, into, out):
@@ -133,7 +136,9 @@ def reduced(w: Writer, how: str, blocks: int, whole: bool) -> None:
     for _ in range(blocks):
         if whole:
             w.line("v, i = m")
-        w.line(f"h = h + torch.tanh(v) * torch.tanh({w.layer()}(h)) + 0.1 * torch.tanh(i.to(h.dtype))")
+        w.line(
+            f"h = h + torch.tanh(v) * torch.tanh({w.layer()}(h)) + 0.1 * torch.tanh(i.to(h.dtype))"
+        )
 
 
 @part("sides", layer=("LSTM", "GRU"), read=("state", "steps", "both"))
@@ -142,7 +147,9 @@ def recurrent(w: Writer, layer: str, read: str) -> None:
     rnn = w.member("rnn", f"nn.{layer}({CONDITION}, {w.width}, batch_first=True)")
     w.line(f"result = {rnn}({w.reads('e')})")
     state = "result[1][0][-1]" if layer == "LSTM" else "result[1][-1]"
-    gates = {"state": [state], "steps": ["result[0][:, -1]"], "both": [state, "result[0][:, 0]"]}[read]
+    gates = {"state": [state], "steps": ["result[0][:, -1]"], "both": [state, "result[0][:, 0]"]}[
+        read
+    ]
     for gate in gates * 2:
         w.line(f"h = h + {w.spread(gate)} * torch.tanh({w.layer()}(h))")
 
@@ -179,9 +186,11 @@ def masked(w: Writer, how: str, blocks: int) -> None:
     if how == "given":
         w.line(f"m = {w.reads('mask')}[..., None]")
     elif how == "computed":
-        w.line(f"m = h.detach().sum(-1, keepdim=True) > 0")
+        w.line("m = h.detach().sum(-1, keepdim=True) > 0")
     else:
-        w.line(f"m = {w.reads('mask')}[..., None]", "bias = torch.zeros_like(h).masked_fill(~m, -2.0)")
+        w.line(
+            f"m = {w.reads('mask')}[..., None]", "bias = torch.zeros_like(h).masked_fill(~m, -2.0)"
+        )
     for _ in range(blocks):
         branch = f"torch.tanh({w.layer()}(h{' + bias' if how == 'bias' else ''}))"
         w.line(f"h = h + {branch}.masked_fill(~m, 0.0)")

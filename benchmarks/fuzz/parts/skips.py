@@ -69,7 +69,7 @@ def streams(w: Writer, how: str, blocks: int) -> None:
         elif how == "late":
             w.line(f"u = u + torch.tanh({one}(u))", f"h = h + torch.tanh({other}(h))")
         elif how == "both":
-            w.line(f"s = h + u", f"h = h + torch.tanh({one}(s))", f"u = u + torch.tanh({other}(s))")
+            w.line("s = h + u", f"h = h + torch.tanh({one}(s))", f"u = u + torch.tanh({other}(s))")
         else:
             w.line(f"h = h + torch.tanh({one}(h))", f"u = u + torch.tanh({one}(u))")
     w.line("h = h + u")
