@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from revcompile.compiler.capture.effects import functionalize, is_effect
+from revcompile.compiler.capture.effects import is_effect
+from revcompile.compiler.capture.functional import functionalize
 from revcompile.ir import TYPE
 from tests.tracing import Function, lines, outputs, traced
 

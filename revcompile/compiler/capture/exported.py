@@ -8,6 +8,7 @@ devices are asked for at run time, and assertions that break autocast are erased
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
 from revcompile.compiler.capture.example import Example, signature_of
+from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
+from revcompile.compiler.capture.memory import watched_memory
 from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.proxy import Values
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
@@ -47,15 +51,25 @@ def export_capture(model: nn.Module, example: Example, leaf_paths: frozenset[str
         _infer_types(graph, root, example)
         graphs.append(graph)
         out_spec = program.call_spec.out_spec
-    merged = merge_modes(graphs[0], graphs[1])
+    notes = written_inputs(graphs[0])
+    try:
+        train, evaluation = (simplify(graph, root) for graph in graphs)
+    except Entangled as error:
+        node = error.nodes[0]
+        where = str(node.meta.get(PATH, "")), str(node.meta.get(SOURCE, "?"))
+        raise Untraceable(where[0], str(error), where[1]) from error
+    for graph in (train, evaluation):
+        forbid_inplace(graph, root)
+    merged = merge_modes(train, evaluation)
     assert out_spec is not None
     return Captured(
         name=type(model).__name__,
         root=root,
-        graph=simplify(merged if merged is not None else graphs[0], root),
-        eval_graph=None if merged is not None else simplify(graphs[1], root),
+        graph=merged if merged is not None else train,
+        eval_graph=None if merged is not None else evaluation,
         signature=signature_of(example, out_spec),
         frontend=Frontend.EXPORT,
+        notes=notes,
     )
 
 
@@ -210,9 +224,9 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
     """Types of all values from fake runs at both batch sizes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fake_copy(root, mode)
-    runs = []
-    for which in (0, 1):
-        recorder = _Recorder(fake, graph)
+    runs: list[dict[fx.Node, Any]] = []
+    for which in (1, 0):
+        recorder = _Recorder(fake, graph, runs)
         inputs = [mode.from_tensor(t) for t in example.tensors(which)]
         try:
             with mode:
@@ -223,20 +237,33 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
             raise Untraceable("", message, "?") from error
         runs.append(recorder.values)
     for node in graph.nodes:
-        pair = runs[0].get(node), runs[1].get(node)
+        pair = runs[1].get(node), runs[0].get(node)
         node.meta[TYPE] = type_of_values(pair[0], pair[1], example.batch)
         node.meta[VALUE] = size_of_values(pair[0], pair[1])
 
 
 class _Recorder(fx.Interpreter):
-    """An interpreter that remembers every value."""
+    """An interpreter that remembers every value.
 
-    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+    Given the values of a run at another batch size, it notes where in memory each value lies.
+    """
+
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, others: Sequence[Mapping[fx.Node, Any]]
+    ) -> None:
         super().__init__(root, graph=graph, garbage_collect_values=False)
         self.values: dict[fx.Node, Any] = {}
+        self._pairs: dict[fx.Node, Values] = {}
+        self._other = others[0] if others else None
 
     def run_node(self, n: fx.Node) -> Any:
-        self.values[n] = super().run_node(n)
+        """Run one node."""
+        if self._other is None:
+            self.values[n] = super().run_node(n)
+            return self.values[n]
+        with watched_memory(n, self._pairs):
+            self.values[n] = super().run_node(n)
+            self._pairs[n] = Values(self.values[n], self._other[n])
         return self.values[n]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.capture.memory import MEMORY, WRITES
 from revcompile.ir import PATH, SOURCE, TYPE
 from revcompile.ops import select
 
@@ -28,9 +27,6 @@ def merge_modes(train: fx.Graph, evaluation: fx.Graph) -> fx.Graph | None:
     for node, other in zip(train.nodes, evaluation.nodes, strict=True):
         copies[node] = merged.node_copy(node, copies.__getitem__)
         _select_constants(merged, copies[node], other)
-        for key in (MEMORY, WRITES):
-            if key in node.meta and key in other.meta:
-                copies[node].meta[key] = node.meta[key] | other.meta[key]
     return merged
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from revcompile.compiler.capture.effects import functionalize
+from revcompile.compiler.capture.functional import functionalize
 
 __all__ = ["simplify"]
 

@@ -27,7 +27,7 @@ from revcompile.compiler.capture.copies import attributes_kept, fake_copy
 from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.leaves import is_leaf
-from revcompile.compiler.capture.memory import MEMORY, WRITES, number_memory, watched_memory
+from revcompile.compiler.capture.memory import MEMORY, WRITES, watched_memory
 from revcompile.compiler.capture.patches import AUTOCAST, patched
 from revcompile.compiler.capture.proxy import (
     ShapedProxy,
@@ -39,6 +39,7 @@ from revcompile.compiler.capture.proxy import (
 from revcompile.compiler.capture.rng import foreign_state, rng_kept
 from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
+from revcompile.ops import store_buffer
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 
@@ -82,7 +83,6 @@ def trace(
         attributes = {name: _attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     tidy(graph)
-    number_memory(graph, fake)
     detach_no_grad(graph)
     assert tracer.out_spec is not None
     found = {name: value for name, value in attributes.items() if name not in state}
@@ -113,6 +113,8 @@ class _Tracer(ShapedTracer):
         self._autocast = _autocast_state()
         self._foreign = foreign_state()
         self._attribute_proxies: dict[str, fx.Proxy] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stored: set[str] = set()
 
     # -- arguments and results ----------------------------------------------------------------
 
@@ -120,6 +122,7 @@ class _Tracer(ShapedTracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         example, flat = self._example, list(self._example.leaves)
+        self._buffers = dict(self.root.named_buffers(remove_duplicate=False))
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
         for place, name in zip(places, example.names, strict=True):
             proxy = self.create_proxy("placeholder", name, (), {})
@@ -134,6 +137,7 @@ class _Tracer(ShapedTracer):
         def flat_forward(*inputs: Any) -> Any:
             args, kwargs = pytree.tree_unflatten(list(inputs), example.in_spec)
             result = self._watched(self.root, self.root, args, kwargs)
+            self._store_others_buffers()
             outputs, self.out_spec = pytree.tree_flatten(_expanded(result))
             return tuple(outputs)
 
@@ -228,8 +232,8 @@ class _Tracer(ShapedTracer):
             raise Unrecorded("random numbers drawn outside the graph", module)
         for name, old in buffers.items():
             new = module._buffers.get(name)
-            if _fake_value(new) is not old:
-                raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
+            if new is not old and _fake_value(new) is not _fake_value(old):
+                self._store_buffer(module, name, new)
         if _changed(numbers, module):  # once: a size that is remembered; twice: a counter
             mark, numbers = next(iter(reversed(self.graph.nodes))), _numbers(module)
             forward(*args, **kwargs)
@@ -237,6 +241,28 @@ class _Tracer(ShapedTracer):
             for name in _changed(numbers, module):
                 raise Unrecorded(f"the forward pass counts in its attribute {name!r}", module)
         return result
+
+    def _store_buffer(self, module: nn.Module, name: str, value: Any) -> None:
+        """Record the assignment to a buffer, or have the module that makes it kept as one call."""
+        path = f"{self._path}.{name}" if self._path else name
+        self._stored.add(path)
+        can_be_leaf = self._path and not any(module.children())
+        if can_be_leaf or type(value) is not ShapedProxy:
+            raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
+        buffer = self.create_proxy("get_attr", path, (), {})
+        if value.node.meta[TYPE] != buffer.node.meta[TYPE]:
+            raise Unrecorded(f"its buffer {name!r} changes its shape or type", module)
+        self.create_proxy("call_function", store_buffer, (buffer, value), {})
+
+    def _store_others_buffers(self) -> None:
+        """Record assignments to buffers of modules other than the one whose forward made them."""
+        for path, module in self.root.named_modules():
+            for name, value in module._buffers.items():
+                full = f"{path}.{name}" if path else name
+                if type(value) is ShapedProxy and full not in self._stored:
+                    self._path = path
+                    self._store_buffer(module, name, value)
+        self._path = ""
 
     def _refuse_foreign_numbers(self) -> None:
         if foreign_state() != self._foreign:
@@ -265,6 +291,7 @@ class _Tracer(ShapedTracer):
                 with watched_memory(node, self.values):
                     self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
                 self._refuse_hidden_write(node)
+                self._keep_buffer_writer(node)
             except Exception:
                 self.graph.erase_node(node)
                 raise
@@ -277,6 +304,15 @@ class _Tracer(ShapedTracer):
             hidden = source.meta[MEMORY] & node.meta[WRITES] and source.op != "get_attr"
             if hidden and not source.meta[NO_GRAD]:
                 raise TraceError("an in-place operation under no_grad on a value made outside")
+
+    def _keep_buffer_writer(self, node: fx.Node) -> None:
+        """A module without submodules that writes into a buffer is best kept as one call."""
+        for source in node.all_input_nodes if self._path else ():
+            module = self.root.get_submodule(self._path)
+            is_written = source.op == "get_attr" and source.meta[MEMORY] & node.meta[WRITES]
+            if is_written and not any(module.children()):
+                name = str(source.target).rpartition(".")[2]
+                raise Unrecorded(f"the forward pass writes into its buffer {name!r}", module)
 
     def _learn(self, node: fx.Node, first: Any, second: Any) -> None:
         self.values[node] = Values(first, second)
@@ -294,7 +330,7 @@ class _Tracer(ShapedTracer):
         try:
             with self._mode:
                 if node.op == "get_attr":
-                    return _attribute(self.root, target)
+                    return self._buffers.get(target) if target in self._buffers else _attribute(self.root, target)
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 if node.op == "call_module":
