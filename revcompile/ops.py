@@ -97,7 +97,7 @@ def with_view(
 
 def read_buffer(buffer: Tensor) -> Tensor:
     """What a buffer holds before the model writes to it in this call."""
-    return buffer.detach().clone()
+    return buffer.clone()
 
 
 def store_buffer(buffer: Tensor, value: Tensor) -> None:

@@ -132,7 +132,7 @@ class _Functional:
             self.assigned[place.storage] = value
         elif node.target is functional.batch_norm:
             self._batch_norm(node)
-        elif node.op == "placeholder" or not is_effect(node):
+        elif node.op == "placeholder" or node.target is batch_norm or not is_effect(node):
             self._define(node, self.graph.node_copy(node, self._reader(node)))
         elif node.op == "call_module":
             self._layer(node)
@@ -298,9 +298,6 @@ class _Functional:
         if place is None or place.storage not in self.state:
             self._define(node, self.graph.node_copy(node))
             return
-        if isinstance(attribute(self.root, str(node.target)), nn.Parameter):
-            reason = f"the forward pass writes into the parameter {node.target}"
-            raise Entangled(reason, [node, *node.users])
         if place.storage in self.buffers:
             owner = self.owners[place.storage]
             if owner.place is None or not owner.place.same_elements(place):
@@ -357,7 +354,8 @@ def written_inputs(graph: fx.Graph) -> tuple[str, ...]:
 def _written_state(graph: fx.Graph) -> frozenset[int]:
     """Storages of attributes that are written or assigned to, batch norms' statistics aside."""
     state = {s for node in graph.find_nodes(op="get_attr") for s in _storages(node)}
-    writers = (n for n in graph.nodes if n.target is not functional.batch_norm)
+    norms = (functional.batch_norm, batch_norm)
+    writers = (n for n in graph.nodes if n.target not in norms)
     return frozenset(s for n in writers for s in n.meta.get(WRITES, ()) if s in state)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.blame import Refused, Unrecorded, Untraceable, blame, user_line
 from revcompile.compiler.capture.copies import attributes_kept, fake_copy
+from revcompile.compiler.capture.decisions import DECIDES, Watch
 from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.leaves import is_leaf
@@ -326,9 +328,12 @@ class _Tracer(ShapedTracer):
             (node.args, node.kwargs), lambda source: self.values[source][which]
         )
         target: Any = node.target
+        watch: AbstractContextManager[Any] = nullcontext()
+        if node.op == "call_module" and not which and not is_leaf(self.root.get_submodule(target)):
+            watch = Watch()
         self.evaluating = True
         try:
-            with self._mode:
+            with self._mode, watch:
                 if node.op == "get_attr":
                     return self._buffers.get(target) if target in self._buffers else _attribute(self.root, target)
                 if node.op == "call_method":
@@ -340,9 +345,12 @@ class _Tracer(ShapedTracer):
             if node.op != "call_module":
                 raise
             original = self._model.get_submodule(str(node.target))
+            node.meta[DECIDES] = "control flow on its contents"
             return run_on_data(original, target, self._mode, args, kwargs)
         finally:
             self.evaluating = False
+            if isinstance(watch, Watch):
+                node.meta.setdefault(DECIDES, watch.found)
 
     def fold(self, node: fx.Node, which: int) -> Any:
         """The real value of a node that is made from sizes alone."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
+from revcompile.compiler.capture.effects import is_effect
 from revcompile.compiler.capture.functional import forbid_inplace
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.find.together import ready_times
@@ -224,7 +225,7 @@ class _Rewiring:
 
 
 def _has_effect(region: Region) -> bool:
-    return any(n.op == "call_module" or n in region.flow.effects for n in region.graph.nodes)
+    return any(n.op == "call_module" or is_effect(n) for n in region.graph.nodes)
 
 
 def _block_names(flow: Flow, blocks: list[Residual]) -> dict[str, str]:
