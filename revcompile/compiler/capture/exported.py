@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
 from revcompile.compiler.capture.example import Example, signature_of
 from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
-from revcompile.compiler.capture.memory import watched_memory
+from revcompile.compiler.capture.memory import mark_state, watched_memory
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.proxy import Values
 from revcompile.compiler.capture.simplify import simplify
@@ -198,7 +198,7 @@ def _as_module_would(
         rest = [a for a in schema.arguments[given:] if not a.kwarg_only]
         node.args = (*node.args, *(node.kwargs.get(a.name, a.default_value) for a in rest))
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in {a.name for a in rest}}
-    if schema is not None and schema.is_mutable and name.endswith("_"):
+    if schema is not None and schema.is_mutable and hasattr(torch.Tensor, name):
         node.op, node.target = "call_method", name
 
 
@@ -240,6 +240,7 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
         pair = runs[1].get(node), runs[0].get(node)
         node.meta[TYPE] = type_of_values(pair[0], pair[1], example.batch)
         node.meta[VALUE] = size_of_values(pair[0], pair[1])
+    mark_state(graph, fake)
 
 
 class _Recorder(fx.Interpreter):

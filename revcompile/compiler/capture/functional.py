@@ -31,7 +31,7 @@ from revcompile.compiler.capture.effects import (
     overwrites_unseen,
     works_in_place,
 )
-from revcompile.compiler.capture.memory import MEMORY, PLACES, WRITES, Place
+from revcompile.compiler.capture.memory import MEMORY, PLACES, STATE, WRITES, Place
 from revcompile.compiler.capture.twins import promotes, twin_of, written_argument
 from revcompile.compiler.capture.views import Call, View, is_structured, place_of, view_of
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
@@ -113,7 +113,7 @@ class _Functional:
         eliminate_dead_code(self.graph)
         _sink_reads(self.graph)
         for node in self.graph.nodes:
-            for key in (PLACES, MEMORY, WRITES):
+            for key in (PLACES, MEMORY, STATE, WRITES):
                 node.meta.pop(key, None)
         self.graph.lint()
         return self.graph
@@ -226,6 +226,9 @@ class _Functional:
             raise Entangled(f"{node.name} writes in place and has no out-of-place form", [node])
         if not node.meta.get(WRITES, frozenset()) <= target.storages:
             raise Entangled(f"{node.name} writes into more than one tensor", [node])
+        if node.meta.get(STATE) and not target.storages <= self.state:
+            reason = f"{node.name} writes into state that {target.node.name} hands out"
+            raise Entangled(reason, [node, target.node])
         args, kwargs = fx.node.map_arg((twin.args, dict(twin.kwargs)), self._read)
         new = self.graph.create_node(twin.op, twin.function, args, kwargs)
         _describe(new, node, target.node)
@@ -280,7 +283,7 @@ class _Functional:
             if value.storages & node.meta[WRITES] and any(u.meta.get(PLACES) for u in late):
                 reason = f"{node.target} writes into {targets[0].name}, which is read afterwards"
                 raise Entangled(reason, [node, *late])
-        if self.state & node.meta[WRITES]:
+        if node.meta.get(STATE) or self.state & node.meta[WRITES]:
             raise Entangled(f"{node.target} writes into a buffer it is given", [node])
         copies: dict[fx.Node, fx.Node] = {}
         for target in targets:

@@ -12,9 +12,19 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-__all__ = ["MEMORY", "PLACES", "WRITES", "Place", "record_places", "tensors_in", "watched_memory"]
+__all__ = [
+    "MEMORY",
+    "PLACES",
+    "STATE",
+    "WRITES",
+    "Place",
+    "mark_state",
+    "record_places",
+    "tensors_in",
+    "watched_memory",
+]
 
 MEMORY: Final = "revcompile_memory"
 """`node.meta` key: the storages in which the node's value lies."""
@@ -24,6 +34,10 @@ WRITES: Final = "revcompile_writes"
 
 PLACES: Final = "revcompile_places"
 """`node.meta` key: a `Place` for each tensor of the node's value, in the order of `tensors_in`."""
+
+
+STATE: Final = "revcompile_state"
+"""`node.meta` key: of the memory a node writes into, is some a parameter's or buffer's?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,13 @@ def record_places(node: fx.Node, first: Any, second: Any) -> None:
     pairs = zip(tensors_in(first), tensors_in(second), strict=False)
     node.meta[PLACES] = tuple(_place(a, b) for a, b in pairs if torch._C._has_storage(a))
     node.meta[MEMORY] = frozenset(place.storage for place in node.meta[PLACES])
+
+
+def mark_state(graph: fx.Graph, root: nn.Module) -> None:
+    """Note which nodes write into parameters or buffers of the module that was traced."""
+    state = _storages([*root.parameters(), *root.buffers()])
+    for node in graph.nodes:
+        node.meta[STATE] = bool(state & node.meta.get(WRITES, frozenset()))
 
 
 def _place(first: torch.Tensor, second: torch.Tensor) -> Place:

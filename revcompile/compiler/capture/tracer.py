@@ -29,7 +29,7 @@ from revcompile.compiler.capture.decisions import DECIDES, Watch
 from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.leaves import is_leaf
-from revcompile.compiler.capture.memory import MEMORY, WRITES, watched_memory
+from revcompile.compiler.capture.memory import MEMORY, WRITES, mark_state, watched_memory
 from revcompile.compiler.capture.patches import AUTOCAST, patched
 from revcompile.compiler.capture.proxy import (
     ShapedProxy,
@@ -85,6 +85,7 @@ def trace(
         attributes = {name: _attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     tidy(graph)
+    mark_state(graph, fake)
     detach_no_grad(graph)
     assert tracer.out_spec is not None
     found = {name: value for name, value in attributes.items() if name not in state}

@@ -69,7 +69,19 @@ def twin_of(node: fx.Node) -> Twin | None:
         return Twin("call_function", node.target, args, kwargs)
     if kwargs.pop("inplace", False):
         return Twin("call_function", node.target, args, kwargs)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _operator_twin(node.target, args, kwargs)
     return _function_twin(str(getattr(node.target, "__name__", "")), args, kwargs)
+
+
+def _operator_twin(
+    operator_: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Twin | None:
+    """`aten.silu_.default` without its underscore, if there is such an operator."""
+    name, overload = operator_._schema.name.partition("::")[2], operator_._overloadname
+    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+    plain = getattr(packet, overload, None)
+    return None if plain is None else Twin("call_function", plain, args, kwargs)
 
 
 def _function_twin(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Twin | None:
