@@ -96,9 +96,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.found: str | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if func._overloadname == "dim" and name in ("max", "min"):
             name = f"{name}_dim"

@@ -150,7 +150,9 @@ class _Functional:
             return value.new
         view = value.view
         if value.source is None or view is None or not (view.is_same or view.is_pure):
-            raise Entangled(f"{value.node.name} is read after its memory was written to", [value.node])
+            raise Entangled(
+                f"{value.node.name} is read after its memory was written to", [value.node]
+            )
         source, before = self._contents(value.source), value.new
         if view.is_same:
             value.new = source
@@ -252,9 +254,7 @@ class _Functional:
             raise Entangled(f"{node.name} resizes a tensor in place", [node])
         call = Call(str(new.target), node.args[1:], node.kwargs)
         view = View(target.node, target.node, call)
-        value = _Value(
-            node, new, self.clock, target.storages, place_of(node), target, target, view
-        )
+        value = _Value(node, new, self.clock, target.storages, place_of(node), target, target, view)
         assert target.place is not None
         for name, other in list(self.values.items()):
             if other.place is not None and other.place.tensor == target.place.tensor:
@@ -304,7 +304,9 @@ class _Functional:
         if place.storage in self.buffers:
             owner = self.owners[place.storage]
             if owner.place is None or not owner.place.same_elements(place):
-                reason = f"the forward pass writes into {node.target}, which overlaps another buffer"
+                reason = (
+                    f"the forward pass writes into {node.target}, which overlaps another buffer"
+                )
                 raise Entangled(reason, [node, *node.users])
             self.values[node] = owner
             return

@@ -336,7 +336,11 @@ class _Tracer(ShapedTracer):
         try:
             with self._mode, watch:
                 if node.op == "get_attr":
-                    return self._buffers.get(target) if target in self._buffers else _attribute(self.root, target)
+                    return (
+                        self._buffers.get(target)
+                        if target in self._buffers
+                        else _attribute(self.root, target)
+                    )
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 if node.op == "call_module":

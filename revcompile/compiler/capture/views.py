@@ -55,9 +55,7 @@ def is_structured(node: fx.Node) -> bool:
     return isinstance(node.meta.get(TYPE), (tuple, dict))
 
 
-def view_of(
-    node: fx.Node, root: nn.Module, known: Callable[[fx.Node], View | None]
-) -> View | None:
+def view_of(node: fx.Node, root: nn.Module, known: Callable[[fx.Node], View | None]) -> View | None:
     """What a node that writes nothing is a view of; None if it lies in memory of its own.
 
     `known` gives the views of nodes before it.

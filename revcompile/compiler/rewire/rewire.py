@@ -61,7 +61,9 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
         # a layer may now stand before a stream or a kept value
-        forbid_inplace(segment.branch if isinstance(segment, Coupling) else segment.graph, surgeon.root)
+        forbid_inplace(
+            segment.branch if isinstance(segment, Coupling) else segment.graph, surgeon.root
+        )
     return Rewired(
         name=captured.name,
         root=surgeon.root,
