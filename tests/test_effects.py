@@ -1,4 +1,4 @@
-"""functionalize: in-place operations become pure; only buffers are written, by nodes of their own."""
+"""functionalize: in-place operations become pure; buffers are stored by nodes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In-place operations on aliases, views, inputs and streams: outputs and gradients stay the model's."""
+"""In-place operations on aliases, views, inputs and streams change no output and no gradient."""
 
 from __future__ import annotations
 

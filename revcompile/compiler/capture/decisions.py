@@ -23,25 +23,30 @@ __all__ = ["DECIDES", "Watch", "decision"]
 DECIDES: Final = "revcompile_decides"
 """`node.meta` key: the operation by which a layer kept as one call decides, if it does."""
 
-_JUMPS: Final = frozenset(
-    """ceil fix floor floor_divide floordiv fmod frac gumbel_softmax hardshrink heaviside mod remainder
-    round sgn sign signbit threshold trunc fake_quantize_per_tensor_affine rint""".split()
-)
+# fmt: off
+_JUMPS: Final = frozenset((
+    "ceil", "fix", "floor", "floor_divide", "floordiv", "fmod", "frac", "gumbel_softmax",
+    "hardshrink", "heaviside", "mod", "remainder", "round", "sgn", "sign", "signbit",
+    "threshold", "trunc", "fake_quantize_per_tensor_affine", "rint",
+))
 """Functions from numbers to numbers that jump."""
 
-_PICKS: Final = frozenset(
-    """argmax argmin argsort argwhere bucketize eq ge gt histc isclose kthvalue le lt max_dim median
-    min_dim mode msort ne nonzero searchsorted sort topk unique unique_consecutive unique_dim
-    _unique2 logical_and logical_not logical_or""".split()
-)
+_PICKS: Final = frozenset((
+    "argmax", "argmin", "argsort", "argwhere", "bucketize", "eq", "ge", "gt", "histc",
+    "isclose", "kthvalue", "le", "lt", "max_dim", "median", "min_dim", "mode", "msort", "ne",
+    "nonzero", "searchsorted", "sort", "topk", "unique", "unique_consecutive", "unique_dim",
+    "_unique2", "logical_and", "logical_not", "logical_or",
+))
 """Operators whose integer or boolean results depend on comparisons."""
 
-_SHAPE_ONLY: Final = frozenset(
-    """empty_like full_like ones_like rand_like randint_like randn_like zeros_like new_empty new_full
-    new_ones new_tensor new_zeros isfinite isinf isnan isneginf isposinf bernoulli""".split()
-)
+_SHAPE_ONLY: Final = frozenset((
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like",
+    "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "isfinite",
+    "isinf", "isnan", "isneginf", "isposinf", "bernoulli",
+))
 """Results of integer or boolean type that no rounding error of the input changes."""
 
+# fmt: on
 _JUMPING_LAYERS: Final = (nn.Hardshrink, nn.Threshold)
 
 

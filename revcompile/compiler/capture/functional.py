@@ -17,10 +17,8 @@ the original. Buffers are written once, at the end, with the contents the graph 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx, nn
 from torch.nn import functional
@@ -265,15 +263,14 @@ class _Functional:
         """A layer that is one call and writes into what it is given."""
         module = self.root.get_submodule(str(node.target))
         targets = [n for n in node.all_input_nodes if _storages(n) & node.meta[WRITES]]
-        mine, first = place_of(node), place_of(targets[0])
+        target = self.values[targets[0]]
         in_torch = type(module).__module__.startswith("torch.nn") and not any(module.children())
-        if in_torch and len(targets) == 1 and mine is not None and first is not None:
-            if works_in_place(module) and mine.same_elements(first):
-                target = self.values[targets[0]]
-                new = self.graph.node_copy(node, self._read)
-                self._write(target, new, node)
-                self.values[node] = target
-                return
+        mine, given = place_of(node), place_of(targets[0])
+        overwrites = mine is not None and given is not None and mine.same_elements(given)
+        if in_torch and works_in_place(module) and len(targets) == 1 and overwrites:
+            self._write(target, self.graph.node_copy(node, self._read), node)
+            self.values[node] = target
+            return
         self._layer_on_copies(node, targets)
 
     def _layer_on_copies(self, node: fx.Node, targets: list[fx.Node]) -> None:

@@ -183,8 +183,8 @@ def _decision(flow: Flow, branch: set[fx.Node], x: fx.Node) -> str | None:
         if found is not None:
             where = f" in {node.target}" if node.op == "call_module" else ""
             return (
-                f"the branch decides by {found}{where}, and a rebuilt input may decide otherwise at "
-                "a tie; its input is kept"
+                f"the branch decides by {found}{where}, and at a tie a rebuilt input may decide "
+                "otherwise; its input is kept"
             )
     return None
 
