@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,10 +18,14 @@ __all__ = [
     "fuse_mean",
     "is_autocasting",
     "matching",
+    "out_of_place",
+    "read_buffer",
     "select",
     "shape",
     "statistics_frozen",
+    "store_buffer",
     "with_item",
+    "with_view",
 ]
 
 
@@ -42,6 +48,63 @@ def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     result = tensor.clone()
     result[index] = value
     return result
+
+
+def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tensor:
+    """What `tensor` is after an in-place method, for methods that have no out-of-place form.
+
+    >>> out_of_place(torch.tensor([1, 2]), "gt_", 1)
+    tensor([0, 1])
+    """
+    result = tensor.clone()
+    getattr(result, method)(*args, **kwargs)
+    return result
+
+
+def with_view(
+    base: Tensor,
+    value: Tensor,
+    view: str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    item: int | None = None,
+) -> Tensor:
+    """`base` after `value` is written into a view of it, out of place.
+
+    `view` is a method of tensors, "getattr" for an attribute, or the name of an operator such as
+    "aten.slice.Tensor"; `item` picks one of several views (`chunk`).
+
+    >>> with_view(torch.zeros(2, 2), torch.ones(2), "select", (1, 0))
+    tensor([[1., 0.],
+            [1., 0.]])
+    """
+    result = base.clone()
+    # autograd refuses to write into one of several views made at once: their layout is enough
+    with torch.set_grad_enabled(item is None and torch.is_grad_enabled()):
+        if view == "getattr":
+            part = getattr(result, *args)
+        elif "." in view:
+            part = functools.reduce(getattr, view.split("."), torch.ops)(result, *args, **kwargs)
+        else:
+            part = getattr(result, view)(*args, **kwargs)
+    if item is not None:
+        layout = part[item].size(), part[item].stride(), part[item].storage_offset()
+        part = result.as_strided(*layout)
+    if part.untyped_storage()._cdata != result.untyped_storage()._cdata:
+        raise RuntimeError(f"{view} gave a copy here, and a view when the model was captured")
+    part.copy_(value)
+    return result
+
+
+def read_buffer(buffer: Tensor) -> Tensor:
+    """What a buffer holds before the model writes to it in this call."""
+    return buffer.clone()
+
+
+def store_buffer(buffer: Tensor, value: Tensor) -> None:
+    """Write a buffer's new contents, which the graph has computed."""
+    with torch.no_grad():
+        buffer.copy_(value)
 
 
 def fuse_mean(a: Tensor, b: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.effects import is_effect
 from revcompile.ir import TYPE, TensorType
-from revcompile.ops import attribute
+from revcompile.ops import attribute, out_of_place, read_buffer
 
 __all__ = ["Flow", "cuts_gradient", "draws_random", "holds_tensor", "is_add", "is_plain", "tensor_type"]
 
@@ -38,6 +38,7 @@ _WEIGHTED_FUNCTIONS: Final = frozenset(
 _RANDOM_WORDS: Final = (
     "rand",
     "bernoulli",
+    "cauchy",
     "dropout",
     "exponential_",
     "fractional",
@@ -132,6 +133,7 @@ class Flow:
         from_constants = all(i in self.constant for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
         is_call = is_call and node not in self.effects and not draws_random(node)
+        is_call = is_call and node.target is not read_buffer  # later it may hold something else
         if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
         elif is_call and node not in self.plain:
@@ -249,6 +251,17 @@ class Flow:
         value = attribute(self.root, str(node.target))
         return value.numel() if isinstance(value, nn.Parameter) else 0
 
+    def read_with(self, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+        """Where a buffer's contents first meet other values, and those values."""
+        seen = {node}
+        while node.users:
+            node = min(node.users, key=self.index.__getitem__)
+            others = [i for i in node.all_input_nodes if i not in seen and not self.anywhere(i)]
+            if others:
+                return node, others
+            seen.add(node)
+        return node, []
+
     def users(self, node: fx.Node) -> list[fx.Node]:
         """Users that read the value itself, not only its size."""
         return [u for u in node.users if u not in self.plain]
@@ -259,6 +272,8 @@ def draws_random(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = str(getattr(node.target, "__name__", node.target))
+    if node.target is out_of_place:
+        name = str(node.args[1])
     if "scaled_dot_product_attention" in name:
         rate = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0)
         return bool(rate != 0)

@@ -15,6 +15,7 @@ from revcompile.compiler.reach import lost_in_programs, lost_in_rewired
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
 from revcompile.ir import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
+from revcompile.ops import store_buffer
 from revcompile.program import Part, Partition, StageProgram
 
 __all__ = ["verify_partition", "verify_programs", "verify_rewired"]
@@ -51,6 +52,8 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
         if inputs and all(i.name in constants for i in inputs):
             constants.add(node.name)
             continue
+        if node.target is store_buffer and counts[node.name] != 1:
+            problems.append(f"{node.name} is done {counts[node.name]} times")
         if is_plain(node) or node.name in replaced:
             continue
         if counts[node.name] == 0 and node.users:

@@ -27,6 +27,7 @@ from revcompile.compiler.capture.example import (
     signature_of,
 )
 from revcompile.compiler.capture.exported import export_capture
+from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
 from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.leaves import is_leaf
 from revcompile.compiler.capture.modes import first_difference, merge_modes
@@ -36,7 +37,7 @@ from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.tracer import Traced, Untraceable, trace
 from revcompile.errors import CaptureError, InputError
 from revcompile.guards import ModeGuards
-from revcompile.ir import PATH, Captured, Frontend
+from revcompile.ir import PATH, SOURCE, Captured, Frontend
 
 __all__ = [
     "Example",
@@ -179,24 +180,36 @@ def _capture_fx(
         if evaluation.resisted:
             continue
         same = train.out_spec == evaluation.out_spec
-        readers = _flags_read(train.guards) | _flags_read(evaluation.guards)
-        graph = merge_modes(train.graph, evaluation.graph, readers) if same else None
-        to_keep = () if graph is not None else _mode_dependent(model, train.graph, evaluation.graph)
-        if leaves.issuperset(to_keep):
-            break
-        leaves.update(to_keep)
-    root = copy_model(model)
-    for name, tensor in (train.constants | evaluation.constants).items():
-        keep_constant(root, name, tensor)
+        differs = not same or first_difference(train.graph, evaluation.graph)
+        to_keep = _mode_dependent(model, train.graph, evaluation.graph) if differs else ()
+        if not leaves.issuperset(to_keep):
+            leaves.update(to_keep)
+            continue
+        root = copy_model(model)
+        for name, tensor in (train.constants | evaluation.constants).items():
+            keep_constant(root, name, tensor)
+        try:
+            pure = [simplify(traced.graph, root) for traced in (train, evaluation)]
+        except Entangled as error:
+            path, why = _module_around(error, leaves)
+            leaves.add(path)
+            resisted[path] = why
+            continue
+        break
+    for one in pure:
+        forbid_inplace(one, root)
+    readers = _flags_read(train.guards) | _flags_read(evaluation.guards)
+    graph = merge_modes(pure[0], pure[1], readers) if same else None
+    notes = [f"{path} is kept as one piece: {why}" for path, why in resisted.items()]
     return Captured(
         name=type(model).__name__,
         root=root,
-        graph=simplify(graph if graph is not None else train.graph, root),
-        eval_graph=None if graph is not None else simplify(evaluation.graph, root),
+        graph=graph if graph is not None else pure[0],
+        eval_graph=None if graph is not None else pure[1],
         signature=signature_of(example, train.out_spec, None if same else evaluation.out_spec),
         frontend=Frontend.FX,
         leaves=tuple(sorted(leaves)),
-        notes=tuple(f"{path} is kept as one piece: {why}" for path, why in resisted.items()),
+        notes=(*notes, *written_inputs(train.graph)),
         guards=make_guards(train.guards, evaluation.guards, graph, root, example),
         draws=train.draws | evaluation.draws,
     )
@@ -204,6 +217,24 @@ def _capture_fx(
 
 def _flags_read(guards: ModeGuards) -> set[str]:
     return {guard.path for guard in guards.attributes if guard.name == "training"}
+
+
+def _module_around(error: Entangled, leaves: set[str]) -> tuple[str, str]:
+    """The innermost module that holds all nodes of a write that cannot be made out of place.
+
+    Kept as one call, it writes where nobody outside sees it.
+    """
+    paths = [str(node.meta.get(PATH, "")).split(".") for node in error.nodes]
+    common = [a for a, *rest in zip(*paths, strict=False) if all(b == a for b in rest)]
+    first = error.nodes[0]
+    if first.op == "call_module" and ".".join(common) == str(first.target):
+        common = common[:-1]
+    path = ".".join(common)
+    while path in leaves:
+        path = path.rpartition(".")[0]
+    if not path:
+        raise Untraceable("", str(error), str(first.meta.get(SOURCE, "?")))
+    return path, str(error)
 
 
 def _mode_dependent(model: nn.Module, train: fx.Graph, evaluation: fx.Graph) -> tuple[str, ...]:

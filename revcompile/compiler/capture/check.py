@@ -19,12 +19,13 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.copies import copy_model, set_mode
 from revcompile.compiler.capture.draws import draws_left_out
+from revcompile.compiler.capture.effects import overwrites_unseen
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.rng import rng_kept, seed_all
 from revcompile.errors import InputError
-from revcompile.ir import Captured
-from revcompile.ops import select
+from revcompile.ir import SOURCE, Captured
+from revcompile.ops import batch_norm, select, store_buffer
 
 __all__ = [
     "Check",
@@ -126,8 +127,34 @@ def _compare_once(
 
 
 def run_graph(graph: fx.Graph, root: nn.Module, inputs: list[torch.Tensor]) -> Any:
-    """Run a graph over a root module without registering anything on it."""
-    return fx.Interpreter(root, graph=graph).run(*inputs)
+    """Run a graph over a root module without registering anything on it.
+
+    Fails if a node writes into a value that others can see: where values are copied, between
+    stages for one, the others would not see what was written.
+    """
+    return _Pure(root, graph=graph).run(*inputs)
+
+
+class _Pure(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        sources = [] if n.target is store_buffer else n.all_input_nodes
+        tensors = [t for source in sources for t in tensors_in(self.env[source])]
+        versions = [t._version for t in tensors if not t.is_inference()]
+        result = super().run_node(n)
+        is_written = versions != [t._version for t in tensors if not t.is_inference()]
+        if is_written and not self._is_unseen(n):
+            raise RuntimeError(f"{n.name} writes into what it is given [{n.meta.get(SOURCE)}]")
+        return result
+
+    def _is_unseen(self, node: fx.Node) -> bool:
+        if node.target is batch_norm:
+            return True
+        return node.op == "call_module" and overwrites_unseen(node, self.root_module())
+
+    def root_module(self) -> nn.Module:
+        """The module whose layers are called."""
+        assert isinstance(self.module, nn.Module)
+        return self.module
 
 
 def _run_original(
@@ -162,7 +189,7 @@ def _run(
     example: Example,
     trial: _Trial,
 ) -> dict[str, Any]:
-    """Outputs by name; in a deep trial also gradients of inputs and parameters, and buffers."""
+    """Outputs and buffers by name; in a deep trial also gradients of inputs and parameters."""
     inputs = [t.detach().clone() for t in example.tensors(trial.which)]
     for tensor in inputs if trial.deep else ():
         # a mask of -inf is no variable, and torch may not even read one that is causal
@@ -173,6 +200,7 @@ def _run(
         output = call(module, [t * 1 if t.requires_grad else t.clone() for t in inputs])
         flat = tensors_in(output)
         found: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(flat)}
+        found |= {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}
         if not trial.deep:
             return found
         torch.manual_seed(trial.seed)
@@ -181,7 +209,7 @@ def _run(
     for label, tensor in zip(example.labels, inputs, strict=True):
         found[f"the gradient of input {label}"] = tensor.grad
     found |= {f"the gradient of {name}": p.grad for name, p in module.named_parameters()}
-    return found | {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    return found
 
 
 def compare(expected: dict[str, Any], actual: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ devices are asked for at run time, and assertions that break autocast are erased
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,11 @@ from revcompile.compiler.capture.copies import (
 from revcompile.compiler.capture.draws import draws_decided
 from revcompile.compiler.capture.example import Example, signature_of
 from revcompile.compiler.capture.export_guards import exported_guards, free_dimensions
+from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
 from revcompile.compiler.capture.guards import make_guards
+from revcompile.compiler.capture.memory import mark_state, watched_memory
 from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.proxy import Values
 from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.structures import STRUCTURE, structure_of
@@ -80,18 +83,28 @@ def _captured(model: nn.Module, example: Example, lengths_free: bool) -> Capture
         graphs.append(graph)
         draws |= lines
         out_spec = program.call_spec.out_spec
+    notes = written_inputs(graphs[0])
+    try:
+        train, evaluation = (simplify(graph, root) for graph in graphs)
+    except Entangled as error:
+        node = error.nodes[0]
+        where = str(node.meta.get(PATH, "")), str(node.meta.get(SOURCE, "?"))
+        raise Untraceable(where[0], str(error), where[1]) from error
+    for graph in (train, evaluation):
+        forbid_inplace(graph, root)
     readers = {g.path for mode in guards for g in mode.attributes if g.name == "training"}
-    merged = merge_modes(graphs[0], graphs[1], readers)
+    merged = merge_modes(train, evaluation, readers)
     assert out_spec is not None
     return Captured(
         name=type(model).__name__,
         root=root,
-        graph=simplify(merged if merged is not None else graphs[0], root),
-        eval_graph=None if merged is not None else simplify(graphs[1], root),
+        graph=merged if merged is not None else train,
+        eval_graph=None if merged is not None else evaluation,
         signature=signature_of(example, out_spec),
         frontend=Frontend.EXPORT,
         guards=make_guards(guards[0], guards[1], merged, root, example),
         draws=frozenset(draws),
+        notes=notes,
     )
 
 
@@ -253,7 +266,7 @@ def _as_module_would(
         rest = [a for a in schema.arguments[given:] if not a.kwarg_only]
         node.args = (*node.args, *(node.kwargs.get(a.name, a.default_value) for a in rest))
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in {a.name for a in rest}}
-    if schema is not None and schema.is_mutable and name.endswith("_"):
+    if schema is not None and schema.is_mutable and hasattr(torch.Tensor, name):
         node.op, node.target = "call_method", name
 
 
@@ -279,9 +292,9 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
     """Types of all values from fake runs at both batch sizes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fake_copy(root, mode)
-    runs = []
-    for which in (0, 1):
-        recorder = _Recorder(fake, graph)
+    runs: list[dict[fx.Node, Any]] = []
+    for which in (1, 0):
+        recorder = _Recorder(fake, graph, runs)
         inputs = [mode.from_tensor(t) for t in example.tensors(which)]
         try:
             with mode:
@@ -292,21 +305,35 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
             raise Untraceable("", message, "?") from error
         runs.append(recorder.values)
     for node in graph.nodes:
-        pair = runs[0].get(node), runs[1].get(node)
+        pair = runs[1].get(node), runs[0].get(node)
         node.meta[TYPE] = type_of_values(pair[0], pair[1], example.batch)
         node.meta[VALUE] = size_of_values(pair[0], pair[1])
         node.meta[STRUCTURE] = structure_of(pair[0]) if node.op != "output" else None
+    mark_state(graph, fake)
 
 
 class _Recorder(fx.Interpreter):
-    """An interpreter that remembers every value."""
+    """An interpreter that remembers every value.
 
-    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+    Given the values of a run at another batch size, it notes where in memory each value lies.
+    """
+
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, others: Sequence[Mapping[fx.Node, Any]]
+    ) -> None:
         super().__init__(root, graph=graph, garbage_collect_values=False)
         self.values: dict[fx.Node, Any] = {}
+        self._pairs: dict[fx.Node, Values] = {}
+        self._other = others[0] if others else None
 
     def run_node(self, n: fx.Node) -> Any:
-        self.values[n] = super().run_node(n)
+        """Run one node."""
+        if self._other is None:
+            self.values[n] = super().run_node(n)
+            return self.values[n]
+        with watched_memory(n, self._pairs):
+            self.values[n] = super().run_node(n)
+            self._pairs[n] = Values(self.values[n], self._other[n])
         return self.values[n]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.capture.memory import MEMORY, WRITES
 from revcompile.ir import PATH, SOURCE, TYPE
 from revcompile.ops import select
 
@@ -34,9 +33,6 @@ def merge_modes(
     for node, other in zip(train.nodes, evaluation.nodes, strict=True):
         copies[node] = merged.node_copy(node, copies.__getitem__)
         _select_constants(merged, copies[node], other, readers)
-        for key in (MEMORY, WRITES):
-            if key in node.meta and key in other.meta:
-                copies[node].meta[key] = node.meta[key] | other.meta[key]
     return merged
 
 

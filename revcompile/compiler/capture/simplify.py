@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from revcompile.compiler.capture.effects import functionalize
+from revcompile.compiler.capture.functional import functionalize
 from revcompile.compiler.capture.structures import unpack_structures
 
 __all__ = ["simplify"]

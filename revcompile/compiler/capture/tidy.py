@@ -7,6 +7,7 @@ from typing import Final
 from torch import fx
 
 from revcompile.compiler.capture.effects import eliminate_dead_code, is_effect
+from revcompile.compiler.capture.memory import WRITES
 from revcompile.ir import TYPE, TensorType
 
 __all__ = ["NO_GRAD", "detach_no_grad", "tidy"]
@@ -47,5 +48,6 @@ def _detach(graph: fx.Graph, node: fx.Node, before: fx.Node, users: list[fx.Node
     with graph.inserting_before(before):
         detached = graph.call_method("detach", (node,))
     detached.meta.update(node.meta)
+    detached.meta[WRITES] = frozenset()
     for user in users:
         user.replace_input_with(node, detached)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,12 @@ from revcompile.compiler.capture.blame import (
     user_line,
 )
 from revcompile.compiler.capture.copies import attributes_kept, fake_copy
+from revcompile.compiler.capture.decisions import DECIDES, Watch
 from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.guards import Reading, Record, is_torch_code, size_guards
 from revcompile.compiler.capture.leaves import is_leaf
-from revcompile.compiler.capture.memory import MEMORY, WRITES, number_memory, watched_memory
+from revcompile.compiler.capture.memory import MEMORY, WRITES, mark_state, watched_memory
 from revcompile.compiler.capture.patches import AUTOCAST, patched
 from revcompile.compiler.capture.proxy import (
     ShapedProxy,
@@ -55,6 +57,7 @@ from revcompile.compiler.capture.structures import (
 from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
 from revcompile.guards import FlagGuard, ModeGuards
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
+from revcompile.ops import store_buffer
 
 _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 """torch's own; while a model is traced, `torch.is_grad_enabled` reports who asks."""
@@ -105,7 +108,7 @@ def trace(
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     guards = tracer.guards()
     tidy(graph)
-    number_memory(graph, fake)
+    mark_state(graph, fake)
     detach_no_grad(graph)
     assert tracer.out_spec is not None
     found = {name: value for name, value in attributes.items() if name not in state}
@@ -141,6 +144,8 @@ class _Tracer(ShapedTracer):
         self._autocast = _autocast_state()
         self._foreign = foreign_state()
         self._attribute_proxies: dict[str, fx.Proxy] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stored: set[str] = set()
 
     # -- what steers Python -------------------------------------------------------------------
 
@@ -179,6 +184,7 @@ class _Tracer(ShapedTracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         example, flat = self._example, list(self._example.leaves)
+        self._buffers = dict(self.root.named_buffers(remove_duplicate=False))
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
         for place, name in zip(places, example.names, strict=True):
             proxy = self.create_proxy("placeholder", name, (), {})
@@ -193,6 +199,7 @@ class _Tracer(ShapedTracer):
         def flat_forward(*inputs: Any) -> Any:
             args, kwargs = pytree.tree_unflatten(list(inputs), example.in_spec)
             result = self._watched(self.root, self.root, args, kwargs)
+            self._store_others_buffers()
             outputs, self.out_spec = pytree.tree_flatten(expanded(result))
             return tuple(outputs)
 
@@ -294,8 +301,8 @@ class _Tracer(ShapedTracer):
             raise Unrecorded("random numbers drawn outside the graph", module)
         for name, old in buffers.items():
             new = module._buffers.get(name)
-            if _fake_value(new) is not old:
-                raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
+            if new is not old and _fake_value(new) is not _fake_value(old):
+                self._store_buffer(module, name, new)
         if state_of(module) != state:  # once: a size that is remembered; twice: a counter
             mark, state = self._mark(), state_of(module)
             forward(*args, **kwargs)
@@ -317,6 +324,28 @@ class _Tracer(ShapedTracer):
             for name in changed
             if isinstance(now[name], tuple) or self.log.read_first(module, name, since)
         ]
+
+    def _store_buffer(self, module: nn.Module, name: str, value: Any) -> None:
+        """Record the assignment to a buffer, or have the module that makes it kept as one call."""
+        path = f"{self._path}.{name}" if self._path else name
+        self._stored.add(path)
+        can_be_leaf = self._path and not any(module.children())
+        if can_be_leaf or type(value) is not ShapedProxy:
+            raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
+        buffer = self.create_proxy("get_attr", path, (), {})
+        if value.node.meta[TYPE] != buffer.node.meta[TYPE]:
+            raise Unrecorded(f"its buffer {name!r} changes its shape or type", module)
+        self.create_proxy("call_function", store_buffer, (buffer, value), {})
+
+    def _store_others_buffers(self) -> None:
+        """Record assignments to buffers of modules other than the one whose forward made them."""
+        for path, module in self.root.named_modules():
+            for name, value in module._buffers.items():
+                full = f"{path}.{name}" if path else name
+                if type(value) is ShapedProxy and full not in self._stored:
+                    self._path = path
+                    self._store_buffer(module, name, value)
+        self._path = ""
 
     def _refuse_foreign_numbers(self) -> None:
         if foreign_state() != self._foreign:
@@ -346,6 +375,7 @@ class _Tracer(ShapedTracer):
                     self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
                 self._refuse_hidden_write(node)
                 refuse_what_cannot_be_taken_apart(node, self.values[node].first)
+                self._keep_buffer_writer(node)
             except Exception:
                 self.graph.erase_node(node)
                 raise
@@ -358,6 +388,15 @@ class _Tracer(ShapedTracer):
             hidden = source.meta[MEMORY] & node.meta[WRITES] and source.op != "get_attr"
             if hidden and not source.meta[NO_GRAD]:
                 raise TraceError("an in-place operation under no_grad on a value made outside")
+
+    def _keep_buffer_writer(self, node: fx.Node) -> None:
+        """A module without submodules that writes into a buffer is best kept as one call."""
+        for source in node.all_input_nodes if self._path else ():
+            module = self.root.get_submodule(self._path)
+            is_written = source.op == "get_attr" and source.meta[MEMORY] & node.meta[WRITES]
+            if is_written and not any(module.children()):
+                name = str(source.target).rpartition(".")[2]
+                raise Unrecorded(f"the forward pass writes into its buffer {name!r}", module)
 
     def _learn(self, node: fx.Node, first: Any, second: Any) -> None:
         self.values[node] = Values(first, second)
@@ -372,11 +411,18 @@ class _Tracer(ShapedTracer):
             (node.args, node.kwargs), lambda source: self.values[source][which]
         )
         target: Any = node.target
+        watch: AbstractContextManager[Any] = nullcontext()
+        if node.op == "call_module" and not which and not is_leaf(self.root.get_submodule(target)):
+            watch = Watch()
         self.evaluating = True
         try:
-            with self._mode:
+            with self._mode, watch:
                 if node.op == "get_attr":
-                    return _attribute(self.root, target)
+                    return (
+                        self._buffers.get(target)
+                        if target in self._buffers
+                        else _attribute(self.root, target)
+                    )
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 if node.op == "call_module":
@@ -386,9 +432,12 @@ class _Tracer(ShapedTracer):
             if node.op != "call_module":
                 raise
             original = self._model.get_submodule(str(node.target))
+            node.meta[DECIDES] = "control flow on its contents"
             return run_on_data(original, target, self._mode, args, kwargs)
         finally:
             self.evaluating = False
+            if isinstance(watch, Watch):
+                node.meta.setdefault(DECIDES, watch.found)
 
     def fold(self, node: fx.Node, which: int) -> Any:
         """The real value of a node that is made from sizes alone."""

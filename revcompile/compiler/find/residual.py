@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import fx
 
+from revcompile.compiler.capture.decisions import decision
 from revcompile.compiler.find.together import (
     absorb_activations,
     drop_entangled,
@@ -23,6 +24,7 @@ from revcompile.compiler.find.together import (
 )
 from revcompile.compiler.flow import Flow, cuts_gradient, is_add, tensor_type
 from revcompile.ir import PATH, VALUE, Captured, NameSet, Refusal, Residual, ResidualKind
+from revcompile.ops import read_buffer
 
 __all__ = ["Found", "find"]
 
@@ -157,6 +159,9 @@ def _identity(
         return Refusal(path, total.name, extras)
     if not any(flow.parameter_count(node) for node in branch):
         return Refusal(path, total.name, "the branch has no parameters: a formula, not a block")
+    decides = _decision(flow, branch, x)
+    if decides is not None:
+        return Refusal(path, total.name, decides)
     driven = [t for t in others if t in branch and flow.depends(t, x)]
     parallel = len(driven) > 1 and shortcut not in others
     return Residual(
@@ -172,6 +177,19 @@ def _identity(
         sides=tuple(s.name for s in sides),
         extras=tuple(e.name for e in extras),
     )
+
+
+def _decision(flow: Flow, branch: set[fx.Node], x: fx.Node) -> str | None:
+    """Why a branch must be given its very input again: it jumps at ties."""
+    for node in sorted(branch, key=flow.index.__getitem__):
+        found = decision(node, flow.root) if flow.depends(node, x) else None
+        if found is not None:
+            where = f" in {node.target}" if node.op == "call_module" else ""
+            return (
+                f"the branch decides by {found}{where}, and at a tie a rebuilt input may decide "
+                "otherwise; its input is kept"
+            )
+    return None
 
 
 def _projected(
@@ -239,6 +257,7 @@ def _exclusive(
             n.op == "placeholder" or n in flow.plain or n in flow.effects or cuts_gradient(n)
             for n in whole
         )
+        fixed = fixed or node.target is read_buffer  # read before it is written, not in a branch
         mine = all(u in inside or u in closure or u in whole for n in whole for u in n.users)
         if flow.anywhere(node):
             closure |= flow.sources(node)

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from revcompile.compiler.flow import Flow
 from revcompile.ir import VALUE, Refusal, Residual, ResidualKind
+from revcompile.ops import read_buffer
 
 __all__ = [
     "absorb_activations",
@@ -208,6 +209,8 @@ def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]
             ready[node] = flow.index[flow.by_name[block.out]]
         else:
             times = [ready[i] for i in node.all_input_nodes if i not in flow.plain]
+            if node.target is read_buffer:  # read where its new contents are computed
+                times += [ready.get(other, 0) for other in flow.read_with(node)[1]]
             known = node in flow.plain and node.meta.get(VALUE) is not None
             ready[node] = max([flow.index[node], *(() if known else times)])
     return ready

@@ -56,6 +56,7 @@ class _Walk:
         self.part = part
         self.is_last = part.index == len(partition.parts) - 1
         self.emitter = Emitter(partition)
+        self.emitter.stores = False
         self.kept: dict[str, fx.Node] = {}
         self.wanted: dict[str, fx.Node] = {}
         self.arriving: dict[str, fx.Node] = {}

@@ -49,6 +49,8 @@ class Emitter:
         self.graph = fx.Graph()
         self.key = self.graph.placeholder("key")
         self.values: dict[str, fx.Node] = {}
+        self.stores = True
+        """Are buffers written? Once a micro-batch: in forward, not where it is computed again."""
         self.places = {
             id(piece): place for part in partition.parts for place, piece in enumerate(part.pieces)
         }
@@ -109,7 +111,7 @@ class Emitter:
         for node in source.nodes:
             if node.op == "output":
                 return fx.map_arg(node.args[0], copies.__getitem__)
-            if node not in copies:
+            if node not in copies and (self.stores or node.target is not ops.store_buffer):
                 copies[node] = self._copy(node, copies)
         raise AssertionError("a graph without output")
 

@@ -29,6 +29,7 @@ def inverse_graph(
     if any(unit.keep is not Keep.NOTHING for unit in units):
         return None
     emitter = Emitter(partition)
+    emitter.stores = False
     for name in (*back.kept, *back.wanted):
         emitter.values[name] = emitter.placeholder(name)
     streams: Sequence[fx.Node] = ()

@@ -8,10 +8,11 @@ from typing import Any
 from torch import fx, nn
 
 from revcompile.ir import Coupling, Live, Rewired, Segment, TensorType
+from revcompile.ops import read_buffer, store_buffer
 from revcompile.program import Piece
 from revcompile.tree import parameters_read
 
-__all__ = ["crossing", "graphs_of", "parameter_names", "size_of"]
+__all__ = ["crossing", "graphs_of", "parameter_names", "size_of", "updated_buffers"]
 
 
 def crossing(rewired: Rewired, pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
@@ -33,6 +34,18 @@ def crossing(rewired: Rewired, pieces: Sequence[Piece]) -> list[tuple[str, ...]]
         alive = {name: None for name in alive if last_use.get(name, -1) > index}
         found.append(tuple(alive))
     return found
+
+
+def updated_buffers(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
+    """Buffers that graphs write to: name -> the pieces that read or write them."""
+    users: dict[str, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        for graph in graphs_of(piece.segment):
+            for node in graph.nodes:
+                if node.target in (read_buffer, store_buffer):
+                    (buffer, *_) = node.all_input_nodes
+                    users.setdefault(str(buffer.target), []).append(index)
+    return {name: tuple(dict.fromkeys(found)) for name, found in users.items()}
 
 
 def size_of(names: Sequence[str], types: Mapping[str, Any]) -> int:

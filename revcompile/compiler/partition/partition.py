@@ -16,7 +16,13 @@ import networkx as nx
 
 from revcompile.compiler.balance import balance, largest
 from revcompile.compiler.cost import How, MemoryModel, piece_costs, sum_costs
-from revcompile.compiler.partition.cuts import crossing, graphs_of, parameter_names, size_of
+from revcompile.compiler.partition.cuts import (
+    crossing,
+    graphs_of,
+    parameter_names,
+    size_of,
+    updated_buffers,
+)
 from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir import Cost, Rewired
@@ -54,6 +60,8 @@ class _Items:
     alive: Sequence[tuple[str, ...]]
     shared: Mapping[str, tuple[int, ...]]
     """Parameters that several pieces read: name -> those pieces."""
+    updated: Mapping[str, tuple[int, ...]]
+    """Buffers that the model writes to: name -> the pieces that read or write them."""
 
 
 def partition(
@@ -81,6 +89,7 @@ def partition(
         if found and _worst(coarse, found, method) <= bound:
             chosen, ends = coarse, found
     if ends is None:
+        _refuse_updated_buffers(rewired, finest, stages, method, limits)
         raise InputError(_does_not_fit(rewired, finest, stages, method, limits))
     return _assemble(rewired, chosen, ends, method)
 
@@ -105,7 +114,8 @@ def _items(
     types: Mapping[str, Any],
     costs: tuple[Cost, ...],
 ) -> _Items:
-    return _Items(pieces, costs, types, crossing(rewired, pieces), _shared(rewired, pieces))
+    alive, shared = crossing(rewired, pieces), _shared(rewired, pieces)
+    return _Items(pieces, costs, types, alive, shared, updated_buffers(pieces))
 
 
 def _shared(rewired: Rewired, pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
@@ -125,14 +135,16 @@ def _solve(
     items: _Items, stages: int, method: Method, limits: Limits | None
 ) -> tuple[int, ...] | None:
     """The ends of the stages; pieces that share parameters stay together if that costs little."""
-    best = _balanced(items, stages, method, limits, ())
+    together: list[tuple[int, int]] = [
+        pair for users in items.updated.values() for pair in itertools.pairwise(users)
+    ]
+    best = _balanced(items, stages, method, limits, together)
     if best is None:
         return None
     bound = TYING_LOSS * _worst(items, best, method)
     sharing = nx.Graph()
     for readers in items.shared.values():
         nx.add_path(sharing, readers)
-    together: list[tuple[int, int]] = []
     for component in nx.connected_components(sharing):
         wanted = [*together, *itertools.pairwise(sorted(component))]
         ends = _balanced(items, stages, method, limits, wanted)
@@ -192,6 +204,21 @@ def _memory(items: _Items, stages: int, method: Method, limits: Limits) -> Memor
         optimizer_copies=limits.optimizer_copies,
         group=limits.group,
         first_input_free=False,  # the trainer keeps what it is fed
+    )
+
+
+def _refuse_updated_buffers(
+    rewired: Rewired, items: _Items, stages: int, method: Method, limits: Limits | None
+) -> None:
+    """A buffer is read and written in one stage: elsewhere its contents would be out of date."""
+    if not items.updated or _balanced(items, stages, method, limits, ()) is None:
+        return
+    name = max(items.updated, key=lambda n: items.updated[n][-1] - items.updated[n][0])
+    first, *_, last = (items.pieces[i].name for i in items.updated[name])
+    raise InputError(
+        f"petrafy: the forward pass of {rewired.name} writes into its buffer {name}, which is used "
+        f"from {first} to {last}; all of that must be one stage, which leaves no cut into {stages} "
+        "stages. Use fewer stages, or update the buffer where its contents are computed"
     )
 
 

@@ -20,7 +20,7 @@ from revcompile.compiler.rewire.links import build_link, link_source
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.sizes import WrittenSizes
 from revcompile.ir import TYPE, VALUE, Link, Live, Residual, ResidualKind
-from revcompile.ops import fuse_mean, shape
+from revcompile.ops import fuse_mean, read_buffer, shape
 
 __all__ = ["Pair", "Placement"]
 
@@ -113,12 +113,26 @@ class Placement:
         if node in self.flow.plain:
             self._place_size(node)
             return
-        level = max((self.level(i) for i in node.all_input_nodes), default=0)
+        level = max((self.level(i) for i in self._needed_with(node)), default=0)
         self.levels[node] = level
         region = self.regions[level]
         copy = region.copy(node, lambda n: self.outside(region, n))
         region.defined[node.name] = copy
         self.types[node.name] = node.meta.get(TYPE)
+
+    def _needed_with(self, node: fx.Node) -> list[fx.Node]:
+        """What must be there before a value is computed.
+
+        A buffer is read where its contents meet other values, so that the stage that writes its
+        new contents is, as far as possible, the one that reads it.
+        """
+        if node.target is not read_buffer:
+            return node.all_input_nodes
+        meeting, others = self.flow.read_with(node)
+        block = self.owner.get(meeting)
+        if block is not None:
+            return [self.flow.by_name[block.x]]
+        return [other for other in others if other in self.levels]
 
     def _place_size(self, node: fx.Node) -> None:
         """Sizes of streams and of values inside blocks are had without touching those."""

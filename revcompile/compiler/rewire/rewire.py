@@ -13,6 +13,8 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
+from revcompile.compiler.capture.effects import is_effect
+from revcompile.compiler.capture.functional import forbid_inplace
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.find.together import ready_times
 from revcompile.compiler.flow import Flow
@@ -61,7 +63,11 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
             plain = rewire(captured, found, kept)
             note = "layers keep their widths: in eval mode the model reads them otherwise"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
-    _forbid_inplace(surgeon, [b for b in (body, eval_body) if b is not None])
+    for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
+        # a layer may now stand before a stream or a kept value
+        forbid_inplace(
+            segment.branch if isinstance(segment, Coupling) else segment.graph, surgeon.root
+        )
     return Rewired(
         name=captured.name,
         root=surgeon.root,
@@ -227,7 +233,7 @@ class _Rewiring:
 
 
 def _has_effect(region: Region) -> bool:
-    return any(n.op == "call_module" or n in region.flow.effects for n in region.graph.nodes)
+    return any(n.op == "call_module" or is_effect(n) for n in region.graph.nodes)
 
 
 def _block_names(flow: Flow, blocks: list[Residual]) -> dict[str, str]:
@@ -265,24 +271,3 @@ def _finer(flow: Flow, block: Residual) -> str | None:
         module = dict(flow.root.named_modules()).get(path)
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return path
-
-
-def _forbid_inplace(surgeon: Surgeon, bodies: list[Body]) -> None:
-    """Layers that would overwrite a stream or a kept value work out of place."""
-    for body in bodies:
-        for segment in body.segments:
-            graph = segment.branch if isinstance(segment, Coupling) else segment.graph
-            for node in graph.nodes:
-                if node.op != "call_module":
-                    continue
-                module = surgeon.root.get_submodule(str(node.target))
-                for inner in module.modules():
-                    if getattr(inner, "inplace", False) is True and not _may_overwrite(node):
-                        inner.inplace = False  # type: ignore[assignment]
-
-
-def _may_overwrite(node: fx.Node) -> bool:
-    """Is the layer's input a fresh value that nobody else reads?"""
-    source = node.args[0] if node.args else None
-    fresh = isinstance(source, fx.Node) and source.op == "call_module"
-    return fresh and len(source.users) == 1  # type: ignore[union-attr]

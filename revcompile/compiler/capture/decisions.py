@@ -1,0 +1,116 @@
+"""Discrete decisions: results that jump where their inputs change by a rounding error.
+
+A reversible block's input is rebuilt up to rounding errors. A continuous branch (ReLU, max pooling,
+clamp) does not mind. One that routes by `topk`, sorts, compares or rounds may decide otherwise
+at a tie: a router whose weights start as zeros has nothing but ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from revcompile.ir import TYPE, TensorType
+from revcompile.ops import out_of_place
+
+__all__ = ["DECIDES", "Watch", "decision"]
+
+DECIDES: Final = "revcompile_decides"
+"""`node.meta` key: the operation by which a layer kept as one call decides, if it does."""
+
+# fmt: off
+_JUMPS: Final = frozenset((
+    "ceil", "fix", "floor", "floor_divide", "floordiv", "fmod", "frac", "gumbel_softmax",
+    "hardshrink", "heaviside", "mod", "remainder", "round", "sgn", "sign", "signbit",
+    "threshold", "trunc", "fake_quantize_per_tensor_affine", "rint",
+))
+"""Functions from numbers to numbers that jump."""
+
+_PICKS: Final = frozenset((
+    "argmax", "argmin", "argsort", "argwhere", "bucketize", "eq", "ge", "gt", "histc",
+    "isclose", "kthvalue", "le", "lt", "max_dim", "median", "min_dim", "mode", "msort", "ne",
+    "nonzero", "searchsorted", "sort", "topk", "unique", "unique_consecutive", "unique_dim",
+    "_unique2", "logical_and", "logical_not", "logical_or",
+))
+"""Operators whose integer or boolean results depend on comparisons."""
+
+_SHAPE_ONLY: Final = frozenset((
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like",
+    "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "isfinite",
+    "isinf", "isnan", "isneginf", "isposinf", "bernoulli",
+))
+"""Results of integer or boolean type that no rounding error of the input changes."""
+
+# fmt: on
+_JUMPING_LAYERS: Final = (nn.Hardshrink, nn.Threshold)
+
+
+def decision(node: fx.Node, root: nn.Module) -> str | None:
+    """The operation by which a node decides on its input, if it does."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if any(isinstance(inner, _JUMPING_LAYERS) for inner in module.modules()):
+            return type(module).__name__
+        found: str | None = node.meta.get(DECIDES)
+        return found
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = _name(node)
+    if name in _JUMPS or _rounds(node):
+        return name if any(_has_floats(i.meta.get(TYPE)) for i in node.all_input_nodes) else None
+    if name in _SHAPE_ONLY or not _is_discrete(node.meta.get(TYPE)):
+        return None
+    sources = [i for i in node.all_input_nodes if _has_floats(i.meta.get(TYPE))]
+    if not sources:
+        return None
+    return _name(sources[0]) if name in ("getitem", "getattr") else name
+
+
+def _name(node: fx.Node) -> str:
+    if node.target is out_of_place:
+        return str(node.args[1]).rstrip("_")
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.split(".")[0].strip("_")
+
+
+def _rounds(node: fx.Node) -> bool:
+    return node.kwargs.get("rounding_mode") is not None
+
+
+def _is_discrete(kind: Any) -> bool:
+    """A tensor of integers or booleans; of several tensors, those that are picked are asked."""
+    return isinstance(kind, TensorType) and not _has_floats(kind)
+
+
+def _has_floats(kind: Any) -> bool:
+    if isinstance(kind, TensorType):
+        return kind.dtype.is_floating_point or kind.dtype.is_complex
+    inner: Sequence[Any] = tuple(kind.values()) if isinstance(kind, Mapping) else kind or ()
+    return isinstance(inner, (tuple, list)) and any(map(_has_floats, inner))
+
+
+class Watch(TorchDispatchMode):
+    """Notes the first operation that decides on floating-point numbers while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if func._overloadname == "dim" and name in ("max", "min"):
+            name = f"{name}_dim"
+        if self.found is None and (name in _PICKS or name in _JUMPS):
+            floats = (
+                t
+                for t in pytree.tree_leaves((args, kwargs))
+                if isinstance(t, torch.Tensor) and t.is_floating_point()
+            )
+            if next(floats, None) is not None:
+                self.found = name.strip("_").removesuffix("_dim")
+        return func(*args, **(kwargs or {}))

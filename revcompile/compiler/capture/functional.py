@@ -1,0 +1,395 @@
+"""functionalize: a graph that computes the same without writing into the memory of its values.
+
+Where values lie in memory is known from tracing (`memory.py`). The graph is copied node by node;
+for every storage it is known when it was last written to, and for every view which value it is a
+view of (`views.py`):
+
+    y = x * 2          lies in memory of its own
+    v = y[:, :2]       view of y
+    v.mul_(3)          v' = v.mul(3); y' = with_view(y, v', [:, :2])
+    y.sum()            reads y'
+    v.sum()            reads v'; any other view of y is taken anew, from y'
+
+So every name of written memory reads the new contents, and gradients are those of autograd for
+the original. Buffers are written once, at the end, with the contents the graph has computed
+(`store_buffer`). What cannot be rewritten exactly is refused: `Entangled` names the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+from torch.nn import functional
+
+from revcompile.compiler.capture.effects import (
+    eliminate_dead_code,
+    is_effect,
+    overwrites_unseen,
+    works_in_place,
+)
+from revcompile.compiler.capture.memory import MEMORY, PLACES, STATE, WRITES, Place
+from revcompile.compiler.capture.twins import promotes, twin_of, written_argument
+from revcompile.compiler.capture.views import Call, View, is_structured, place_of, view_of
+from revcompile.ir import PATH, SOURCE, TYPE, VALUE
+from revcompile.ops import (
+    attribute,
+    batch_norm,
+    read_buffer,
+    store_buffer,
+    with_item,
+    with_view,
+)
+
+__all__ = ["Entangled", "forbid_inplace", "functionalize", "written_inputs"]
+
+
+class Entangled(Exception):
+    """A write into memory that cannot be made out of place; `nodes` all use that memory."""
+
+    def __init__(self, reason: str, nodes: Sequence[fx.Node]) -> None:
+        super().__init__(reason)
+        self.nodes = tuple(nodes)
+
+
+def functionalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A copy of the graph without in-place operations on values.
+
+    Layers with an `inplace` flag are called as if they had none: see `forbid_inplace`.
+    """
+    return _Functional(graph, root).run()
+
+
+def forbid_inplace(graph: fx.Graph, root: nn.Module) -> None:
+    """Take the `inplace` flag from layers of `root`, unless nobody sees what they overwrite."""
+    for node in graph.find_nodes(op="call_module"):
+        module = root.get_submodule(str(node.target))
+        if works_in_place(module) and not overwrites_unseen(node, root):
+            for inner in module.modules():
+                if getattr(inner, "inplace", False) is True:
+                    inner.inplace = False  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class _Value:
+    """What an original node stands for: the new node, and when that was right."""
+
+    node: fx.Node
+    new: fx.Node
+    stamp: int
+    storages: frozenset[int]
+    place: Place | None
+    source: _Value | None = None
+    base: _Value | None = None
+    view: View | None = None
+
+
+class _Functional:
+    """One walk over a traced ("original") graph, which builds a new one."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.original, self.root, self.graph = graph, root, fx.Graph()
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.clock = 0
+        self.written: dict[int, int] = {}
+        """When each storage was last written to."""
+        self.values: dict[fx.Node, _Value] = {}
+        self.owners: dict[int, _Value] = {}
+        """The first single tensor in each storage that is no view of another."""
+        self.state = _written_state(graph)
+        """Storages of buffers that are written or assigned to."""
+        self.buffers: dict[int, fx.Node] = {}
+        """The new `get_attr` node of each of those."""
+        self.assigned: dict[int, fx.Node] = {}
+        """The original value that a buffer was assigned, by the buffer's storage."""
+
+    def run(self) -> fx.Graph:
+        """The new graph."""
+        for node in self.original.nodes:
+            self._visit(node)
+        eliminate_dead_code(self.graph)
+        _sink_reads(self.graph)
+        for node in self.graph.nodes:
+            for key in (PLACES, MEMORY, STATE, WRITES):
+                node.meta.pop(key, None)
+        self.graph.lint()
+        return self.graph
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            self._attribute(node)
+        elif node.op == "output":
+            self._store_buffers()
+            self.graph.node_copy(node, self._read)
+        elif node.target is store_buffer:
+            buffer, value = node.args
+            assert isinstance(buffer, fx.Node) and isinstance(value, fx.Node)
+            place = place_of(buffer)
+            assert place is not None
+            self.assigned[place.storage] = value
+        elif node.target is functional.batch_norm:
+            self._batch_norm(node)
+        elif node.op == "placeholder" or node.target is batch_norm or not is_effect(node):
+            self._define(node, self.graph.node_copy(node, self._reader(node)))
+        elif node.op == "call_module":
+            self._layer(node)
+        else:
+            self._operation(node)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        """The new node that has what the original one holds now."""
+        return self._contents(self.values[node])
+
+    def _contents(self, value: _Value) -> fx.Node:
+        if all(self.written.get(storage, -1) <= value.stamp for storage in value.storages):
+            return value.new
+        view = value.view
+        if value.source is None or view is None or not (view.is_same or view.is_pure):
+            raise Entangled(
+                f"{value.node.name} is read after its memory was written to", [value.node]
+            )
+        source, before = self._contents(value.source), value.new
+        if view.is_same:
+            value.new = source
+        else:
+            old = _source_argument(before)
+            value.new = self.graph.node_copy(before, lambda n: source if n is old else n)
+        value.stamp = self.clock
+        return value.new
+
+    def _reader(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
+        """How a node's inputs are found: one that asks for a size needs no newer contents."""
+        if node.meta.get(TYPE) is None and not node.meta.get(PLACES):
+            return lambda n: self.values[n].new
+        return self._read
+
+    def _define(self, node: fx.Node, new: fx.Node) -> _Value:
+        """Let a new node stand for an original one, and note what it is a view of."""
+        storages = node.meta.get(MEMORY, frozenset())
+        value = _Value(node, new, self.clock, storages, place_of(node))
+        self.values[node] = value
+        view = view_of(node, self.root, lambda n: self.values[n].view)
+        if view is not None:
+            value.view = view
+            value.source, value.base = self.values[view.source], self.values[view.base]
+        elif value.place is not None:
+            owner = self.owners.setdefault(value.place.storage, value)
+            if owner is not value:  # the same item of a tuple, picked twice
+                same = owner.place is not None and owner.place.same_elements(value.place)
+                value.source = value.base = owner
+                value.view = View(owner.node, owner.node, is_same=same, is_pure=False)
+        return value
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def _write(self, target: _Value, new: fx.Node, node: fx.Node) -> None:
+        """Let the target, and all that shares its memory, have new contents."""
+        chain, below = [], target
+        while below.base is not None:
+            assert below.view is not None
+            chain.append((below, below.base, self._contents(below.base)))
+            below = below.base
+        self.clock += 1
+        target.new, target.stamp = new, self.clock
+        for value, base, contents in chain:
+            view = value.view
+            assert view is not None
+            if view.is_same:
+                base.new = value.new
+            elif view.call is None:
+                reason = f"{node.name} writes through {value.node.name}, a view of unknown form"
+                raise Entangled(reason, [node, value.node, base.node])
+            else:
+                base.new = self._with_view(contents, value.new, view.call, node, base.node)
+            base.stamp = self.clock
+        for storage in target.storages:
+            self.written[storage] = self.clock
+
+    def _with_view(
+        self, base: fx.Node, value: fx.Node, call: Call, node: fx.Node, like: fx.Node
+    ) -> fx.Node:
+        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._read)
+        rest = (args, kwargs, call.item) if call.item is not None else (args, kwargs)
+        new = self.graph.call_function(with_view, (base, value, call.view, *rest))
+        _describe(new, node, like)
+        new.meta[TYPE] = like.meta.get(TYPE)
+        return new
+
+    def _operation(self, node: fx.Node) -> None:
+        """An in-place function, method or operator."""
+        argument, twin = written_argument(node), twin_of(node)
+        target = self.values[argument] if argument is not None else None
+        if target is None or target.place is None or twin is None:
+            raise Entangled(f"{node.name} writes in place and has no out-of-place form", [node])
+        if not node.meta.get(WRITES, frozenset()) <= target.storages:
+            raise Entangled(f"{node.name} writes into more than one tensor", [node])
+        if node.meta.get(STATE) and not target.storages <= self.state:
+            reason = f"{node.name} writes into state that {target.node.name} hands out"
+            raise Entangled(reason, [node, target.node])
+        args, kwargs = fx.node.map_arg((twin.args, dict(twin.kwargs)), self._read)
+        new = self.graph.create_node(twin.op, twin.function, args, kwargs)
+        _describe(new, node, target.node)
+        after = place_of(node)
+        changes_shape = after is not None and after.layout != target.place.layout
+        if changes_shape or node.target == "detach_":
+            self._rename(node, target, new)
+            return
+        if "out" in node.kwargs:
+            new = self.graph.call_function(with_item, (self._contents(target), ..., new))
+            _describe(new, node, target.node)
+        elif promotes(target.node, node):
+            new = self.graph.call_method("type_as", (new, self._contents(target)))
+            _describe(new, node, target.node)
+        self._write(target, new, node)
+        self.values[node] = target
+
+    def _rename(self, node: fx.Node, target: _Value, new: fx.Node) -> None:
+        """`y.unsqueeze_(0)`: the tensor is another view of its memory from here on."""
+        if "out" in node.kwargs or new.op != "call_method":
+            raise Entangled(f"{node.name} resizes a tensor in place", [node])
+        call = Call(str(new.target), node.args[1:], node.kwargs)
+        view = View(target.node, target.node, call)
+        value = _Value(node, new, self.clock, target.storages, place_of(node), target, target, view)
+        assert target.place is not None
+        for name, other in list(self.values.items()):
+            if other.place is not None and other.place.tensor == target.place.tensor:
+                self.values[name] = value
+        self.values[node] = value
+
+    def _layer(self, node: fx.Node) -> None:
+        """A layer that is one call and writes into what it is given."""
+        module = self.root.get_submodule(str(node.target))
+        targets = [n for n in node.all_input_nodes if _storages(n) & node.meta[WRITES]]
+        target = self.values[targets[0]]
+        in_torch = type(module).__module__.startswith("torch.nn") and not any(module.children())
+        mine, given = place_of(node), place_of(targets[0])
+        overwrites = mine is not None and given is not None and mine.same_elements(given)
+        if in_torch and works_in_place(module) and len(targets) == 1 and overwrites:
+            self._write(target, self.graph.node_copy(node, self._read), node)
+            self.values[node] = target
+            return
+        self._layer_on_copies(node, targets)
+
+    def _layer_on_copies(self, node: fx.Node, targets: list[fx.Node]) -> None:
+        """Let a layer overwrite copies, if nobody reads what it has written but through it."""
+        for member, value in self.values.items():
+            late = [u for u in member.users if self.order[u] > self.order[node]]
+            if value.storages & node.meta[WRITES] and any(u.meta.get(PLACES) for u in late):
+                reason = f"{node.target} writes into {targets[0].name}, which is read afterwards"
+                raise Entangled(reason, [node, *late])
+        if node.meta.get(STATE) or self.state & node.meta[WRITES]:
+            raise Entangled(f"{node.target} writes into a buffer it is given", [node])
+        copies: dict[fx.Node, fx.Node] = {}
+        for target in targets:
+            copies[target] = self.graph.call_method("clone", (self._read(target),))
+            _describe(copies[target], node, target)
+        new = self.graph.node_copy(node, lambda n: copies.get(n) or self._read(n))
+        value = _Value(node, new, self.clock, node.meta[MEMORY], place_of(node))
+        self.values[node] = value
+
+    # -- state --------------------------------------------------------------------------------
+
+    def _attribute(self, node: fx.Node) -> None:
+        """A parameter or buffer; one that is written to is read once, before that."""
+        place = place_of(node)
+        if place is None or place.storage not in self.state:
+            self._define(node, self.graph.node_copy(node))
+            return
+        if place.storage in self.buffers:
+            owner = self.owners[place.storage]
+            if owner.place is None or not owner.place.same_elements(place):
+                reason = (
+                    f"the forward pass writes into {node.target}, which overlaps another buffer"
+                )
+                raise Entangled(reason, [node, *node.users])
+            self.values[node] = owner
+            return
+        self.buffers[place.storage] = self.graph.node_copy(node)
+        new = self.graph.call_function(read_buffer, (self.buffers[place.storage],))
+        new.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE, VALUE)})
+        self._define(node, new)
+
+    def _store_buffers(self) -> None:
+        """Write the buffers' new contents."""
+        for storage, buffer in self.buffers.items():
+            given = self.assigned.get(storage)
+            value = self._read(given) if given is not None else self._contents(self.owners[storage])
+            node = self.graph.call_function(store_buffer, (buffer, value))
+            node.meta.update({k: value.meta.get(k) for k in (PATH, SOURCE)})
+            node.meta[TYPE] = None
+            self._refuse_hidden_reads(buffer)
+
+    def _refuse_hidden_reads(self, buffer: fx.Node) -> None:
+        """A layer that is one call would read the buffer at a time of its own."""
+        tensor = attribute(self.root, str(buffer.target))
+        for node in self.original.find_nodes(op="call_module"):
+            module = self.root.get_submodule(str(node.target))
+            if any(tensor is held for held in module.buffers()):
+                reason = f"{buffer.target} is written to outside {node.target}, which reads it"
+                raise Entangled(reason, [node])
+
+    def _batch_norm(self, node: fx.Node) -> None:
+        """`F.batch_norm`: its running statistics stand still while a branch is computed again."""
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+        given = dict(zip((*names, "momentum", "eps"), node.args, strict=False)) | dict(node.kwargs)
+        order = ("input", "weight", "bias", "running_mean", "running_var")
+        args = (*(given.get(n) for n in order), given.get("training", False))
+        args = (*args, given.get("momentum", 0.1), given.get("eps", 1e-5))
+        new = self.graph.call_function(batch_norm, fx.node.map_arg(args, self._read))
+        new.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE, VALUE)})
+        self._define(node, new)
+
+
+def written_inputs(graph: fx.Graph) -> tuple[str, ...]:
+    """What is to be said of inputs that the model writes into."""
+    written = {s for node in graph.nodes for s in node.meta.get(WRITES, ())}
+    return tuple(
+        f"the model writes into its input {node.target}; captured, it leaves the caller's as it is"
+        for node in graph.find_nodes(op="placeholder")
+        if _storages(node) & written
+    )
+
+
+def _written_state(graph: fx.Graph) -> frozenset[int]:
+    """Storages of attributes that are written or assigned to, batch norms' statistics aside."""
+    state = {s for node in graph.find_nodes(op="get_attr") for s in _storages(node)}
+    norms = (functional.batch_norm, batch_norm)
+    writers = (n for n in graph.nodes if n.target not in norms)
+    return frozenset(s for n in writers for s in n.meta.get(WRITES, ()) if s in state)
+
+
+def _storages(node: fx.Node) -> frozenset[int]:
+    found: frozenset[int] = node.meta.get(MEMORY, frozenset())
+    return found
+
+
+def _source_argument(node: fx.Node) -> fx.Node:
+    """The argument a view was taken of."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) else node.all_input_nodes[0]
+
+
+def _describe(new: fx.Node, node: fx.Node, target: fx.Node) -> None:
+    """Carry over what is known: the result of a write has its target's type."""
+    new.meta.update({k: node.meta.get(k) for k in (PATH, SOURCE)})
+    own = node.meta.get(TYPE)
+    new.meta[TYPE] = own if own is not None and not is_structured(node) else target.meta.get(TYPE)
+    new.meta[VALUE] = None
+
+
+def _sink_reads(graph: fx.Graph) -> None:
+    """Read buffers, and compute what depends on them alone, right before that is needed."""
+    movable: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        inputs, is_call = node.all_input_nodes, node.op in ("call_function", "call_method")
+        alone = all(i in movable or i.op == "get_attr" for i in inputs)
+        reads = node.target is read_buffer or any(i in movable for i in inputs)
+        if is_call and alone and reads and node.target is not store_buffer:
+            movable[node] = None
+    for node in reversed(movable):
+        order = {other: i for i, other in enumerate(graph.nodes)}
+        if node.users:
+            min(node.users, key=order.__getitem__).prepend(node)

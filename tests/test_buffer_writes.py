@@ -1,0 +1,204 @@
+"""Buffers that a forward pass writes to move once a micro-batch, as in the original."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.errors import InputError
+
+
+class Net(nn.Module):
+    """Residual blocks, and buffers of the model itself."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+
+class InPlaceBefore(Net):
+    """Read by the head: the value of this very step, with its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        old = self.mean.clone()
+        self.mean.mul_(0.9).add_(x.mean(0))
+        self.count += 1
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.head(h * self.mean + old)
+
+
+class AssignedBefore(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        old = self.mean
+        self.mean = 0.9 * self.mean + x.mean(0)
+        self.mean[0] = 1.0
+        h = self.stem(x) + old
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.head(h)
+
+
+class AssignedInTheLoop(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return self.head(h) + self.mean[:3]
+
+
+class InsideABranch(Net):
+    """Only in training mode, as a batch norm does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for index, layer in enumerate(self.layers):
+            y = layer(h)
+            if index == 2:
+                if self.training:
+                    with torch.no_grad():
+                        self.mean.lerp_(y.mean(0), 0.1)
+                    self.count.add_(1)
+                y = y - self.mean
+            h = h + torch.tanh(y)
+        return self.head(h)
+
+
+class Center(nn.Module):
+    """A layer of its own, which is kept as one call."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class InLayers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.ModuleList(Center() for _ in self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for layer, center in zip(self.layers, self.centers, strict=True):
+            h = h + torch.tanh(layer(center(h)))
+        return self.head(h)
+
+
+class Block(nn.Module):
+    """A block with layers and a buffer of its own."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, h: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(h))
+        self.seen = self.seen + y.detach().mean(0)
+        return h + y
+
+
+class InBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)))
+
+
+MODELS = [InPlaceBefore, AssignedBefore, AssignedInTheLoop, InsideABranch, InLayers, InBlocks]
+
+
+def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    return kind().double(), [torch.randn(5, 8, dtype=torch.float64) for _ in range(3)]
+
+
+def trained(net: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The summed gradients after some steps, and the buffers."""
+    for x in batches:
+        net(x).square().sum().backward()
+    found = {f"gradient of {name}": p.grad for name, p in net.named_parameters()}
+    with torch.no_grad():
+        found["output in eval mode"] = net.eval()(batches[0])
+    return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+def couplings(net: revcompile.ReversibleModule) -> int:
+    return len(net.rewired.couplings)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_reversible_steps_move_buffers_once(kind: type[nn.Module]) -> None:
+    model, batches = made(kind)
+    net = revcompile.reversify(model, batches[0], check="full", policy="pretrained")
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    assert couplings(net) >= 3
+    got, wanted = trained(net, batches), trained(reference, batches)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    assert any(got[name].any() for name, _ in net.named_buffers())
+
+
+@pytest.mark.parametrize("kind", [InPlaceBefore, AssignedBefore])
+def test_buffers_that_see_only_the_input_are_the_originals(kind: type[nn.Module]) -> None:
+    model, batches = made(kind)
+    net = revcompile.reversify(copy.deepcopy(model), batches[0])
+    trained(net, batches)
+    trained(model, batches)
+    torch.testing.assert_close(dict(net.named_buffers()), dict(model.named_buffers()))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: str) -> None:
+    model, batches = made(kind)
+    net = revcompile.petrafy(model, 2, example_inputs=batches[0])
+    reference = net.module().train()
+    trainer = net.trainer(
+        method=method,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        loss=lambda out, _: out.square().mean(),
+        accumulate=len(batches),
+    )
+    for x in batches:
+        trainer.step(x, torch.zeros(5))
+    trainer.flush()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x in batches:
+        (reference(x).square().mean() / len(batches)).backward()
+    optimizer.step()
+    trained_model = net.module()
+    for named in ("named_parameters", "named_buffers"):
+        got, wanted = (dict(getattr(m, named)()) for m in (trained_model, reference))
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_buffer_used_in_every_block_cannot_be_cut() -> None:
+    model, batches = made(AssignedInTheLoop)
+    with pytest.raises(InputError, match="writes into its buffer mean, which is used from"):
+        revcompile.petrafy(model, 6, example_inputs=batches[0])
