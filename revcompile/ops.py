@@ -84,7 +84,7 @@ def with_view(
         if view == "getattr":
             part = getattr(result, *args)
         elif "." in view:
-            part = functools.reduce(getattr, view.split("."), torch.ops)(result, *args, **kwargs)
+            part = attribute(torch.ops, view)(result, *args, **kwargs)
         else:
             part = getattr(result, view)(*args, **kwargs)
     if item is not None:

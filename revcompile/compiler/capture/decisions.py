@@ -98,7 +98,7 @@ class Watch(TorchDispatchMode):
     """Notes the first operation that decides on floating-point numbers while it is active."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

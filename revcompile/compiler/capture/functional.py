@@ -238,7 +238,8 @@ class _Functional:
             self._rename(node, target, new)
             return
         if "out" in node.kwargs:
-            new = self.graph.call_function(with_item, (self._contents(target), ..., new))
+            whole: Any = (self._contents(target), ..., new)
+            new = self.graph.call_function(with_item, whole)
             _describe(new, node, target.node)
         elif promotes(target.node, node):
             new = self.graph.call_method("type_as", (new, self._contents(target)))
