@@ -403,3 +403,11 @@ def test_arguments_that_do_not_match_are_named(example: Any, call: Any, message:
     with pytest.raises(InputError, match=message) as caught:
         net(**given(call))
     assert "TreeSpec" not in str(caught.value)
+
+
+def test_guards_and_their_cases_travel_with_copies() -> None:
+    model, x = Blocks(on_length), torch.randn(3, 6, WIDTH)
+    long = torch.randn(3, 9, WIDTH)
+    net = revcompile.reversify(model, x, policy="pretrained", check="off")
+    expected = net(long)
+    assert torch.equal(copy.deepcopy(net)(long), expected)

@@ -51,18 +51,26 @@ class GuardChecker:
 
     def __init__(self, guards: Guards) -> None:
         self._guards = guards
-        self._modes = {t: _ModeChecker(guards.of(t), guards) for t in (True, False)}
+        self._modes: dict[bool, _ModeChecker] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_modes": {}}  # compiled code is made again
+
+    def _mode(self, training: bool) -> _ModeChecker:
+        if training not in self._modes:
+            self._modes[training] = _ModeChecker(self._guards.of(training), self._guards)
+        return self._modes[training]
 
     def failing(self, root: nn.Module, values: Mapping[str, Any]) -> Mismatch | None:
         """The first guard that does not hold for a call, or None.
 
         `values` are the graph's inputs by name, in the order of its placeholders.
         """
-        return self._modes[root.training].failing(root, list(values.values()))
+        return self._mode(root.training).failing(root, list(values.values()))
 
     def changed(self, root: nn.Module) -> Mismatch | None:
         """The first attribute or flag that is not what it was, or None."""
-        return self._modes[root.training].changed(root)
+        return self._mode(root.training).changed(root)
 
 
 class _ModeChecker:

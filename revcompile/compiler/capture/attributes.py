@@ -104,7 +104,7 @@ def attributes_logged(log: AttributeLog) -> Iterator[None]:
         if name not in _OF_NN:
             log.note(self, name, False, value)
 
-    nn.Module.__getattribute__ = getting  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = getting  # type: ignore[method-assign, assignment]
     nn.Module.__setattr__ = setting  # type: ignore[method-assign]
     try:
         yield

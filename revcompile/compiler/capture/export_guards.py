@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.utils._sympy.interp import sympy_interp
@@ -44,7 +44,7 @@ def exported_guards(recorded: fx.Graph, example: Example) -> SizeGuards:
     fakes = [fake for fake in given if isinstance(fake, torch.Tensor)]
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    inputs = [fx.Proxy(graph.placeholder(name), tracer) for name in example.names]
+    inputs: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in example.names]
     sizes: dict[Any, tuple[fx.Proxy, str]] = {}
     conditions: list[tuple[str, Any, Any, str]] = []
     for proxy, fake, label in zip(inputs, fakes, example.labels, strict=True):
@@ -58,7 +58,7 @@ def exported_guards(recorded: fx.Graph, example: Example) -> SizeGuards:
             else:
                 conditions.append((text, now, expression, "torch.export"))
     guards, outputs = [], []
-    for text, now, wanted, source in (*conditions, *_asked(fakes, sizes)):
+    for text, now, wanted, source in (*conditions, *_asked(fakes)):
         if isinstance(wanted, int):
             outputs.append(now)
             guards.append(SizeGuard(text, wanted, source))
@@ -72,14 +72,13 @@ def exported_guards(recorded: fx.Graph, example: Example) -> SizeGuards:
     return SizeGuards(tuple(guards), graph) if guards else SizeGuards()
 
 
-def _asked(
-    fakes: Iterable[torch.Tensor], sizes: dict[Any, tuple[fx.Proxy, str]]
-) -> Iterator[tuple[str, None, Any, str]]:
+def _asked(fakes: Iterable[torch.Tensor]) -> Iterator[tuple[str, None, Any, str]]:
     """Conditions on sizes that were asked for on the way."""
-    symbolic = (n for fake in fakes for n in fake.shape if isinstance(n, torch.SymInt))
-    environment = next((n.node.shape_env for n in symbolic), None)
-    seen: set[Any] = set()
-    for guard in environment.guards if environment is not None else ():
+    symbolic: list[Any] = [n for f in fakes for n in f.shape if isinstance(n, torch.SymInt)]
+    if not symbolic:
+        return
+    environment, seen = symbolic[0].node.shape_env, set[Any]()
+    for guard in environment.guards:
         expression = environment.replace(guard.expr)
         if expression in seen or not isinstance(expression, sympy.Basic):
             continue
