@@ -35,6 +35,7 @@ __all__ = [
     "reversify",
 ]
 
+
 class ReversibleModule(Reversible):
     """What `reversify` returns: the rewired model as an ordinary `nn.Module`.
 
