@@ -43,6 +43,7 @@ __all__ = [
     "reversify",
 ]
 
+
 class ReversibleModule(Reversible):
     """What `reversify` returns: the rewired model as an ordinary `nn.Module`.
 

@@ -287,4 +287,3 @@ def _filled(places: Sequence[tuple[_Slot, Any]]) -> Iterator[None]:
     finally:
         for (place, name), value in before:
             place[name] = value
-

@@ -294,9 +294,7 @@ def _handed_on(node: Any, rebuilt: _Rebuilt) -> _Output:
     return b, y, rebuilt.copy
 
 
-def _rebuild(
-    node: Any, saved: Sequence[Tensor], output: _Output | None, lane: int = 0
-) -> _Rebuilt:
+def _rebuild(node: Any, saved: Sequence[Tensor], output: _Output | None, lane: int = 0) -> _Rebuilt:
     """Reconstruct a block's input (PETRA, Eq. 4) keeping the graph of F.
 
     The chain's last block has its output itself.

@@ -402,9 +402,7 @@ def test_a_new_trainer_trains_replaced_parameters_and_refuses_other_layers() -> 
 def test_checkpoint(reentrant: bool) -> None:
     net = reversible(drop=0.5)
     want = found(net, False)
-    have = found(
-        net, True, lambda x: checkpoint(net, x.requires_grad_(), use_reentrant=reentrant)
-    )
+    have = found(net, True, lambda x: checkpoint(net, x.requires_grad_(), use_reentrant=reentrant))
     assert all(torch.allclose(want[name], have[name]) for name in want)
 
 
