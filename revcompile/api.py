@@ -170,7 +170,7 @@ def petrafy(
     StagedModel(ResNet: 4 stages, ... reversible)
     """
     check_model("petrafy", model)
-    order = ": petrafy(model, num_stages, example_inputs)"
+    order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     kept = Keep(one_of("petrafy", "keep", keep, [one.value for one in Keep]))
     if isinstance(cost, str):
