@@ -183,7 +183,7 @@ def petrafy(
     """
     _refuse_reversible(model, "petrafy")
     check_model("petrafy", model)
-    order = ": petrafy(model, num_stages, example_inputs)"
+    order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     kept = Keep(one_of("petrafy", "keep", keep, [one.value for one in Keep]))
     if isinstance(cost, str):

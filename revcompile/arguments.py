@@ -38,7 +38,7 @@ def check_examples(model: nn.Module, inputs: Any, kwargs: Any) -> None:
     if isinstance(inputs, Mapping):
         _check_keywords(model, inputs)
     elif isinstance(inputs, (tuple, list)):
-        if inputs and all(type(item) is int for item in inputs):
+        if len(inputs) > 1 and all(type(item) is int for item in inputs):
             numbers = ", ".join(map(str, inputs))
             raise InputError(
                 f"example_inputs: {inputs!r} is a shape; pass a tensor: torch.randn({numbers})"
@@ -93,5 +93,4 @@ def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:
         return value
     near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    listed = ", ".join(map(repr, words))
-    raise InputError(f"{caller}: {name}={value!r}; expected one of {listed}{hint}")
+    raise InputError(f"{caller}: {name}={value!r}; use one of: {', '.join(sorted(words))}{hint}")

@@ -27,9 +27,11 @@ from revcompile.compiler.capture.rng import rng_kept, seed_all
 from revcompile.compiler.flow import tensor_type
 from revcompile.errors import RevcompileError, VerificationError
 from revcompile.ir import Coupling, Rewired
+from revcompile.probes import Tolerance, tolerance_for
 from revcompile.program import Partition, StageProgram
+from revcompile.runtime.binding import bind
 from revcompile.runtime.objective import Objective
-from revcompile.runtime.reversible import Reversible, bind
+from revcompile.runtime.reversible import Reversible
 from revcompile.runtime.stage import Stage
 
 __all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
@@ -282,7 +284,7 @@ def _is_deterministic(
 # -- how far apart --------------------------------------------------------------------------------
 
 
-def _differences(expected: Gradients, found: Gradients, tolerance: float | None) -> list[str]:
+def _differences(expected: Gradients, found: Gradients, tolerance: Tolerance) -> list[str]:
     """Each gradient that is missing or differs by more than rounding explains."""
     want = {name: _dense(gradient) for name, gradient in expected.items()}
     have = {name: _dense(gradient) for name, gradient in found.items()}
@@ -296,7 +298,7 @@ def _differences(expected: Gradients, found: Gradients, tolerance: float | None)
             if size > 1e-6 * overall:
                 wrong.append(f"{name} has {'a' if right is None else 'no'} gradient")
             continue
-        limit = max(_LIMITS.get(_real(right.dtype), _LIMIT_LOW_PRECISION), 10 * (tolerance or 0.0))
+        limit = max(_LIMITS.get(_real(right.dtype), _LIMIT_LOW_PRECISION), 10 * tolerance_for(_real(right.dtype), tolerance))
         # A gradient that is zero in exact arithmetic is noise: measured against the largest.
         error = _largest(right - got.to(right.dtype)) / max(sizes[name], 1e-3 * overall, 1e-30)
         if not error <= limit:

@@ -156,6 +156,15 @@ class Flow:
                         work.append(source)
         return found
 
+    def sources_with_sizes(self, node: fx.Node) -> set[fx.Node]:
+        """Everything a value is computed from, values of which only a size is read included."""
+        found, work = {node}, [node]
+        while work:
+            fresh = [source for source in work.pop().all_input_nodes if source not in found]
+            found.update(fresh)
+            work += fresh
+        return found
+
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """Is `on` a tensor ancestor of `node`?"""
         return bool(self._ancestors[node] >> self.index[on] & 1)

@@ -240,7 +240,29 @@ def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.N
             kept.update(dict.fromkeys(reads))
         else:
             kept[side] = None
+    for node in [n for n in kept if n in flow.plain]:
+        inside |= _metadata(flow, node, inside)
     return sorted((n for n in kept if n not in inside), key=flow.index.__getitem__)
+
+
+def _metadata(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+    """A size, type or device of values inside that only the branch reads, and what is between.
+
+    A mask is filled with the smallest number of the keys' type: the mask comes from outside, the
+    type from inside.
+    """
+    found: set[fx.Node] = set()
+    work = [node]
+    while work:
+        node = work.pop()
+        if not all(user in inside or user in found for user in node.users):
+            return set()
+        found.add(node)
+        sources = [source for source in node.all_input_nodes if source not in inside]
+        if not all(source in flow.plain for source in sources):
+            return set()
+        work += sources
+    return found
 
 
 def _exclusive(
@@ -289,7 +311,7 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
             return f"the branch writes in place ({node.name})"
         if flow.anywhere(node) or (node in flow.plain and _known_elsewhere(flow, node, inside)):
             continue
-        outside = [u for u in node.users if u not in inside and u not in adds]
+        outside = [u for u in _readers(flow, node) if u not in inside and u not in adds]
         outside = [u for u in outside if not (u in flow.plain and u.meta.get(VALUE))]
         if not outside:
             continue
@@ -298,6 +320,18 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
         else:
             return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
     return extras
+
+
+def _readers(flow: Flow, node: fx.Node) -> list[fx.Node]:
+    """Who reads a value. What can be computed anywhere needs its sizes and devices there."""
+    found: dict[fx.Node, None] = dict.fromkeys(node.users)
+    work = [*node.users] if node in flow.plain else []
+    while work:
+        user = work.pop()
+        if flow.anywhere(user):
+            work += [reader for reader in user.users if reader not in found]
+            found |= dict.fromkeys(user.users)
+    return list(found)
 
 
 def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:

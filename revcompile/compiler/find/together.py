@@ -6,7 +6,7 @@ blocks that read each other's branches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Final
 
@@ -185,18 +185,30 @@ def drop_entangled(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual
     while True:
         ready = ready_times(flow, residuals)
         late = {
-            ready[flow.by_name[name]]
+            (block, flow.by_name[name])
             for block in residuals
             for name in (block.x, *block.sides)
             if ready[flow.by_name[name]] >= flow.index[flow.by_name[block.out]]
         }
         if not late:
             return residuals, dropped
-        entangled = [r for r in residuals if flow.index[flow.by_name[r.out]] in late]
-        assert entangled, "a value is late only because the block that computes it is"
+        entangled = _waiting(flow, residuals, late)
         reason = "blocks read each other's branches, so none can come first"
         dropped += [Refusal(r.path, r.total, reason) for r in entangled]
         residuals = [r for r in residuals if r not in entangled]
+
+
+def _waiting(
+    flow: Flow, residuals: Sequence[Residual], late: Set[tuple[Residual, fx.Node]]
+) -> list[Residual]:
+    """The blocks whose extras come too late for their reader; the reader if it is not them."""
+    makers = {flow.by_name[name]: block for block in residuals for name in block.extras}
+    ends = {block: flow.index[flow.by_name[block.out]] for block in residuals}
+    entangled: set[Residual] = set()
+    for reader, side in late:
+        behind = {makers[node] for node in flow.sources_with_sizes(side) if node in makers}
+        entangled |= {block for block in behind if ends[block] >= ends[reader]} or {reader}
+    return [block for block in residuals if block in entangled]
 
 
 def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]:
@@ -208,9 +220,11 @@ def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]
         if block is not None and not flow.anywhere(node) and node not in flow.plain:
             ready[node] = flow.index[flow.by_name[block.out]]
         else:
-            times = [ready[i] for i in node.all_input_nodes if i not in flow.plain]
+            # a size whose value is known waits for nothing; a type or a device is not known
+            known = node in flow.plain and node.meta.get(VALUE) is not None
+            sources = () if known else node.all_input_nodes
+            times = [ready[i] for i in sources if i not in flow.plain or i.meta.get(VALUE) is None]
             if node.target is read_buffer:  # read where its new contents are computed
                 times += [ready.get(other, 0) for other in flow.read_with(node)[1]]
-            known = node in flow.plain and node.meta.get(VALUE) is not None
-            ready[node] = max([flow.index[node], *(() if known else times)])
+            ready[node] = max([flow.index[node], *times])
     return ready
