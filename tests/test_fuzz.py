@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 import torch
+from fuzzed_nets import FOUND, plain
 from hypothesis import strategies as st
 
 from benchmarks.fuzz.campaign import net_of
@@ -50,14 +51,10 @@ def nets(draw: Any) -> Net:
     return draw_net(Drawn(draw))
 
 
-def plain(kind: str, home: str = "inline", **options: Any) -> Part:
-    """A part with the simplest options but for those given."""
-    simplest = {name: values[0] for name, values in CATALOGUE[kind].options.items()}
-    return Part(kind, simplest | options, home)
-
-
 def told(net: Net, report: Report) -> str:
     """Every finding, and the first as a script."""
+    if report.discarded:
+        return f"{net!r} fails by itself: {report.discarded}"
     lines = [f"{f.kind}, {f.check}: {f.what}" for f in report.findings]
     return "\n".join(["", *lines, "", repr(net), "", script(net, report.findings[0])])
 
@@ -87,6 +84,12 @@ def test_random_nets_are_right_or_refused(seed: int) -> None:
         assert not report.findings, told(net, report)
 
     right_or_refused()
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_is_right_or_refused(name: str) -> None:
+    report = examine(FOUND[name], ["petra", "backprop"])
+    assert report.discarded is None and not report.findings, told(FOUND[name], report)
 
 
 # -- the grammar ----------------------------------------------------------------------------------

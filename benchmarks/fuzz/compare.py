@@ -15,8 +15,9 @@ __all__ = ["Call", "Seen", "Values", "autocasting", "dense", "difference", "loss
 
 Values = dict[str, Tensor | None]
 TOLERANCE: Final = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 6e-2}
-"""Relative to the largest element; below a ten-thousandth of all gradients it is noise."""
-NOISE: Final = 1e-4
+"""Relative to the largest element of a value, or to what is noise if that is larger."""
+NOISE: Final = {"float64": 1e-4, "float32": 1e-2, "bfloat16": 0.3}
+"""Of the largest of all values. A bias before a batch norm has a gradient of 0 but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def difference(
             return f"{name} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
         if expected.dtype != actual.dtype:
             return f"{name} is {actual.dtype}, not {expected.dtype}"
-        error = _distance(expected, actual, NOISE * largest)
+        error = _distance(expected, actual, NOISE[precision] * largest)
         if not error <= worst:
             worst, told = error, f"{name} differs by {error:.1e}"
     return told if not worst <= TOLERANCE[precision] else None
