@@ -77,10 +77,11 @@ def reversify(
     The model itself is left alone; the result owns copies of its weights. `example_inputs` (a
     tensor, or a tuple of positional arguments) is not needed for timm models. `policy` is
     "paper" (PETRA's RevNets: a wider stem and head), "pretrained" (no new parameters), or a
-    `Policy`. `check` says how much is compared on the example, the capture with the original and
-    gradients of the chains with those of stored activations: "full", "fast" (gradients only
-    where that takes no longer than compiling; the summary says so) or "off". A chain that reconstructs its input worse than `tolerance` (relative;
-    1e-3 for float32) is refused. `overlap` says whether a block is rebuilt while the next one is
+    `Policy`. `check` says how much is compared on the example: the capture with the original, and
+    the gradients of chains with those of stored activations. "full" compares everything, "fast"
+    gradients only where that takes no longer than compiling (the summary says so), "off"
+    nothing. A chain that reconstructs its input worse than `tolerance` (relative; 1e-3 for
+    float32) is refused. `overlap` says whether a block is rebuilt while the next one is
     differentiated ("on", "off"; "auto": in steps recorded as CUDA graphs, if kernels are small).
 
     >>> import torch, revcompile

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.capture.copies import set_mode
@@ -38,8 +39,8 @@ __all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
 
 _PASSES: Final = 14
 """Forward passes that all comparisons take: 3 and 4 for two backward passes, twice."""
-_WORK_PER_NODE: Final = 2e8
-"""Operations a CPU does in the time that compiling one node of a graph takes."""
+_WORK_PER_NODE: Final = 5e8
+"""Operations one core does in the time that compiling one node of a graph takes it."""
 _MEMORY: Final = 2**31
 """Bytes of activations, weights and gradients above which the comparison is left out."""
 _LIMITS: Final = {torch.float64: 1e-6, torch.float32: 2e-2}
@@ -136,7 +137,9 @@ def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, A
     return Compared(args, kwargs, stored)
 
 
-def _in_double(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str] | None:
+def _in_double(
+    net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[str] | None:
     """What still differs in float64, where rounding explains nothing; None if it cannot run."""
     try:
         twin = copy.deepcopy(net).double()
@@ -150,8 +153,6 @@ def _in_double(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _converted(tree: Any) -> Any:
-    from torch.utils import _pytree as pytree
-
     return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, tree)
 
 
@@ -175,8 +176,6 @@ def _module_gradients(
 
 def _fresh(tree: Any) -> tuple[Any, list[Tensor]]:
     """The example's tensors anew, floating ones with a gradient, and a list of those."""
-    from torch.utils import _pytree as pytree
-
     inputs: list[Tensor] = []
 
     def anew(tensor: Tensor) -> Tensor:
@@ -228,9 +227,7 @@ def compare_stages(
         reference = stored if _is_deterministic(net, programs[first], compared) else found[first]
     for method, gradients in found.items():
         if wrong := _differences(reference, gradients, net.tolerance):
-            raise VerificationError(
-                _message("petrafy", net.rewired, f"stages ({method})", wrong)
-            )
+            raise VerificationError(_message("petrafy", net.rewired, f"stages ({method})", wrong))
 
 
 def _staged_gradients(
@@ -330,6 +327,6 @@ def _message(where: str, rewired: Rewired, what: str, wrong: Sequence[str]) -> s
     listed = "\n".join(f"  - {line}" for line in wrong[:10])
     more = f"\n  - and {len(wrong) - 10} more" if len(wrong) > 10 else ""
     return (
-        f"{where}: gradients of {rewired.name}'s {what} are not those of the same model with stored "
-        f"activations, on the example:\n{listed}{more}\n{_ADVICE}"
+        f"{where}: gradients of {rewired.name}'s {what} are not those of the same model with "
+        f"stored activations, on the example:\n{listed}{more}\n{_ADVICE}"
     )

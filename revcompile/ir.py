@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -216,7 +216,7 @@ class Residual:
     adds: NameSet
     branch: NameSet
     shortcut_term: str
-    shortcut: NameSet = NameSet()
+    shortcut: NameSet = field(default_factory=NameSet)
     post: tuple[str, ...] = ()
     sides: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()

@@ -84,9 +84,13 @@ def _in_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str]]:
         for loop in loops:
             if _is_set(loop.iter, known):
                 yield loop.iter.lineno, ast.unparse(loop.iter)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-            if node.func.id in ("list", "tuple", "iter", "next") and _is_set(node.args[0], known):
-                yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Call) and _lists_a_set(node, known):
+            yield node.lineno, ast.unparse(node)
+
+
+def _lists_a_set(call: ast.Call, known: set[str]) -> bool:
+    is_list = isinstance(call.func, ast.Name) and call.func.id in ("list", "tuple", "iter", "next")
+    return is_list and bool(call.args) and _is_set(call.args[0], known)
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:

@@ -258,6 +258,67 @@ def test_what_no_grad_computes_passes_no_gradient_through_its_items() -> None:
     assert found["grad layers.0.weight"].any()
 
 
+class RecordOutput(Conditioned):
+    """A dataclass that nobody has registered with pytree, from inside a module kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ada = Hidden(lambda c: Record(c[0], {"a": c[1], "b": c[2]}))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x), self.ada(x)
+
+
+class MaximumOutput(RecordOutput):
+    def forward(self, x: Tensor) -> Any:
+        output, record = super().forward(x)
+        return Record(output, {"b": record.first}), record.rest["b"].max(1)
+
+
+def of_record(output: Any, target: Tensor) -> Tensor:
+    head, record = output
+    return (head**2).sum() + (record.first * record.rest["b"]).sum() + target.sum()
+
+
+def of_maximum(output: Any, target: Tensor) -> Tensor:
+    record, largest = output
+    assert isinstance(record, Record)
+    return (record.first**2).sum() + record.rest["b"].sum() + largest.values.sum() + target.sum()
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(RecordOutput, of_record), (MaximumOutput, of_maximum)])
+def test_structured_results_are_what_they_were_and_train(kind: Any, loss: Any) -> None:
+    model = made(kind)
+    net = revcompile.petrafy(model, 3, example(), check="full", leaf_modules=["ada"])
+    expected, actual = model(example()), net.module()(example())
+    assert [type(part) for part in expected] == [type(part) for part in actual]
+    module: Any = net.module()
+    module.reversible = False
+    loss(module(example()), torch.zeros(1)).backward()
+    for method in ("petra", "backprop"):
+        found = staged_gradients(net, method, example(), loss)
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_a_list_of_tensors_that_is_changed_is_refused_by_name() -> None:
+    class Appends(Conditioned):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ada = Hidden(list)
+
+        def condition(self, x: Tensor) -> Any:
+            found = self.ada(x)
+            found.append(x)
+            return found[1:]
+
+    with pytest.raises(revcompile.RevcompileError, match="a list of tensors is changed in place"):
+        revcompile.reversify(made(Appends), example(), leaf_modules=["ada"])
+
+
 # -- complex numbers ------------------------------------------------------------------------------
 
 

@@ -13,7 +13,15 @@ from revcompile.compiler.capture.effects import is_effect
 from revcompile.ir import TYPE, TensorType
 from revcompile.ops import attribute, out_of_place, read_buffer
 
-__all__ = ["Flow", "cuts_gradient", "draws_random", "holds_tensor", "is_add", "is_plain", "tensor_type"]
+__all__ = [
+    "Flow",
+    "cuts_gradient",
+    "draws_random",
+    "holds_tensor",
+    "is_add",
+    "is_plain",
+    "tensor_type",
+]
 
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -80,7 +88,7 @@ def cuts_gradient(node: fx.Node) -> bool:
     if not _holds_differentiable(node.meta.get(TYPE)):
         return True
     if node.target is getattr:
-        return node.args[1] == "data"
+        return bool(node.args[1] == "data")
     name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
     return node.op != "call_module" and (
         name in ("detach", "detach_") or name.startswith("new_") or name.endswith("_like")

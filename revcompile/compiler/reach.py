@@ -5,8 +5,8 @@ between (tuples, dicts, layers kept whole); it ends at `detach`, integers, sizes
 is asked of the captured graph, of the rewired segments and of the stages' programs, and the answers
 must be equal: a parameter that lost its path would silently never train.
 
-From one segment to the next only live values of a differentiable type carry a path, since only those
-are given a gradient when the model runs.
+From one segment to the next only live values of a differentiable type carry a path, since only
+those are given a gradient when the model runs.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def lost_in_rewired(captured: Captured, rewired: Rewired) -> list[str]:
     after = _Sources(rewired.root, names)
     live = dict(zip(names, after.of_inputs(names), strict=True))
     reached = _results(rewired.body, _walk(rewired.body.segments, rewired.body.types, after, live))
-    grown = {
-        name: source for name, (source, how) in rewired.growths.items() if how is Growth.COPY
-    }
+    grown = {name: source for name, (source, how) in rewired.growths.items() if how is Growth.COPY}
     found = [grown.get(name, name) for name in after.listed(reached)]
     lost = [f"{name} has a gradient in the model but none here" for name in expected]
     won = [f"{name} has a gradient here but none in the model" for name in dict.fromkeys(found)]
@@ -211,10 +209,10 @@ def _unpaid(
     (output,) = program.backward.find_nodes(op="output")
     (_, of_inputs, of_parameters) = output.args[0]
     places = {name: 1 << i for i, name in enumerate(sources.names)}
-    checked = [(n, stage.inputs[n], g) for n, g in zip(program.graded_inputs, of_inputs, strict=True)]
-    checked += [
-        (n, places[n], g) for n, g in zip(program.parameters, of_parameters, strict=True)
+    checked = [
+        (n, stage.inputs[n], g) for n, g in zip(program.graded_inputs, of_inputs, strict=True)
     ]
+    checked += [(n, places[n], g) for n, g in zip(program.parameters, of_parameters, strict=True)]
     ancestors = _ancestors(program.backward)
     problems = []
     for name, bit, gradient in checked:

@@ -19,6 +19,7 @@ from revcompile.ir import (
     SOURCE,
     Coupling,
     Growth,
+    NameSet,
     Opaque,
     Residual,
     ResidualKind,
@@ -164,7 +165,7 @@ class _Teller:
     def _holds(self, name: str) -> bool:
         return any(node.name == name for node in self.graph.nodes)
 
-    def _layers(self, names: frozenset[str]) -> str:
+    def _layers(self, names: NameSet) -> str:
         """Module paths of nodes in the order they run, without what they have in common."""
         nodes = [node for node in self.graph.nodes if node.name in names]
         paths = dict.fromkeys(str(n.meta.get(PATH, "")) or n.name for n in nodes)

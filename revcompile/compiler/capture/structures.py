@@ -51,7 +51,7 @@ _CHANGES: Final = frozenset(
 )
 """Methods that change a list or a dict."""
 
-_VIEWS_OF_DICTS: Final = (type({}.items()), type({}.values()))
+_VIEWS_OF_DICTS: Final[tuple[type, ...]] = (type({}.items()), type({}.values()))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _fields_of(kind: type) -> type:
             self.values = values
 
     def rebuilt(items: Any, names: Any) -> Any:
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         for name, item in zip(names, items, strict=True):
             object.__setattr__(made, name, item)
         return made
@@ -273,20 +273,20 @@ def _detached(graph: fx.Graph, producer: fx.Node, item: fx.Node) -> fx.Node:
 
 def _last(parts: _Parts, default: fx.Node) -> fx.Node:
     """The last node of nodes in a row."""
-    for item in reversed(parts.items.values()):
-        return _last(item, default) if isinstance(item, _Parts) else item
-    return default
+    item = [*parts.items.values(), default][max(len(parts.items) - 1, 0)]
+    return _last(item, default) if isinstance(item, _Parts) else item
 
 
 def structure_key(structure: Structure, key: Any) -> Any:
     """An index or a name as the structure's own key; None for what is no single item."""
-    if key in structure.keys if not isinstance(key, slice) else False:
+    if isinstance(key, slice):
+        return None
+    if key in structure.keys:
         return key
     if isinstance(key, int) and -len(structure.keys) <= key < len(structure.keys):
         return structure.keys[key]
-    names = getattr(structure.kind, "_fields", None) or getattr(
-        structure.kind, "__match_args__", ()
-    )
+    kind: Any = structure.kind
+    names: tuple[str, ...] = getattr(kind, "_fields", ()) or getattr(kind, "__match_args__", ())
     return structure.keys[names.index(key)] if key in names else None
 
 
