@@ -22,8 +22,8 @@ __all__ = ["decided_draw", "draws_decided", "draws_left_out"]
 _RAND: Final = torch.rand
 _TURNED: Final = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _UNDECIDED: Final = (
-    "a random number decides what is computed (LayerDrop with p = {bound}); set that probability "
-    "to 0 before capturing, or drop layers by multiplying with a random mask"
+    "control flow depends on random numbers (LayerDrop with p = {bound}); set that probability to "
+    "0 before capturing, or drop layers by multiplying with a random mask"
 )
 
 
