@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,7 @@ def reversify(
         verify_rewired(captured, rewired)
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, Overlap.parse(overlap))
+        _warn_of_hooks(net)
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)
@@ -231,6 +233,16 @@ def _refuse_reversible(model: Any, caller: str) -> None:
             f"{caller}: the model is already reversible (it comes from "
             f"{'petrafy' if isinstance(model, StagedModel) else 'reversify'}); pass the original "
             "model, and load_state_dict the weights into the result if they have been trained"
+        )
+
+
+def _warn_of_hooks(net: ReversibleModule) -> None:
+    for path in net.inlined_hooks:
+        warnings.warn(
+            f"reversify: {path} has hooks, but its forward is part of the captured graph now: what "
+            "they computed was traced, and they will not run again. Register hooks on the layers "
+            f"inside {path}, or keep it whole with leaf_modules=[{path!r}]",
+            stacklevel=3,
         )
 
 

@@ -39,6 +39,7 @@ _RESERVED = frozenset(
         "check_every",
         "overlap",
         "inversion_errors",
+        "inlined_hooks",
         "summary",
         "_plans",
         "_inlined",
@@ -127,6 +128,11 @@ class Reversible(nn.Module):
         values = self._run(body, values)
         flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
+
+    @property
+    def inlined_hooks(self) -> tuple[str, ...]:
+        """Modules whose hooks were traced with their forward, and do not run any more."""
+        return self._inlined.hooked
 
     def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
         """Forward and back through every chain: each block's relative reconstruction error."""
