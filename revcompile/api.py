@@ -138,6 +138,7 @@ def _reversified(
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, Overlap.parse(overlap))
         net.on_new_case(Recompiler(model, captured, chosen))
+        _warn_of_hooks(net)
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
             _refuse_uninvertible(net, args, kwargs)
@@ -305,6 +306,17 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
         RevcompileWarning,
         stacklevel=3,
     )
+
+
+def _warn_of_hooks(net: ReversibleModule) -> None:
+    for path in net.inlined_hooks:
+        warnings.warn(
+            f"reversify: {path} has hooks, but its forward is part of the captured graph now: what "
+            "they computed was traced, and they will not run again. Register hooks on the layers "
+            f"inside {path}, or keep it whole with leaf_modules=[{path!r}]",
+            RevcompileWarning,
+            stacklevel=4,
+        )
 
 
 def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:

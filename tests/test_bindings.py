@@ -505,3 +505,44 @@ def test_what_is_reversible_already_says_so() -> None:
     for again in (revcompile.reversify, lambda model, x: revcompile.petrafy(model, 2, x)):
         with pytest.raises(revcompile.RevcompileError, match="already reversible"):
             again(net, X.float())
+
+
+class Field(nn.Module):
+    """The gradient of an energy: differentiates inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = torch.tanh(self.energy(x)).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class Fields(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields = nn.ModuleList(Field() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for field in self.fields:
+            x = x + field(x)
+        return x
+
+
+def test_a_layer_may_differentiate_in_its_forward_and_a_model_may_not() -> None:
+    net = revcompile.reversify(Fields().double(), X).train()
+    assert len(net.rewired.couplings) == 3
+    assert_exact(net)
+    with pytest.raises(revcompile.RevcompileError, match=r"put it into a\s+submodule of its own"):
+        revcompile.reversify(Field(), X.float())
+
+
+def test_hooks_that_were_traced_are_named() -> None:
+    model = Stack()
+    model.blocks[0].register_forward_hook(lambda layer, args, out: out * 2)
+    with pytest.warns(UserWarning, match=r"blocks\.0 has hooks.*leaf_modules=\['blocks\.0'\]"):
+        net = revcompile.reversify(model, X.float(), check="off")
+    assert torch.equal(net.eval()(X.float()), net(X.float()))

@@ -42,6 +42,7 @@ _RESERVED = frozenset(
         "check_every",
         "overlap",
         "inversion_errors",
+        "inlined_hooks",
         "summary",
         "rewired_tensors",
         "_original",
@@ -139,6 +140,11 @@ class Reversible(OriginalSurface):
         values = self._run(body, values)
         flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
+
+    @property
+    def inlined_hooks(self) -> tuple[str, ...]:
+        """Modules whose hooks were traced with their forward, and do not run any more."""
+        return self._inlined.hooked
 
     def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
         """Forward and back through every chain: each block's relative reconstruction error."""

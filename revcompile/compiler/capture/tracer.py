@@ -65,6 +65,9 @@ _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocas
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 
 
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
+
+
 @dataclass(frozen=True)
 class Traced:
     """The raw graph of one mode, its output structure, and what was met on the way.
@@ -366,6 +369,11 @@ class _Tracer(ShapedTracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if kind.startswith("call") and _autocast_state() != self._autocast:
             raise TraceError(AUTOCAST)
+        if kind == "call_function" and args[0] in _DIFFERENTIATING:
+            raise TraceError(
+                "torch.autograd.grad inside the forward pass, which no graph holds; put it into a "
+                "submodule of its own, under torch.enable_grad(), which is kept as one piece"
+            )
         node = super().create_node(kind, *args, **kwargs)
         node.meta.update({PATH: self._path, SOURCE: user_line(), TYPE: None, VALUE: None})
         node.meta[NO_GRAD] = not _is_grad_enabled()
