@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from revcompile.arguments import check_model, one_of, whole_number
+from revcompile.arguments import check_cost, check_model, one_of, whole_number
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, model_unchanged
 from revcompile.compiler.cost import How, costs
@@ -188,8 +188,7 @@ def petrafy(
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     kept = Keep(one_of("petrafy", "keep", keep, [one.value for one in Keep]))
-    if isinstance(cost, str):
-        cost = one_of("petrafy", "cost", cost, ("analytic", "measured", "replayed"))
+    check_cost(cost)
     for name, given in (("memory_limit", memory_limit), ("batch_size", batch_size)):
         if given is not None:
             whole_number("petrafy", name, given, 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from revcompile.errors import InputError
 
-__all__ = ["check_examples", "check_model", "one_of", "whole_number"]
+__all__ = ["check_cost", "check_examples", "check_model", "one_of", "whole_number"]
 
 
 def check_model(caller: str, model: Any) -> None:
@@ -82,15 +82,32 @@ def whole_number(caller: str, name: str, value: Any, least: int, hint: str = "")
         number = operator.index(value)
     if number is None or number < least:
         shown = type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else repr(value)
-        raise InputError(f"{caller}: {name}={shown}; expected a whole number from {least} on{hint}")
+        raise InputError(
+            f"{caller}: {name}={shown}; expected a whole number, at least {least}{hint}"
+        )
     return number
 
 
 def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:
     """One of some words, or the nearest of them told."""
-    words = list(known)
+    words = sorted(known)
     if isinstance(value, str) and value in words:
         return value
-    near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise InputError(f"{caller}: {name}={value!r}; use one of: {', '.join(sorted(words))}{hint}")
+    hint = _nearest(value, words)
+    raise InputError(f"{caller}: {name}={value!r}; use one of: {', '.join(words)}{hint}")
+
+
+def check_cost(cost: Any) -> None:
+    """Refuse what says nothing about work: a word that is none of ours, a number."""
+    words = ("analytic", "measured", "replayed")
+    if cost in words if isinstance(cost, str) else isinstance(cost, Mapping) or callable(cost):
+        return
+    raise InputError(
+        'cost: expected "analytic", "measured", "replayed", a mapping of names to numbers, or '
+        f"a function of a name, got {cost!r}{_nearest(cost, words)}"
+    )
+
+
+def _nearest(value: Any, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(value, list(words), 1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""

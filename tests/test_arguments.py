@@ -78,7 +78,7 @@ def test_what_is_no_model(model: Any, told: str) -> None:
         ({"num_stages": 2.0}, "num_stages=2.0; expected a whole number"),
         ({"num_stages": True}, "num_stages=True; expected a whole number"),
         ({"num_stages": 40}, r"num_stages=40, but Block has \d+ pieces .* use num_stages <= \d+"),
-        ({"cost": "mesured"}, r"cost='mesured'; use one of: .*; did you mean 'measured'\?"),
+        ({"cost": "mesured"}, r"cost: expected .* got 'mesured'; did you mean 'measured'\?"),
         ({"keep": "graphs"}, r"keep='graphs'; use one of: .*; did you mean 'graph'\?"),
         ({"policy": "papers"}, "policy: expected 'paper', 'pretrained' or a revcompile.Policy"),
         ({"policy": ["paper"]}, r"policy: expected .* got \['paper'\]"),

@@ -9,44 +9,81 @@ import pytest
 import torch
 
 import revcompile
+from benchmarks.compiler.architectures import ARCHITECTURES
+from benchmarks.compiler.families import fixed_randomness
+from benchmarks.compiler.huggingface import TOLERANCE, examine
+from revcompile.errors import OriginalMethodError
 from tests.helpers import gradients, worst
 
-transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+pytest.importorskip("transformers")
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
+FEW = ("gpt2", "llama", "bert")
+"""Of each kind of block one: the others take as long again, and are `slow`."""
+BLOCKS = {"gpt2": 8, "llama": 8, "bert": 8, "vit": 8, "t5": 17}
 
 
-def _model(name: str) -> Any:
-    t = transformers
-    if name == "gpt2":
-        config = t.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50, n_positions=32)
-        model = t.GPT2LMHeadModel(config)
-    elif name == "llama":
-        model = t.LlamaForCausalLM(
-            t.LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, **SMALL)
-        )
-    elif name == "bert":
-        model = t.BertModel(t.BertConfig(num_hidden_layers=2, **SMALL))
-    else:
-        config = t.ViTConfig(num_hidden_layers=2, image_size=32, patch_size=8, **SMALL)
-        model = t.ViTModel(config)
-    model.config.use_cache = False
-    return model
+def every() -> list[Any]:
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in FEW else slow) for name in ARCHITECTURES]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "blocks"), [("gpt2", 6), ("llama", 6), ("bert", 4), ("vit", 4)])
-def test_captured_and_reversible(name: str, blocks: int) -> None:
+@pytest.mark.parametrize("name", every())
+def test_captured_at_two_lengths_and_trained_in_four_stages(name: str) -> None:
+    row = examine(name)
+    assert row["stages"] == 4
+    assert row["captured_error"] <= TOLERANCE and row["gradient_error"] <= TOLERANCE
+    assert row["couplings"] == BLOCKS.get(name, row["couplings"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+def test_captured_and_reversible(name: str) -> None:
     torch.manual_seed(0)
-    model = _model(name).double().train()
-    if name == "vit":
-        x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    else:
-        x = torch.randint(0, 50, (2, 10))
-    net = revcompile.reversify(model, x, check="full").train()
-    assert len(net.rewired.couplings) == blocks
+    model: Any = ARCHITECTURES[name].build().double().train()
+    fixed_randomness(model)
+    inputs = ARCHITECTURES[name].inputs(2, 8)
+    net = revcompile.reversify(model, None, inputs, check="full").train()
+    assert len(net.rewired.couplings) == BLOCKS[name]
     reference = copy.deepcopy(net)
     reference.reversible = False
-    assert worst(gradients(reference, x), gradients(net, x))[0] < 1e-10
-    assert type(net(x)) is type(model(x))
+    assert worst(gradients(reference, **inputs), gradients(net, **inputs))[0] < 1e-10
+    assert type(net(**inputs)) is type(model(**inputs))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_pretrained_model_shows_is_shown() -> None:
+    model: Any = ARCHITECTURES["llama"].build()
+    inputs = ARCHITECTURES["llama"].inputs(2, 8)
+    net: Any = revcompile.reversify(model, None, inputs, check="off")
+    assert net.config.to_dict() == model.config.to_dict() and net.config is not model.config
+    assert (net.dtype, net.device) == (torch.float32, torch.device("cpu"))
+    assert net.get_input_embeddings() is net.model.embed_tokens
+    assert net.num_parameters() == model.num_parameters()
+    assert net.generation_config.to_dict() == model.generation_config.to_dict()
+    with pytest.raises(OriginalMethodError, match="generate calls the model with arguments"):
+        net.generate(inputs["input_ids"], max_new_tokens=2)
+    with pytest.raises(OriginalMethodError, match=r"sets model\.gradient_checkpointing"):
+        net.gradient_checkpointing_enable()
+    with pytest.raises(OriginalMethodError, match="resize_token_embeddings changes"):
+        net.resize_token_embeddings(60)
+    assert net.config.vocab_size == 50
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_the_model_returns_itself() -> None:
+    model: Any = ARCHITECTURES["gpt2"].build().double().train()
+    fixed_randomness(model)
+    inputs = ARCHITECTURES["gpt2"].inputs(2, 8)
+    inputs["labels"] = inputs["input_ids"]
+    net = revcompile.reversify(model, None, inputs, policy="pretrained").train()
+    output = net(**inputs)
+    output.loss.backward()
+    expected = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    net.reversible = False
+    net(**inputs).loss.backward()
+    have = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    assert type(output) is type(model(**inputs)) and output.past_key_values is None
+    assert worst(expected, have)[0] < 1e-10

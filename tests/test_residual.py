@@ -144,3 +144,38 @@ def test_find_changes_nothing() -> None:
     before = captured.graph.python_code("self").src
     find(captured)
     assert captured.graph.python_code("self").src == before
+
+
+# -- sizes, types and devices of what is inside a branch -------------------------------------------
+
+
+def _filled(m: Model, x: Tensor) -> Tensor:
+    """As attention does: a mask from outside, filled with the least number of the keys' type."""
+    mask, x = x > 0, m.h(x)
+    for layer in (m.f, m.g):
+        keys = layer(x)
+        x = x + keys * mask.where(mask, torch.finfo(keys.dtype).eps)
+    return x
+
+
+def _entangled(m: Model, x: Tensor) -> Tensor:
+    """The first block's own input needs the type of its branch; the others are free of it."""
+    start, x = x, m.skip(x)
+    keys = m.wide(x)
+    bias = torch.arange(4, dtype=keys.dtype) * m.skip(start)
+    x = x + keys * bias
+    for _ in range(2):
+        x = x + m.wide(x) * bias
+    return x
+
+
+def test_a_type_that_only_the_branch_reads_belongs_to_it() -> None:
+    found = _find(_filled)
+    assert len(found.residuals) == 2
+    assert not any(block.extras for block in found.residuals)
+
+
+def test_only_blocks_that_wait_for_each_other_are_given_up() -> None:
+    found = _find(_entangled)
+    assert len(found.residuals) == 2
+    assert any("read each other" in str(refusal) for refusal in found.refusals)

@@ -151,7 +151,8 @@ class OriginalSurface(nn.Module):
 
     def __dir__(self) -> list[str]:
         original = self.__dict__.get("_original")
-        return sorted({*super().__dir__(), *(dir(original.kind) if original is not None else ())})
+        names: set[str] = {*super().__dir__()}  # type: ignore[no-untyped-call]
+        return sorted(names | {*(dir(original.kind) if original is not None else ())})
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode as the original does: some models keep parts of themselves in eval mode."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from revcompile.arguments import check_cost
 from revcompile.compiler.cost.analytic import analytic_costs
 from revcompile.compiler.cost.measured import Clock, measured_costs
 from revcompile.errors import InputError
@@ -34,12 +35,8 @@ def piece_costs(
     Numbers of the user's own stand for forward, backward and update together, in any unit. They may
     be given for pieces, or for whole segments, whose parts then share them.
     """
+    check_cost(how)
     clocks = {clock.value: clock for clock in Clock}
-    if isinstance(how, str) and how not in ("analytic", *clocks):
-        raise InputError(
-            'cost: expected "analytic", "measured", "replayed", a mapping of names to numbers, or '
-            f"a function of a name, got {how!r}"
-        )
     found = analytic_costs(rewired, pieces, types)
     if how == "analytic":
         return found
