@@ -48,7 +48,12 @@ FOUND: Final[dict[str, Net]] = {
         "rows", (plain("average", update="{b}.data = 0.9 * {b}.data + {v}"), BLOCK)
     ),
     "lerp": Net("rows", (plain("average", "list", update="{b}.lerp_({v}, 0.1)"),)),
+    "largest of a submodule": Net("tokens", (plain("recorded", "module", what="statistic"), BLOCK)),
+    "average read behind its update": Net("tokens", (plain("average", read="after"), BLOCK)),
+    "counter that is assigned": Net("images", (plain("counter", "twice", change="{b} = {b} + 1"),)),
     "frozen batch norm": Net("rows", (plain("frozen_norm"), BLOCK)),
+    # streams that read each other
+    "two streams": Net("rows", (plain("streams", how="both"),)),
     # what steers
     "batch": Net("rows", (plain("by_size"), BLOCK)),
     "length": Net("tokens", (plain("by_size", condition="h.shape[{length}] > 6"), BLOCK)),

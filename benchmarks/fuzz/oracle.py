@@ -118,15 +118,22 @@ class Examination:
         except _Stop:
             raise
         except VerificationError as error:
-            self.report.findings.append(Finding("bug", check, reason(error), str(error)))
+            self._found(Finding("bug", check, reason(error), str(error)))
         except RevcompileError as error:
-            self.report.refusals.append(Refusal(check, reason(error)))
+            if reason(error) not in {refusal.reason for refusal in self.report.refusals}:
+                self.report.refusals.append(Refusal(check, reason(error)))
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).strip()}"
             detail = traceback.format_exc()
-            self.report.findings.append(Finding("foreign", check, what[:300], detail))
+            self._found(Finding("foreign", check, what[:300], detail))
         if stop:
             raise _Stop
+
+    def _found(self, finding: Finding) -> None:
+        """Keep an exception; `reversify` raises what `petrafy` has raised before."""
+        known = {(f.kind, f.what) for f in self.report.findings}
+        if finding.check != "reversify" or (finding.kind, finding.what) not in known:
+            self.report.findings.append(finding)
 
     def compare(self, check: str, want: Seen, have: Seen, *which: str) -> None:
         """Find what differs between two calls."""

@@ -93,7 +93,7 @@ def recorded(w: Writer, what: str) -> None:
         queue = w.buffer("queue", f"torch.zeros(4, {w.width})")
         place = w.buffer("place", "torch.zeros((), dtype=torch.long)")
         w.line(f"u = {w.pooled()}.detach()")
-        w.line(f"{queue} = torch.cat([{queue}[1:], u[:1]])", f"{place}.add_(1).remainder_(4)")
+        w.line(f"{queue} = torch.cat([{queue}[1:], u[:1]])", f"{place}.add_(1).remainder_(7)")
     elif what == "statistic":
         largest = w.buffer("largest", "torch.zeros(())")
         w.line(f"{largest} = torch.maximum({largest}, h.detach().abs().max())")
