@@ -121,7 +121,7 @@ def _reversified(
     policy: str | Policy,
     check: str,
     leaf_modules: Iterable[str | type[nn.Module]],
-    tolerance: float | None,
+    tolerance: Tolerance,
     overlap: str | Overlap = "auto",
 ) -> tuple[ReversibleModule, Compared | None]:
     """The passes from a model to a module, and the gradients its chains were compared with."""
@@ -261,7 +261,7 @@ def check_invertible(
     """
     if not isinstance(model, Reversible):
         check_model("check_invertible", model)
-        model = _reversified(
+        model, _ = _reversified(
             model,
             args or None,
             kwargs,

@@ -295,7 +295,9 @@ def _differences(expected: Gradients, found: Gradients, tolerance: Tolerance) ->
             if size > 1e-6 * overall:
                 wrong.append(f"{name} has {'a' if right is None else 'no'} gradient")
             continue
-        limit = max(_LIMITS.get(_real(right.dtype), _LIMIT_LOW_PRECISION), 10 * tolerance_for(_real(right.dtype), tolerance))
+        dtype = _real(right.dtype)
+        allowed = 10 * tolerance_for(dtype, tolerance)
+        limit = max(_LIMITS.get(dtype, _LIMIT_LOW_PRECISION), allowed)
         # A gradient that is zero in exact arithmetic is noise: measured against the largest.
         error = _largest(right - got.to(right.dtype)) / max(sizes[name], 1e-3 * overall, 1e-30)
         if not error <= limit:

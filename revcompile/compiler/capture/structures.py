@@ -51,7 +51,7 @@ _CHANGES: Final = frozenset(
 )
 """Methods that change a list or a dict."""
 
-_VIEWS_OF_DICTS: Final[tuple[type, ...]] = (type({}.items()), type({}.values()))
+_VIEWS_OF_DICTS: Final[tuple[type[Any], ...]] = (type({}.items()), type({}.values()))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _hidden_tensors(value: Any, depth: int = 3) -> bool:
     if depth == 0 or isinstance(value, type) or callable(value):
         return False
     if isinstance(value, (set, frozenset, *_VIEWS_OF_DICTS)):
-        inner = list(value)
+        inner: list[Any] = [*value]
     elif isinstance(value, (tuple, list, Mapping)):
         inner = list((_items(value) or {}).values())
     else:
