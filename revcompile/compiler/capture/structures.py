@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -119,7 +119,8 @@ def _hidden_tensors(value: Any, depth: int = 3) -> bool:
     if depth == 0 or isinstance(value, type) or callable(value):
         return False
     if isinstance(value, (set, frozenset, *_VIEWS_OF_DICTS)):
-        inner: list[Any] = [*value]
+        members: Iterable[Any] = value
+        inner = list(members)
     elif isinstance(value, (tuple, list, Mapping)):
         inner = list((_items(value) or {}).values())
     else:
