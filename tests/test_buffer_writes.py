@@ -60,6 +60,16 @@ class AssignedInTheLoop(Net):
         return self.head(h) + self.mean[:3]
 
 
+class InPlaceInTheLoop(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for layer in self.layers:
+            y = layer(h)
+            self.mean.mul_(0.9).add_(y.detach().mean(0))
+            h = h + torch.tanh(y)
+        return self.head(h)
+
+
 class InsideABranch(Net):
     """Only in training mode, as a batch norm does."""
 
@@ -130,7 +140,8 @@ class InBlocks(nn.Module):
         return self.head(self.blocks(self.stem(x)))
 
 
-MODELS = [InPlaceBefore, AssignedBefore, AssignedInTheLoop, InsideABranch, InLayers, InBlocks]
+MODELS = [InPlaceBefore, AssignedBefore, InPlaceInTheLoop, AssignedInTheLoop, InsideABranch]
+MODELS += [InLayers, InBlocks]
 
 
 def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:
@@ -202,3 +213,27 @@ def test_buffer_used_in_every_block_cannot_be_cut() -> None:
     model, batches = made(AssignedInTheLoop)
     with pytest.raises(InputError, match="writes into its buffer mean, which is used from"):
         revcompile.petrafy(model, 6, example_inputs=batches[0])
+
+
+class Clamps(Net):
+    """Keeps a weight small in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.clamp_(max=1.0)
+        h = self.stem(x)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.head(h * self.scale)
+
+
+def test_parameters_written_by_the_forward_pass_are_refused_in_stages() -> None:
+    model, batches = made(Clamps)
+    net = revcompile.reversify(model, batches[0], check="full")
+    net(batches[0]).sum().backward()
+    assert net.scale.grad is not None and net.scale.max() == 1.0
+    with pytest.raises(InputError, match="writes into its parameter scale"):
+        revcompile.petrafy(model, 2, batches[0])

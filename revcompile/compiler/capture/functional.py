@@ -329,7 +329,7 @@ class _Functional:
         tensor = attribute(self.root, str(buffer.target))
         for node in self.original.find_nodes(op="call_module"):
             module = self.root.get_submodule(str(node.target))
-            if any(tensor is held for held in module.buffers()):
+            if any(tensor is held for held in (*module.parameters(), *module.buffers())):
                 reason = f"{buffer.target} is written to outside {node.target}, which reads it"
                 raise Entangled(reason, [node])
 

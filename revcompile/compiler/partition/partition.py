@@ -79,6 +79,7 @@ def partition(
     types = {**rewired.body.types, **new_types}
     _enough(rewired, stages, torn)
     finest = _items(rewired, torn, types, piece_costs(rewired, torn, types, how))
+    _refuse_written_parameters(rewired, finest)
     chosen, ends = finest, _solve(finest, stages, method, limits)
     if stages <= len(whole) and len(whole) < len(torn):
         rest = iter(finest.costs)
@@ -205,6 +206,17 @@ def _memory(items: _Items, stages: int, method: Method, limits: Limits) -> Memor
         group=limits.group,
         first_input_free=False,  # the trainer keeps what it is fed
     )
+
+
+def _refuse_written_parameters(rewired: Rewired, items: _Items) -> None:
+    """Parameters have versions in stages: only updates change them."""
+    parameters = dict(rewired.root.named_parameters(remove_duplicate=False))
+    written = [name for name in items.updated if name in parameters]
+    if written:
+        raise InputError(
+            f"petrafy: the forward pass of {rewired.name} writes into its parameter {written[0]}; "
+            "do that after an update (trainer.step), or keep such values in a buffer"
+        )
 
 
 def _refuse_updated_buffers(
