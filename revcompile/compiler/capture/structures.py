@@ -19,7 +19,7 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -119,8 +119,7 @@ def _hidden_tensors(value: Any, depth: int = 3) -> bool:
     if depth == 0 or isinstance(value, type) or callable(value):
         return False
     if isinstance(value, (set, frozenset, *_VIEWS_OF_DICTS)):
-        members: Iterable[Any] = value
-        inner = list(members)
+        inner = list(cast(Iterable[Any], value))
     elif isinstance(value, (tuple, list, Mapping)):
         inner = list((_items(value) or {}).values())
     else:
