@@ -118,7 +118,8 @@ def _hidden_tensors(value: Any, depth: int = 3) -> bool:
         return True
     if depth == 0 or isinstance(value, type) or callable(value):
         return False
-    if isinstance(value, (set, frozenset, *_VIEWS_OF_DICTS)):
+    inner: list[Any]
+    if isinstance(value, (set, frozenset)) or type(value) in _VIEWS_OF_DICTS:
         inner = list(value)
     elif isinstance(value, (tuple, list, Mapping)):
         inner = list((_items(value) or {}).values())
