@@ -365,14 +365,27 @@ class LateStart(Skips):
         return self.head(g + torch.tanh(self.layers[6](g) * e) + g)
 
 
+class ReadFarAway(Skips):
+    """Several regions and a block read the mean of one pair of streams; two chains start at `x`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.f(0, x * x.sigmoid()) + self.f(1, x) + x
+        b = x + torch.tanh(self.layers[2](x) * x)
+        c = b + torch.tanh(self.layers[3](b) * a)
+        d = c + torch.tanh(self.layers[5](c) * (c + self.f(4, a) + a))
+        e = d + torch.tanh(self.layers[6](d) * d)
+        return self.head(e + d)
+
+
 @pytest.mark.parametrize("policy", ["paper", "pretrained"])
-@pytest.mark.parametrize("kind", [SharedLayer, LateStart])
+@pytest.mark.parametrize("kind", [SharedLayer, LateStart, ReadFarAway])
 def test_a_skip_and_a_second_stream_compute_nothing_twice(
     kind: type[nn.Module], policy: str
 ) -> None:
-    net: Any = revcompile.reversify(
-        kind().double(), torch.randn(3, 4).double(), policy=policy, check="full"
+    staged = revcompile.petrafy(
+        kind().double(), 3, torch.randn(3, 4).double(), policy=policy, check="full"
     )
+    net: Any = staged.model
     assert net.rewired.couplings
     x = torch.randn(5, 4).double()
     actual = gradients(net, x)

@@ -70,6 +70,8 @@ def _defined_before_use(rewired: Rewired, body: Body) -> list[str]:
         for name in segment.inputs:
             if name not in known:
                 problems.append(f"{segment.name} reads {name}, which nobody has computed yet")
+        again = [name for name in segment.outputs if name in known]
+        problems += [f"{segment.name} computes {name} once more" for name in again]
         known |= set(segment.outputs)
     for leaf in body.result:
         if isinstance(leaf, Live) and leaf.name not in known:
@@ -105,6 +107,8 @@ def verify_partition(partition: Partition) -> None:
     for leaf in rewired.body.result:
         if isinstance(leaf, Live) and leaf.name not in parts[-1].outputs:
             problems.append(f"the result {leaf.name} does not leave the last stage")
+    made = Counter(name for part in parts for piece in part.pieces for name in piece.outputs)
+    problems += [f"{name} is computed in {n} places" for name, n in made.items() if n > 1]
     for part in parts:
         problems += _reads_what_is_there(part)
         for name in part.outputs:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -51,7 +51,7 @@ _CHANGES: Final = frozenset(
 )
 """Methods that change a list or a dict."""
 
-_VIEWS_OF_DICTS: Final[tuple[type[Any], ...]] = (type({}.items()), type({}.values()))
+_VIEWS_OF_DICTS: Final[tuple[type, ...]] = (type({}.items()), type({}.values()))
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,9 @@ def _hidden_tensors(value: Any, depth: int = 3) -> bool:
         return True
     if depth == 0 or isinstance(value, type) or callable(value):
         return False
-    if isinstance(value, (set, frozenset, *_VIEWS_OF_DICTS)):
-        inner = list(cast(Iterable[Any], value))
+    inner: list[Any]
+    if isinstance(value, (set, frozenset)) or type(value) in _VIEWS_OF_DICTS:
+        inner = list(value)
     elif isinstance(value, (tuple, list, Mapping)):
         inner = list((_items(value) or {}).values())
     else:

@@ -25,6 +25,8 @@ def whole_pieces(body: Body) -> tuple[Piece, ...]:
             continue
         opens = segment.streams_in not in grids
         grid = f"{segment.streams_in[0]}_grid" if opens else grids[segment.streams_in]
+        if opens and grid in grids.values():  # two chains start from one pair of streams
+            grid = f"{segment.streams_out[0]}_grid"
         grids[segment.streams_out] = grid
         pieces.append(Piece(segment, grid, opens))
     return tuple(pieces)

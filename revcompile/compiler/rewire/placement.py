@@ -216,7 +216,8 @@ class Placement:
             fused = region.call(torch.cat, (a, b), self.concatenated[node], like=node)
         else:
             fused = region.call(fuse_mean, a, b, like=node)
-        region.defined[f"{node.name}_fused"] = fused
+        if region is self.regions[self.level(node)]:  # a live value has one place of origin
+            region.defined[f"{node.name}_fused"] = fused
         return fused
 
     def side_reader(self, region: Region) -> Callable[[fx.Node], fx.Node]:
