@@ -6,6 +6,7 @@ import argparse
 import doctest
 import importlib
 import json
+import math
 import subprocess
 import sys
 import types
@@ -19,6 +20,9 @@ from torch import Tensor, distributed, nn
 
 import revcompile
 from benchmarks.__main__ import main
+from benchmarks.compiler.families import gradient_error
+from benchmarks.compiler.families import loss as loss_of
+from benchmarks.compiler.huggingface import _distance as distance
 from benchmarks.coupled import Missing, couple
 from benchmarks.models import create, of_depth
 from benchmarks.one_device.peers import PLAIN, makers
@@ -290,3 +294,26 @@ def test_a_rank_that_fails_does_not_leave_the_other_waiting() -> None:
     assert on_ranks(stumble, -1) == [0, 1]
     with pytest.raises(RuntimeError, match=r"a rank gave no result .*rank 1: 1"):
         on_ranks(stumble, 1)
+
+
+# -- comparisons ----------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_not_a_number_is_not_equal() -> None:
+    net = nn.Linear(2, 1, bias=False)
+    good = torch.ones(1, 2)
+    loss_of(net(good), torch.zeros(1)).backward()
+    assert net.weight.grad is not None
+    for seen, expected in (
+        (net.weight.grad.clone(), 0.0),
+        (torch.full((1, 2), math.nan), math.inf),
+    ):
+        optimizer = types.SimpleNamespace(seen=[[seen]])
+        updater = types.SimpleNamespace(optimizer=optimizer, parameters=["weight"])
+        trainer = types.SimpleNamespace(actors=[types.SimpleNamespace(updater=updater)])
+        assert gradient_error(trainer, net, 0, good, torch.zeros(1)) == expected
+
+
+def test_an_output_that_is_not_a_number_is_not_equal() -> None:
+    assert distance(torch.ones(2), torch.ones(2)) == 0.0
+    assert distance(torch.ones(2), torch.tensor([1.0, math.nan])) == math.inf

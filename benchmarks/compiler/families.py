@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -135,7 +136,9 @@ def gradient_error(trainer: Any, reference: nn.Module, index: int, x: Any, y: Te
             got = torch.zeros_like(want) if got is None else got
             # A gradient that is zero in exact arithmetic is noise: measure against the largest.
             scale = max(float(want.abs().max()), 1e-4 * largest)
-            worst = max(worst, float((got - want).abs().max()) / scale)
+            error = float((got - want).abs().max()) / scale
+            # max() passes over a nan, which would then count as no error at all
+            worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst
 
 

@@ -15,6 +15,7 @@ import argparse
 import copy
 import gc
 import importlib.util
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -95,7 +96,8 @@ def _tensors(output: Any) -> list[Tensor]:
 def _distance(want: Tensor, have: Tensor) -> float:
     assert want.shape == have.shape, f"{tuple(want.shape)} became {tuple(have.shape)}"
     scale = float(want.abs().max()) or 1.0
-    return float((want - have).abs().max()) / scale
+    error = float((want - have).abs().max()) / scale
+    return error if math.isfinite(error) else math.inf  # max() would pass over a nan
 
 
 def train(net: Any, batches: list[dict[str, Any]]) -> float:
