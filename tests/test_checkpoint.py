@@ -715,7 +715,9 @@ def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"two tensors would be saved as 'a.b'"):
         take_apart({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
     with pytest.raises(InputError, match=r"safetensors cannot write .*bits8"):
-        save_checkpoint(tmp_path, {"z": torch.zeros(1).to(torch.uint8).view(torch.bits8)}, {}, step=0)
+        save_checkpoint(
+            tmp_path, {"z": torch.zeros(1).to(torch.uint8).view(torch.bits8)}, {}, step=0
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

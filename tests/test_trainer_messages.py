@@ -25,7 +25,10 @@ Call = Callable[[Trainer], Any]
         (lambda t: t.step(), r"Call trainer.step\(inputs, target\)"),
         (lambda t: t.step((X, Y)), r"Call trainer.step\(x, y\), not trainer.step\(\(x, y\)\)"),
         (lambda t: t.step({"x": X, "y": Y}), "targets taken out of the dict"),
-        (lambda t: t.step(X.numpy(), Y), r"x was a tensor in the example(.|\n)*ndarray float64\[4, 5\]"),
+        (
+            lambda t: t.step(X.numpy(), Y),
+            r"x was a tensor in the example(.|\n)*ndarray float64\[4, 5\]",
+        ),
         (lambda t: t.step(X, Y.numpy()), r"target: ndarray int64\[4\]"),
         (lambda t: t.step(X[:0], Y[:0]), r"the batch has no samples \(float64\[0, 5\]\)"),
         (lambda t: t.step(X.to("meta"), Y), r"meta device, .* \(float64\[4, 5\]\)"),
@@ -33,7 +36,10 @@ Call = Callable[[Trainer], Any]
         (lambda t: t.evaluate(None), r"expected a loader of batches \(inputs, target\), got None"),
         (lambda t: t.evaluate([(X[:, :2], Y)]), "evaluation, batch 0: the model failed on it"),
         (lambda t: t.evaluate([(X[:0], Y[:0])]), "evaluation, batch 0: the batch has no samples"),
-        (lambda t: t.evaluate([(None, Y)]), "evaluation, batch 0: .*x was a tensor in the example and is None"),
+        (
+            lambda t: t.evaluate([(None, Y)]),
+            "evaluation, batch 0: .*x was a tensor in the example and is None",
+        ),
         (lambda t: t.evaluate([(X, Y)], [F.l1_loss]), "metrics= is a dict .* got list"),
         (lambda t: t.evaluate([(X, Y)], {"loss": F.l1_loss}), '"loss" is taken'),
         (lambda t: t.evaluate([(X, Y)], {"a": lambda o, y: o}), "metric 'a' raised .*one number"),
@@ -56,7 +62,7 @@ def test_a_wrong_call_says_how_to_call_and_changes_nothing(call: Call, said: str
     ("loss", "said"),
     [
         (nn.CrossEntropyLoss, r"got the class CrossEntropyLoss; write loss=CrossEntropyLoss\(\)"),
-        (lambda o, y: torch.complex(o.sum(), o.sum()), "it is complex"),
+        (lambda o, y: torch.complex(o.sum(), o.sum()), "expected a real number"),
         (lambda o, y: _backward(o.square().sum()), "without calling backward"),
     ],
 )

@@ -111,8 +111,6 @@ class Objective:
                 f"  output: {described(output)}\n  target: {described(target)}\n"
                 f"Nothing was changed by this step; {_remedy(target)}"
             ) from error
-        if isinstance(loss, Tensor) and loss.is_complex():
-            raise InputError(f"loss, {where}: it is complex; return a real number, e.g. its .abs()")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InputError(
                 f"loss, {where}: expected a scalar tensor, got {described(loss)}; reduce it, "

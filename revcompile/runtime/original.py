@@ -90,8 +90,12 @@ class Original:
 
     def __reduce__(self) -> Any:
         # A class that pickle cannot find by name stays behind: the module runs without it.
-        kind = self.kind if self.kind is not None and _is_importable(self.kind) else None
-        return Original, (kind, self.plain, self.hidden)
+        return Original, (self.kind if self.is_importable else None, self.plain, self.hidden)
+
+    @property
+    def is_importable(self) -> bool:
+        """Can the original's class be found by its name?"""
+        return self.kind is not None and _is_importable(self.kind)
 
 
 def _is_importable(kind: type) -> bool:

@@ -171,7 +171,9 @@ class Reversible(OriginalSurface):
         return self._cases.fitting(self, values, args, kwargs), values
 
     def __getstate__(self) -> dict[str, Any]:
-        cases = Cases(self.rewired, self._cases.recapture)
+        # Capturing anew needs the original's class, which pickle finds by its name or not at all.
+        recapture = self._cases.recapture if self._original.is_importable else None
+        cases = Cases(self.rewired, recapture)
         return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(

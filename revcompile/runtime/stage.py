@@ -90,11 +90,12 @@ class Stage:
         self.check_finite = check_finite
         self.keeper = Keeper(program, buffers or Buffers())
         self.parameters = parameters_of(program, root)
-        self.unchanged = Unchanged(program, root, self.parameters)
+        compiled_for = dict(self.parameters)
         self._slots = Slots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
             self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
+        self.unchanged = Unchanged(program, root, compiled_for, self.parameters)
         self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
         """What its modules compute with, if not with the parameters they hold."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None

@@ -39,14 +39,19 @@ class Unchanged:
     """
 
     def __init__(
-        self, program: StageProgram, root: nn.Module, parameters: Mapping[str, Tensor]
+        self,
+        program: StageProgram,
+        root: nn.Module,
+        compiled_for: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
     ) -> None:
+        """`own`: what the stage trains, its copies of tied weights included."""
         self._where = f"stage {program.index}"
         self._bindings = Bindings(program.forward, root)
         self._found = self._bindings.parameters()
         self._wanted = [p is not None and p.requires_grad for p in self._found]
-        self._own = [parameters.get(label) for label in self._bindings.labels]
-        known = {id(p) for p in parameters.values()}
+        self._own = [own.get(label) for label in self._bindings.labels]
+        known = {id(p) for p in compiled_for.values()}
         for parameter, label in zip(self._found, self._bindings.labels, strict=True):
             if parameter is not None and id(parameter) not in known:
                 raise InputError(

@@ -140,8 +140,8 @@ def _is_needed(record: Record, value: Any, facts: _Facts) -> bool:
 
 def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes and everything they are computed from."""
-    needed = set(nodes)
-    open_ends = list(needed)
+    open_ends = list(nodes)
+    needed = set(open_ends)
     while open_ends:
         for source in _sources(open_ends.pop()):
             if source not in needed:

@@ -279,6 +279,8 @@ def _exclusive(
             n.op == "placeholder" or n in flow.plain or n in flow.effects or cuts_gradient(n)
             for n in whole
         )
+        # What decides is computed once, outside: inside a branch it would be decided again.
+        fixed = fixed or any(decision(n, flow.root) for n in whole)
         fixed = fixed or node.target is read_buffer  # read before it is written, not in a branch
         mine = all(u in inside or u in closure or u in whole for n in whole for u in n.users)
         if flow.anywhere(node):
