@@ -357,7 +357,10 @@ def test_wrong_call_is_a_clear_error() -> None:
     net, _ = _pair(_Stack(2), torch.randn(2, 16))
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: net(), "missing a required argument: 'x'"),
-        (lambda: net([torch.randn(2, 16)]), "another structure"),
+        (
+            lambda: net([torch.randn(2, 16)]),
+            "argument x was a tensor in the example and is a list of",
+        ),
         (lambda: net("text"), "expected a tensor for x, got 'text'"),
     ]
     for call, words in cases:

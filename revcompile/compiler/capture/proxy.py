@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
+from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.blame import in_bare_call
 from revcompile.compiler.capture.draws import decided_draw
@@ -29,6 +30,7 @@ __all__ = [
     "ShapedTracer",
     "Values",
     "contains_proxy",
+    "expanded",
     "size_of_values",
     "type_of_values",
 ]
@@ -253,3 +255,19 @@ def contains_proxy(values: Any) -> bool:
     if isinstance(values, dict):
         return any(map(contains_proxy, values.values()))
     return isinstance(values, (tuple, list)) and any(map(contains_proxy, values))
+
+
+def expanded(value: Any) -> Any:
+    """Where a proxy stands for several values, the proxies of each."""
+
+    def expand(leaf: Any) -> Any:
+        if type(leaf) is not ShapedProxy:
+            return leaf
+        if isinstance(leaf, dict):
+            return {key: expand(leaf[key]) for key in leaf}
+        if not isinstance(leaf, (tuple, list)):
+            return leaf
+        kind, parts = leaf.seen_type(), [expand(part) for part in leaf]
+        return parts if kind is list else tuple(parts)
+
+    return pytree.tree_map(expand, value)

@@ -37,11 +37,17 @@ from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.guards import Reading, Record, is_torch_code, size_guards
 from revcompile.compiler.capture.leaves import is_leaf
 from revcompile.compiler.capture.memory import MEMORY, WRITES, number_memory, watched_memory
-from revcompile.compiler.capture.patches import AUTOCAST, patched
+from revcompile.compiler.capture.patches import (
+    AUTOCAST,
+    autocast_state,
+    is_grad_enabled,
+    patched,
+)
 from revcompile.compiler.capture.proxy import (
     ShapedProxy,
     ShapedTracer,
     Values,
+    expanded,
     size_of_values,
     type_of_values,
 )
@@ -49,9 +55,7 @@ from revcompile.compiler.capture.rng import foreign_state, rng_kept
 from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
 from revcompile.guards import FlagGuard, ModeGuards
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
-
-_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
-"""torch's own; while a model is traced, `torch.is_grad_enabled` reports who asks."""
+from revcompile.ops import attribute
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 
@@ -95,7 +99,7 @@ def trace(
         except Exception as error:
             raise (tracer.failure or blame("", error)) from error
         reads = {str(node.target) for node in graph.find_nodes(op="get_attr")}
-        attributes = {name: _attribute(fake, name) for name in reads}
+        attributes = {name: attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     guards = tracer.guards()
     tidy(graph)
@@ -124,7 +128,7 @@ class _Tracer(ShapedTracer):
         self.failure: Untraceable | None = None
         self.resisted: dict[str, str] = {}
         self.out_spec: pytree.TreeSpec | None = None
-        self.restore: Callable[[nn.Module], None] = _nothing
+        self.restore: Callable[[nn.Module], None] = lambda module: None
         self.log = AttributeLog(paused=lambda: self.evaluating)
         self.draws: set[str] = set()
         self._records: list[Record] = []
@@ -132,7 +136,7 @@ class _Tracer(ShapedTracer):
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
         self._path = ""
-        self._autocast = _autocast_state()
+        self._autocast = autocast_state()
         self._foreign = foreign_state()
         self._attribute_proxies: dict[str, fx.Proxy] = {}
 
@@ -187,7 +191,7 @@ class _Tracer(ShapedTracer):
         def flat_forward(*inputs: Any) -> Any:
             args, kwargs = pytree.tree_unflatten(list(inputs), example.in_spec)
             result = self._watched(self.root, self.root, args, kwargs)
-            outputs, self.out_spec = pytree.tree_flatten(_expanded(result))
+            outputs, self.out_spec = pytree.tree_flatten(expanded(result))
             return tuple(outputs)
 
         return flat_forward, flat
@@ -329,11 +333,11 @@ class _Tracer(ShapedTracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind.startswith("call") and _autocast_state() != self._autocast:
+        if kind.startswith("call") and autocast_state() != self._autocast:
             raise TraceError(AUTOCAST)
         node = super().create_node(kind, *args, **kwargs)
         node.meta.update({PATH: self._path, SOURCE: user_line(), TYPE: None, VALUE: None})
-        node.meta[NO_GRAD] = not _is_grad_enabled()
+        node.meta[NO_GRAD] = not is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
                 with watched_memory(node, self.values):
@@ -368,7 +372,7 @@ class _Tracer(ShapedTracer):
         try:
             with self._mode:
                 if node.op == "get_attr":
-                    return _attribute(self.root, target)
+                    return attribute(self.root, target)
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 if node.op == "call_module":
@@ -391,39 +395,5 @@ class _Tracer(ShapedTracer):
             self.evaluating = False
 
 
-def _expanded(value: Any) -> Any:
-    """Where a proxy stands for several values, the proxies of each."""
-
-    def expand(leaf: Any) -> Any:
-        if type(leaf) is not ShapedProxy:
-            return leaf
-        if isinstance(leaf, dict):
-            return {key: expand(leaf[key]) for key in leaf}
-        if not isinstance(leaf, (tuple, list)):
-            return leaf
-        kind, parts = leaf.seen_type(), [expand(part) for part in leaf]
-        return parts if kind is list else tuple(parts)
-
-    return pytree.tree_map(expand, value)
-
-
 def _fake_value(value: Any) -> Any:
     return value.known.first if type(value) is ShapedProxy else value
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    value: Any = root
-    for atom in path.split("."):
-        value = getattr(value, atom)
-    return value
-
-
-def _nothing(module: nn.Module) -> None:
-    pass
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    return tuple(
-        (_is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-    )
