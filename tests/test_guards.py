@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
+from revcompile.compiler.find import find
+from revcompile.compiler.rewire import rewire
 from revcompile.errors import CaptureError, GuardError, InputError
-from revcompile.ir import Frontend
+from revcompile.ir import Frontend, Policy
+from revcompile.recapture import Recompiler
+from revcompile.runtime.guards import GuardChecker
+from revcompile.runtime.reversible import Reversible
 from tests.helpers import gradients, worst
 
 WIDTH = 8
@@ -103,7 +108,7 @@ def test_a_size_that_steers_python_is_captured_anew(steer: Any) -> None:
     model = Blocks(steer).double()
     short, long = (torch.randn(3, n, WIDTH, dtype=torch.float64) for n in (6, 11))
     net = _expected(model, short)
-    reference = _expected(model, long)
+    reference = revcompile.reversify(model, long, policy="pretrained", check="fast")
     assert worst(gradients(reference, long), gradients(net, long))[0] < 1e-10
     assert torch.equal(net(long), reference(long))
     assert net(short).shape == model(short).shape
@@ -311,8 +316,6 @@ def test_an_export_keeps_lengths_free_and_guards_the_rest() -> None:
 
     model = Tokens().eval()
     captured = revcompile.capture(model, inputs(5), frontend=Frontend.EXPORT)
-    from revcompile.runtime.guards import GuardChecker
-
     checker = GuardChecker(captured.guards)
 
     def failing(*given: Tensor) -> Any:
@@ -324,6 +327,21 @@ def test_an_export_keeps_lengths_free_and_guards_the_rest() -> None:
     assert "bias.shape[0] was 8" in str(failing(*inputs(5, 1)))
     captured.root.drop.p = 0.5
     assert "drop.p was 0.1" in str(failing(*inputs(5)))
+
+
+def test_an_export_is_made_anew_too() -> None:
+    def inputs(length: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 9, (3, length)), torch.randn(WIDTH)
+
+    def exported(length: int) -> Reversible:
+        captured = revcompile.capture(model, inputs(length), frontend=Frontend.EXPORT)
+        policy = Policy.named("pretrained")
+        net = Reversible(rewire(captured, find(captured), policy))
+        net.on_new_case(Recompiler(model, captured, policy))
+        return net.eval()
+
+    model, long = Tokens(), inputs(9)
+    assert torch.equal(exported(5)(*long), exported(11)(*long))
 
 
 class LayerDrop(nn.Module):
@@ -378,7 +396,7 @@ class Arguments(nn.Module):
     [
         ({}, {"mask": 1}, "argument mask was not in the example; leave it out"),
         ({}, {"labels": 1}, "argument labels was not in the example"),
-        ({"mask": 1}, {}, "argument mask was a tensor in the example and is None now"),
+        ({"mask": 1}, {}, "expected a tensor for mask, got None; it was one in the example"),
         ({"labels": 1}, {}, "argument labels was in the example but is missing now"),
         ({}, {"scale": 2.0}, r"argument scale was not in the example; leave it out"),
         ({"scale": 2.0}, {"scale": 3.0}, r"argument scale was 2\.0 in the example and is 3\.0 now"),

@@ -358,7 +358,7 @@ def test_wrong_call_is_a_clear_error() -> None:
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: net(), "missing a required argument: 'x'"),
         (lambda: net([torch.randn(2, 16)]), "x was a tensor in the example and is a list of 1"),
-        (lambda: net("text"), "x was a tensor in the example and is 'text'"),
+        (lambda: net("text"), "expected a tensor for x, got 'text'"),
     ]
     for call, words in cases:
         with pytest.raises(revcompile.RevcompileError, match=words):

@@ -27,7 +27,7 @@ Call = Callable[[Trainer], Any]
         (lambda t: t.step({"x": X, "y": Y}), "targets taken out of the dict"),
         (
             lambda t: t.step(X.numpy(), Y),
-            r"x was a tensor in the example(.|\n)*ndarray float64\[4, 5\]",
+            r"expected a tensor for x(.|\n)*ndarray float64\[4, 5\]",
         ),
         (lambda t: t.step(X, Y.numpy()), r"target: ndarray int64\[4\]"),
         (lambda t: t.step(X[:0], Y[:0]), r"the batch has no samples \(float64\[0, 5\]\)"),
@@ -38,7 +38,7 @@ Call = Callable[[Trainer], Any]
         (lambda t: t.evaluate([(X[:0], Y[:0])]), "evaluation, batch 0: the batch has no samples"),
         (
             lambda t: t.evaluate([(None, Y)]),
-            "evaluation, batch 0: .*x was a tensor in the example and is None",
+            "evaluation, batch 0: .*expected a tensor",
         ),
         (lambda t: t.evaluate([(X, Y)], [F.l1_loss]), "metrics= is a dict .* got list"),
         (lambda t: t.evaluate([(X, Y)], {"loss": F.l1_loss}), '"loss" is taken'),

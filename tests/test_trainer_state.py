@@ -427,7 +427,7 @@ BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], Batch], str]]] = {
         r"  got:           x: float64\[4, 4\]",
     ),
     "a wrong type": (lambda x, y: (x.float(), y), "captured with: x: float64"),
-    "no tensor": (lambda x, y: ("x", y), "x was a tensor in the example and is 'x'"),
+    "no tensor": (lambda x, y: ("x", y), "expected a tensor for x, got 'x'"),
     "too many inputs": (lambda x, y: ((x, x), y), "too many positional arguments"),
     "another keyword": (lambda x, y: ({"z": x}, y), "missing a required argument: 'x'"),
     "not a number in the data": (

@@ -38,8 +38,8 @@ def bind(
         placeholder, label = next(names)
         if not isinstance(leaf, Tensor):
             raise InputError(
-                f"{name}: argument {label} was a tensor in the example and is {_shown(leaf)} now; "
-                "pass a tensor, or make the model anew with an example that leaves it out"
+                f"{name}: expected a tensor for {label}, got {_shown(leaf)}; it was one in the "
+                "example: pass a tensor, or make the model anew with an example like this call"
             )
         values[placeholder] = leaf
     return values

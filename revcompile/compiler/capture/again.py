@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.capture import capture_for
 from revcompile.compiler.capture.example import make_example
@@ -33,7 +34,11 @@ def capture_again(
     """
     with rng_kept(), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
+        paths = frozenset(leaves)
+        if frontend is Frontend.EXPORT:  # which knows no fake devices: inputs go to the model's
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.detach().to("meta"), (args, dict(kwargs))
+            )
         example = make_example(model, args, kwargs)
-        paths = frozenset(leaves) if frontend is Frontend.FX else frozenset[str]()
         captured, _ = capture_for(frontend, model, example, paths, device, constants)
         return captured

@@ -15,7 +15,10 @@ from torch.utils import checkpoint
 
 from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer, contains_proxy
 
-__all__ = ["AUTOCAST", "patched"]
+__all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched"]
+
+is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+"""torch's own; while a model is traced, `torch.is_grad_enabled` reports who asks."""
 
 AUTOCAST: Final = "an autocast region, which a graph cannot hold"
 
@@ -128,3 +131,11 @@ def _never_causal(mask: Any, is_causal: bool | None = None, size: int | None = N
 def _no_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
     """A checkpoint saves memory and changes no value: the function inside is traced."""
     yield
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Is autocast on, and to which type, on the devices that have it?"""
+    return tuple(
+        (_is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    )

@@ -39,7 +39,12 @@ from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.guards import Reading, Record, is_torch_code, size_guards
 from revcompile.compiler.capture.leaves import is_leaf
 from revcompile.compiler.capture.memory import MEMORY, WRITES, mark_state, watched_memory
-from revcompile.compiler.capture.patches import AUTOCAST, patched
+from revcompile.compiler.capture.patches import (
+    AUTOCAST,
+    autocast_state,
+    is_grad_enabled,
+    patched,
+)
 from revcompile.compiler.capture.proxy import (
     ShapedProxy,
     ShapedTracer,
@@ -57,10 +62,7 @@ from revcompile.compiler.capture.structures import (
 from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
 from revcompile.guards import FlagGuard, ModeGuards
 from revcompile.ir import PATH, SOURCE, TYPE, VALUE
-from revcompile.ops import store_buffer
-
-_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
-"""torch's own; while a model is traced, `torch.is_grad_enabled` reports who asks."""
+from revcompile.ops import attribute, store_buffer
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 
@@ -107,7 +109,7 @@ def trace(
         except Exception as error:
             raise (tracer.failure or blame("", error)) from error
         reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
-        attributes = {name: _attribute(fake, name) for name in reads}
+        attributes = {name: attribute(fake, name) for name in reads}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     guards = tracer.guards()
     tidy(graph)
@@ -136,7 +138,7 @@ class _Tracer(ShapedTracer):
         self.failure: Untraceable | None = None
         self.resisted: dict[str, str] = {}
         self.out_spec: pytree.TreeSpec | None = None
-        self.restore: Callable[[nn.Module], None] = _nothing
+        self.restore: Callable[[nn.Module], None] = lambda module: None
         self.log = AttributeLog(paused=lambda: self.evaluating)
         self.draws: set[str] = set()
         self._records: list[Record] = []
@@ -144,7 +146,7 @@ class _Tracer(ShapedTracer):
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
         self._path = ""
-        self._autocast = _autocast_state()
+        self._autocast = autocast_state()
         self._foreign = foreign_state()
         self._attribute_proxies: dict[str, fx.Proxy] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -367,7 +369,7 @@ class _Tracer(ShapedTracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind.startswith("call") and _autocast_state() != self._autocast:
+        if kind.startswith("call") and autocast_state() != self._autocast:
             raise TraceError(AUTOCAST)
         if kind == "call_function" and args[0] in _DIFFERENTIATING:
             raise TraceError(
@@ -376,7 +378,7 @@ class _Tracer(ShapedTracer):
             )
         node = super().create_node(kind, *args, **kwargs)
         node.meta.update({PATH: self._path, SOURCE: user_line(), TYPE: None, VALUE: None})
-        node.meta[NO_GRAD] = not _is_grad_enabled()
+        node.meta[NO_GRAD] = not is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
                 with watched_memory(node, self.values):
@@ -426,11 +428,9 @@ class _Tracer(ShapedTracer):
         try:
             with self._mode, watch:
                 if node.op == "get_attr":
-                    return (
-                        self._buffers.get(target)
-                        if target in self._buffers
-                        else _attribute(self.root, target)
-                    )
+                    if target in self._buffers:
+                        return self._buffers[target]
+                    return attribute(self.root, target)
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 if node.op == "call_module":
@@ -458,21 +458,3 @@ class _Tracer(ShapedTracer):
 
 def _fake_value(value: Any) -> Any:
     return value.known.first if type(value) is ShapedProxy else value
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    value: Any = root
-    for atom in path.split("."):
-        value = getattr(value, atom)
-    return value
-
-
-def _nothing(module: nn.Module) -> None:
-    pass
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    return tuple(
-        (_is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-    )
