@@ -161,10 +161,10 @@ class Examination:
         try:
             self.original = observe(build(self.net), self.calls, precision)
             self.evaluated = observe(build(self.net).eval(), self.calls, precision)
-            first = self.calls[0]
-            same, other = (Call(first.args, first.kwargs, seed) for seed in (0, 9))
-            one = observe(build(self.net), [same, same], precision)
-            drawn = observe(build(self.net), [other], precision)
+            model, call = build(self.net), self.calls[0]
+            one = observe(model, [call, call], precision)
+            drawn = torch.get_rng_state()
+            torch.manual_seed(call.seed)
         except Exception as error:
             self.report.discarded = f"{type(error).__name__}: {normalised(str(error))}"
             raise _Stop from None
@@ -172,7 +172,7 @@ class Examination:
         if not finite:
             self.report.discarded = "its output is not finite"
             raise _Stop
-        self.is_random = difference(one[0].outputs, drawn[0].outputs, "float64") is not None
+        self.is_random = not torch.equal(drawn, torch.get_rng_state())
         # the targets differ from call to call, so only outputs show what a net remembers
         self.has_memory = difference(one[0].outputs, one[1].outputs, "float64") is not None
 
@@ -344,8 +344,10 @@ class Examination:
             module.reversible = False  # type: ignore[assignment]
             with self.watched("petrafy, stored"):
                 reference = observe(module, fed, self.net.precision)
-        order = sorted(self.methods, key=lambda method: method != "backprop")
-        for method in order:
+        methods = [m for m in self.methods if m != "backprop"]
+        if self.is_random or len(methods) < len(self.methods):
+            methods.insert(0, "backprop")
+        for method in methods:
             staged.model.load_state_dict(start.state_dict())
             with self.watched(f"petrafy {method}", stop=False):
                 have = self._trained(staged, method, fed)
