@@ -90,7 +90,7 @@ class Stage:
         self.check_finite = check_finite
         self.keeper = Keeper(program, buffers or Buffers())
         self.parameters = parameters_of(program, root)
-        self.unchanged = Unchanged(program, root, self.parameters)
+        self.unchanged = Unchanged(program, root, self.parameters, replicas)
         self._slots = Slots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
