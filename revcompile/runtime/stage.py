@@ -90,12 +90,11 @@ class Stage:
         self.check_finite = check_finite
         self.keeper = Keeper(program, buffers or Buffers())
         self.parameters = parameters_of(program, root)
-        compiled_for = dict(self.parameters)
+        self.unchanged = Unchanged(program, root, self.parameters, replicas)
         self._slots = Slots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
             self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
-        self.unchanged = Unchanged(program, root, compiled_for, self.parameters)
         self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
         """What its modules compute with, if not with the parameters they hold."""
         self._stash = Stash() if program.method.weights is Weights.STASHED else None

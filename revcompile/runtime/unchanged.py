@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from torch import Tensor, nn
@@ -35,24 +35,26 @@ class Unchanged:
     """What a stage's program found in the module tree when the stage was built.
 
     The optimizer holds these very parameters, stashes and casts were made of them, and gradients
-    are looked for under their names: nothing else may take their places.
+    are looked for under their names: nothing else may take their places. Of the parameters named
+    in `replicas` the stage reads copies of its own, whatever is in the modules.
     """
 
     def __init__(
         self,
         program: StageProgram,
         root: nn.Module,
-        compiled_for: Mapping[str, Tensor],
-        own: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        replicas: Sequence[str],
     ) -> None:
-        """`own`: what the stage trains, its copies of tied weights included."""
         self._where = f"stage {program.index}"
         self._bindings = Bindings(program.forward, root)
-        self._found = self._bindings.parameters()
-        self._wanted = [p is not None and p.requires_grad for p in self._found]
-        self._own = [own.get(label) for label in self._bindings.labels]
-        known = {id(p) for p in compiled_for.values()}
-        for parameter, label in zip(self._found, self._bindings.labels, strict=True):
+        found = self._bindings.parameters()
+        self._wanted = [p is not None and p.requires_grad for p in found]
+        copied = {id(parameters[name]) for name in replicas}
+        self._is_copied = [id(p) in copied for p in found]
+        self._found = [None if id(p) in copied else p for p in found]  # others are let go
+        known = {id(p) for p in parameters.values()}
+        for parameter, label in zip(found, self._bindings.labels, strict=True):
             if parameter is not None and id(parameter) not in known:
                 raise InputError(
                     f"trainer, {self._where}: {label} is not among the parameters that the stage "
@@ -69,7 +71,9 @@ class Unchanged:
             )
         now = self._bindings.parameters()
         for place, parameter in enumerate(now):
-            if parameter is not self._found[place] and parameter is not self._own[place]:
+            if self._is_copied[place]:
+                continue
+            if parameter is not self._found[place]:
                 return (
                     f"{self._bindings.labels[place]} was replaced after the trainer was built; "
                     "build a new trainer (or copy the values into the parameter that is there)"
