@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -314,10 +315,20 @@ def rank_main(rank: int, world: int, port: int, scenario: Any, folder: str, opti
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
 
+_PORTS: Final = itertools.islice(itertools.count(10_000 + os.getpid() * 31 % 20_000), 2_000)
+"""Other ones in every process, and each only once: a closed port may still be waiting."""
+
+
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A port that nothing listens on, from below those that systems give to connections."""
+    for port in _PORTS:
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port")
 
 
 def launch(

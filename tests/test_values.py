@@ -213,7 +213,8 @@ def squares(output: Any, target: Tensor) -> Tensor:
 def test_items_of_structured_values_get_their_gradients(kind: type[nn.Module]) -> None:
     model, x = made(kind), example()
     net = revcompile.reversify(model, x, check="full", leaf_modules=leaves_of(kind))
-    assert len(net.rewired.couplings) == BLOCKS
+    # The first block of `Maximum` finds its gate by comparing its own input: that is not repeated.
+    assert len(net.rewired.couplings) == BLOCKS - (kind is Maximum)
     actual = gradients(net, example(4))
     assert all(p.grad is not None for p in net.parameters())
     net.reversible = False

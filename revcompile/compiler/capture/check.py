@@ -115,7 +115,10 @@ def _compare_once(
         expected = _run_original(model, example, trial, captured.draws)
     except Exception as error:
         if trial.which == 0:
-            return f"the original itself fails in {where}: {error}"
+            raise InputError(
+                f"capture: {type(model).__name__} fails on the example inputs themselves "
+                f"({example}) in {mode} mode: {error}"
+            ) from error
         return _compare_once(model, captured, example, replace(trial, which=0))
     try:
         actual = _run_captured(model, captured, example, trial)
