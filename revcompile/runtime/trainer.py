@@ -24,6 +24,7 @@ from revcompile.runtime.checkpoint import (
     set_generators,
     until_signal,
 )
+from revcompile.runtime.codec import located
 from revcompile.runtime.data import Loader, Share, shared_loader
 from revcompile.runtime.diagnostics import Probe
 from revcompile.runtime.evaluating import evaluate_batch, evaluating, iterated
@@ -32,7 +33,6 @@ from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.objective import Loss, Objective, described
 from revcompile.runtime.reversible import Reversible
 from revcompile.runtime.settings import Settings
-from revcompile.runtime.shipping.names import located
 from revcompile.runtime.state import load_trainer, referenced, save_trainer, stages_with_graphs
 from revcompile.runtime.trace import Trace
 from revcompile.runtime.transport import InProcess

@@ -34,8 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.shipping.tensors import as_stored
-from revcompile.runtime.shipping.values import written
+from revcompile.runtime.codec import as_text
 
 __all__ = [
     "Barrier",
@@ -169,7 +168,12 @@ def _write_rank(place: Path, rank: int, tensors: Mapping[str, Tensor], plain: An
             "that they share"
         )
     write_tensors(place / f"rank_{rank:05d}.safetensors", tensors)
-    _write(place / f"rank_{rank:05d}.json", written(plain) + "\n")
+    _write(place / f"rank_{rank:05d}.json", as_text(plain) + "\n")
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    """A tensor as safetensors has a word for it: complex numbers as pairs of real ones."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def write_tensors(
@@ -179,7 +183,7 @@ def write_tensors(
     whole: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        found = as_stored(tensor.detach().cpu()).contiguous()
+        found = _as_stored(tensor.detach().cpu()).contiguous()
         address = found.untyped_storage().data_ptr()
         whole[name] = found.clone() if address in seen else found
         seen.add(address)
@@ -211,7 +215,7 @@ def _commit(folder: Path, step: int, world: int) -> None:
         "libraries": _libraries(),
         **_inventory(place, world),
     }
-    _write(place / _INDEX, written(content) + "\n")
+    _write(place / _INDEX, as_text(content) + "\n")
     _sync(place)
     name, again = f"step_{step:08d}", 1
     while (folder / name).exists():

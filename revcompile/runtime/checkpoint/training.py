@@ -20,7 +20,7 @@ from revcompile.runtime.checkpoint.files import (
 )
 from revcompile.runtime.checkpoint.trees import put_together, take_apart
 from revcompile.runtime.checkpoint.weights import aliases, with_aliases
-from revcompile.runtime.shipping.names import located
+from revcompile.runtime.codec import located
 from revcompile.tree import device_of_model
 
 __all__ = ["load_training", "save_training", "set_generators"]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.shipping.names import Names
-from revcompile.runtime.shipping.values import decode, encode
+from revcompile.runtime.codec import decode, encode
 from revcompile.runtime.strides import overlaps
 
 __all__ = ["put_together", "take_apart"]
@@ -59,7 +58,7 @@ def put_together(
             found.shape, stride, dtype=found.dtype, device=found.device
         ).copy_(found)
 
-    return decode(plain, Names(()), {"tensor": read})
+    return decode(plain, {"tensor": read})
 
 
 def _as_json(value: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -19,8 +20,7 @@ from revcompile.runtime.checkpoint.files import (
     read_tensor,
     write_tensors,
 )
-from revcompile.runtime.shipping.names import located
-from revcompile.runtime.shipping.tensors import TensorWriter
+from revcompile.runtime.codec import located
 from revcompile.runtime.state import model_misfits, summed_up
 
 __all__ = ["aliases", "export_weights", "load_into", "load_weights"]
@@ -56,11 +56,10 @@ def export_weights(model: nn.Module, file: str | Path) -> Path:
         raise InputError(f"export: {file.name}; name the file ....safetensors")
     tensors = dict(model.state_dict())
     also = aliases(tensors)
-    writer = TensorWriter()
     new = file.with_name(f"{file.name}.{secrets.token_hex(4)}.new")  # several ranks may export
     with located("export"):
         for name, tensor in tensors.items():
-            writer.add(tensor, name)
+            _check_writable(tensor, name)
         kept = {name: tensor for name, tensor in tensors.items() if name not in also}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(new, kept, {_ALIASES: json.dumps(also)})
@@ -108,3 +107,15 @@ def load_into(model: nn.Module, place: str | Path) -> None:
     if problems:
         raise InputError(f"net.load: {place} holds another model: {summed_up(problems)}")
     model.load_state_dict(found)
+
+
+def _check_writable(tensor: Tensor, name: str) -> None:
+    problem = None
+    if type(tensor) not in (Tensor, nn.Parameter):
+        problem = f"is a {type(tensor).__name__}; replace it by a plain tensor"
+    elif tensor.layout is not torch.strided or tensor.is_quantized:
+        problem = f"is {tensor.layout}, not dense; convert it with to_dense() or dequantize()"
+    elif tensor.is_meta:
+        problem = "is on the meta device and has no values; load the weights before saving"
+    if problem:
+        raise InputError(f"tensor {name}: {problem}")

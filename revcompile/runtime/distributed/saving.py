@@ -16,9 +16,9 @@ from torch import Tensor, distributed
 
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint import load_training, save_training, set_generators
+from revcompile.runtime.codec import located
 from revcompile.runtime.distributed.collect import gather_plain
 from revcompile.runtime.distributed.weights import homes
-from revcompile.runtime.shipping.names import located
 from revcompile.runtime.state import check_fits, load_trainer, referenced, share
 from revcompile.schedule import window
 

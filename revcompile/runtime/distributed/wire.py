@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
+from revcompile.runtime.codec import decode, encode
 from revcompile.runtime.fingerprints import Fingerprint
-from revcompile.runtime.shipping.names import Names
-from revcompile.runtime.shipping.values import decode, encode
 from revcompile.runtime.transport import Channel, Message
 
 __all__ = ["HEADER", "Describer", "Description", "Flag", "Form", "Header", "described"]
@@ -28,7 +27,6 @@ __all__ = ["HEADER", "Describer", "Description", "Flag", "Form", "Header", "desc
 HEADER: Final = 8
 """How many int64 a header has."""
 _CHANNELS: Final = tuple(Channel)
-_NOTHING: Final = Names(())
 
 
 class Flag(enum.IntFlag):
@@ -250,7 +248,7 @@ class Description:
             return torch.device("cpu") if torch.device(name).type == "cpu" else device
 
         special = {"tensor": tensor, "device": here}
-        values, gradients = (decode(part, _NOTHING, special) for part in self._parts)
+        values, gradients = (decode(part, special) for part in self._parts)
         return Message(
             header.index, values, gradients, scale=header.scale, fingerprint=header.fingerprint
         )
