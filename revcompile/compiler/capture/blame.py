@@ -21,8 +21,10 @@ __all__ = [
     "PythonState",
     "Refused",
     "Unrecorded",
+    "Unseen",
     "Untraceable",
     "blame",
+    "compares_identity",
     "in_bare_call",
     "user_line",
 ]
@@ -57,13 +59,17 @@ class PythonState(Unrecorded):
     """A forward pass changes what its next call computes, in an attribute that is no buffer."""
 
 
+class Unseen(TraceError):
+    """A line does something that no tracer sees: a module that does it can be kept as one piece."""
+
+
 class Refused(Unrecorded):
     """Not even keeping the module as one piece would help."""
 
 
 def blame(path: str, error: Exception) -> Untraceable:
     """Put what went wrong in the module at `path` into words."""
-    is_final = isinstance(error, (PythonState, Refused))
+    is_final = isinstance(error, (PythonState, Refused, Unseen))
     return Untraceable(path, _reason(error), _source(error), is_final)
 
 
@@ -90,6 +96,45 @@ def in_bare_call() -> bool:
         return True
     around = [s for s in _statements(frame.f_code.co_filename) if s[0] <= frame.f_lineno <= s[1]]
     return max(around, default=(0, 0, False))[2]
+
+
+def compares_identity() -> bool:
+    """Does the user's function ask whether something `is` something other than a constant?
+
+    A proxy cannot answer that for the value it stands for.
+    """
+    frame = _user_frame()
+    if frame is None:
+        return False
+    first = frame.f_code.co_firstlineno
+    spans = [s for s in _functions(frame.f_code.co_filename) if s[0] <= frame.f_lineno <= s[1]]
+    within = [s for s in spans if s[0] >= first] or spans
+    return any(s[2] for s in within)
+
+
+@functools.lru_cache(maxsize=64)
+def _functions(file: str) -> list[tuple[int, int, bool]]:
+    """First and last line of every function of a file, and whether it compares by identity."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [
+        (min(n.lineno, *(d.lineno for d in n.decorator_list), n.lineno), n.end_lineno or 0, _has_is(n))
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+
+
+def _has_is(function: ast.AST) -> bool:
+    return any(
+        isinstance(op, (ast.Is, ast.IsNot)) and not {type(left), type(right)} & {ast.Constant}
+        for node in ast.walk(function)
+        if isinstance(node, ast.Compare)
+        for left, op, right in zip(
+            (node.left, *node.comparators), node.ops, node.comparators, strict=False
+        )
+    )
 
 
 @functools.lru_cache(maxsize=64)
