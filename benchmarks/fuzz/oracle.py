@@ -7,7 +7,6 @@ revcompile is none, and is counted by its reason.
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 import traceback
 import warnings
@@ -190,7 +189,7 @@ class Examination:
                 root = copy.deepcopy(captured.root)
                 root.train(mode == "training") if mode == "eval" else None
                 run = graph_of(captured, root)
-                calls = [*itertools.takewhile(lambda c: guards_hold(captured, root, c), self.calls)]
+                calls = meant_for(captured, root, self.calls)
                 have = observe(root, calls, self.net.precision, run=run)
                 for want, got in zip(expected, have, strict=False):
                     self.compare(f"capture, {mode}", want, got)
@@ -399,10 +398,17 @@ def graph_of(captured: revcompile.ir.Captured, root: nn.Module) -> Callable[...,
     return run
 
 
-def guards_hold(captured: revcompile.ir.Captured, root: nn.Module, call: Call) -> bool:
-    """Is the graph meant for a call? If not, the runtime captures anew or refuses the call."""
-    values = bind(captured.signature, captured.name, call.args, call.kwargs)
-    return GuardChecker(captured.guards).failing(root, values) is None
+def meant_for(
+    captured: revcompile.ir.Captured, root: nn.Module, calls: Sequence[Call]
+) -> list[Call]:
+    """The calls up to the first that the graph is not for: those are captured anew, or refused."""
+    checker, found = GuardChecker(captured.guards), list[Call]()
+    for call in calls:
+        values = bind(captured.signature, captured.name, call.args, call.kwargs)
+        if checker.failing(root, values) is not None:
+            break
+        found.append(call)
+    return found
 
 
 def _as_inputs(staged: revcompile.StagedModel, call: Call) -> Any:

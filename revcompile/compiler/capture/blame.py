@@ -24,7 +24,7 @@ __all__ = [
     "Unseen",
     "Untraceable",
     "blame",
-    "compares_identity",
+    "compares_types_by_identity",
     "in_bare_call",
     "user_line",
 ]
@@ -98,42 +98,40 @@ def in_bare_call() -> bool:
     return max(around, default=(0, 0, False))[2]
 
 
-def compares_identity() -> bool:
-    """Does the user's function ask whether something `is` something other than a constant?
+def compares_types_by_identity() -> bool:
+    """Does the user's function ask whether a dtype or layout `is` another?
 
     A proxy cannot answer that for the value it stands for.
     """
     frame = _user_frame()
     if frame is None:
         return False
-    first = frame.f_code.co_firstlineno
-    spans = [s for s in _functions(frame.f_code.co_filename) if s[0] <= frame.f_lineno <= s[1]]
-    within = [s for s in spans if s[0] >= first] or spans
-    return any(s[2] for s in within)
+    line = frame.f_lineno
+    return any(a <= line <= b for a, b in _comparing_functions(frame.f_code.co_filename))
 
 
 @functools.lru_cache(maxsize=64)
-def _functions(file: str) -> list[tuple[int, int, bool]]:
-    """First and last line of every function of a file, and whether it compares by identity."""
+def _comparing_functions(file: str) -> list[tuple[int, int]]:
+    """First and last line of every function of a file that compares types by identity."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return []
     return [
-        (min(n.lineno, *(d.lineno for d in n.decorator_list), n.lineno), n.end_lineno or 0, _has_is(n))
-        for n in ast.walk(tree)
-        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+        (node.lineno, node.end_lineno or 0)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(n, ast.Compare) and _is_of_types(n) for n in ast.walk(node))
     ]
 
 
-def _has_is(function: ast.AST) -> bool:
+def _is_of_types(compare: ast.Compare) -> bool:
+    if not any(isinstance(op, (ast.Is, ast.IsNot)) for op in compare.ops):
+        return False
+    names = [s.attr for s in (compare.left, *compare.comparators) if isinstance(s, ast.Attribute)]
+    types = (torch.dtype, torch.layout)
     return any(
-        isinstance(op, (ast.Is, ast.IsNot)) and not {type(left), type(right)} & {ast.Constant}
-        for node in ast.walk(function)
-        if isinstance(node, ast.Compare)
-        for left, op, right in zip(
-            (node.left, *node.comparators), node.ops, node.comparators, strict=False
-        )
+        n in ("dtype", "layout") or isinstance(getattr(torch, n, None), types) for n in names
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
-from revcompile.compiler.capture.blame import Unseen, compares_identity, in_bare_call
+from revcompile.compiler.capture.blame import Unseen, compares_types_by_identity, in_bare_call
 from revcompile.compiler.capture.draws import decided_draw
 from revcompile.compiler.capture.effects import INPLACE_OPERATORS
 from revcompile.compiler.capture.guards import Reading
@@ -168,7 +168,7 @@ class ShapedProxy(fx.Proxy):
         if callable(value):
             return Attribute(self, name)
         found = self._record(getattr, name)
-        if type(value) in _COMPARED_BY_IDENTITY and compares_identity():
+        if type(value) in _COMPARED_BY_IDENTITY and compares_types_by_identity():
             return found.plain()
         return found
 
