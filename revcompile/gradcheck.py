@@ -23,10 +23,11 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.capture.copies import set_mode
+from revcompile.compiler.capture.decisions import Ties
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.rng import rng_kept, seed_all
 from revcompile.compiler.flow import tensor_type
-from revcompile.errors import RevcompileError, VerificationError
+from revcompile.errors import InversionError, RevcompileError, VerificationError
 from revcompile.ir import Coupling, Rewired
 from revcompile.probes import Tolerance, tolerance_for
 from revcompile.program import Partition, StageProgram
@@ -133,8 +134,27 @@ def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, A
         if wrong := _differences(stored, found, net.tolerance):
             precise = _in_double(net, args, kwargs)
             if precise is None or precise:
+                _explain_by_ties(net, args, kwargs, wrong)
                 raise VerificationError(_message("reversify", net.rewired, "chains", wrong))
     return Compared(args, kwargs, stored)
+
+
+def _explain_by_ties(
+    net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any], wrong: Sequence[str]
+) -> None:
+    """Refuse a model that selects among equal numbers, which are not equal when rebuilt."""
+    with Ties() as ties:
+        _module_gradients(net, args, kwargs, reversible=False)
+    for coupling in net.rewired.couplings:
+        names = {str(getattr(n.target, "__name__", n.target)) for n in coupling.branch.nodes}
+        selecting = [name for name in ties.found if name in names]
+        if selecting:
+            raise InversionError(
+                f"reversify: {coupling.name} selects among numbers that are exactly equal (by "
+                f"{', '.join(selecting)}). Its input is rebuilt up to rounding errors, so that "
+                "another of them may get the gradient; keep the module as one piece with "
+                f"leaf_modules=[...], or avoid exact ties. On the example:\n  - {wrong[0]}"
+            )
 
 
 def _in_double(

@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile import ops
+from revcompile.errors import ModifiedError
 from revcompile.masks import Masks
 from revcompile.precision.batchnorms import Statistics
 
 __all__ = ["Circumstances", "Replay", "StatefulBuffers", "is_recorded"]
+
+Mark = tuple[Tensor | None, int, int]
+"""A buffer, its version, and where its contents are: `buffer.data = ...` changes only that."""
 
 Snapshot = tuple[nn.Module, str, Tensor, int, Tensor]
 """Module, buffer name, the buffer, its version, and a copy of its contents."""
@@ -27,33 +31,58 @@ Snapshot = tuple[nn.Module, str, Tensor, int, Tensor]
 class StatefulBuffers:
     """Buffers a branch changes while it runs (spectral norm's vectors, for one).
 
-    Which ones do is learned from the first run; from then on only those are kept per call.
+    Which ones do is learned from the first run in each mode; from then on only those are copied
+    per call. The others are compared after each run, which copies nothing: one that changes later
+    than that is an error, because its contents before the run are gone.
     """
 
     def __init__(self, candidates: Sequence[tuple[nn.Module, str]]) -> None:
-        self._watched = list(candidates)
-        self._learned = False
+        self._candidates = list(candidates)
+        self._changing: set[int] = set()
+        self._modes_seen: set[tuple[bool, ...]] = set()
 
     def before(self) -> list[Snapshot]:
-        """A snapshot of the watched buffers."""
+        """A snapshot of the buffers that may change."""
+        is_new = bool(self._candidates) and self._modes() not in self._modes_seen
         found = []
-        for module, name in self._watched:
-            buffer = module._buffers[name]
+        for place, (module, name) in enumerate(self._candidates):
+            buffer = module._buffers.get(name) if is_new or place in self._changing else None
             if buffer is not None:
                 found.append((module, name, buffer, buffer._version, buffer.detach().clone()))
         return found
 
-    def after(self, before: list[Snapshot]) -> list[Snapshot]:
+    def marks(self) -> list[Mark]:
+        """What tells whether a buffer has changed, of all that could."""
+        return [_mark(module._buffers.get(name)) for module, name in self._candidates]
+
+    def after(self, before: list[Snapshot], marks: list[Mark]) -> list[Snapshot]:
         """Those of the snapshots whose buffer has changed since."""
-        changed = [
-            entry
-            for entry in before
-            if entry[0]._buffers[entry[1]] is not entry[2] or entry[2]._version != entry[3]
-        ]
-        if not self._learned:
-            self._watched = [(entry[0], entry[1]) for entry in changed]
-            self._learned = True
-        return changed
+        if not self._candidates:
+            return []
+        self._modes_seen.add(self._modes())
+        pairs = enumerate(zip(marks, self.marks(), strict=True))
+        changed = [p for p, (old, new) in pairs if old[0] is not new[0] or old[1:] != new[1:]]
+        self._changing.update(changed)
+        kept = {(entry[0], entry[1]): entry for entry in before}
+        for place in changed:
+            module, name = self._candidates[place]
+            if (module, name) not in kept:
+                raise ModifiedError(
+                    f"{type(module).__name__}.forward has changed its buffer {name!r}, which it "
+                    "left alone in its first call: the backward pass runs the module again and "
+                    "needs what was in the buffer before; let the module write into the buffer "
+                    "in every call (the old value, if need be). From the next call on the buffer "
+                    "is kept"
+                )
+        return [kept[self._candidates[place]] for place in changed]
+
+    @property
+    def is_empty(self) -> bool:
+        """Does no buffer change, as far as is known?"""
+        return not (self._changing if self._modes_seen else self._candidates)
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module, _ in self._candidates)
 
     @contextmanager
     def replayed(self, before: list[Snapshot]) -> Iterator[None]:
@@ -90,6 +119,7 @@ class Replay:
         self.masks = Masks() if is_recorded(self.device) else None
         self.random = _random_state(self.device) if self.masks is None else None
         self.buffers = branch.stateful.before()
+        self._marks = branch.stateful.marks()
         self.statistics = Statistics()
 
     @contextmanager
@@ -111,7 +141,8 @@ class Replay:
         """Forget the random state if the branch drew nothing."""
         if self.random is not None and _same_state(self.random, _random_state(self.device)):
             self.random = None
-        self.buffers = self.branch.stateful.after(self.buffers)
+        self.buffers = self.branch.stateful.after(self.buffers, self._marks)
+        self._marks = []
         return self
 
     @contextmanager
@@ -131,6 +162,13 @@ class Replay:
             stack.enter_context(_statistics_frozen(self.branch.norms))
             stack.enter_context(self.statistics.repeated())
             yield
+
+
+def _mark(buffer: Tensor | None) -> Mark:
+    if buffer is None:
+        return None, 0, 0
+    where = buffer.untyped_storage()._cdata if buffer.layout is torch.strided else 0
+    return buffer, 0 if buffer.is_inference() else buffer._version, where
 
 
 def is_recorded(device: torch.device) -> bool:

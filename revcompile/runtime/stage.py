@@ -137,14 +137,14 @@ class Stage:
         self.unchanged.check()
         weights = self.version()
         values = [inputs[port.name] for port in program.inputs]
-        before = self._stateful.before()
+        before, marks = self._stateful.before(), self._stateful.marks()
         with self._running(weights, microbatch):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
             kept = self.keeper.stored(kept)
         self.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=weights,
-            buffers=self._stateful.after(before),
+            buffers=self._stateful.after(before, marks),
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.returned} if measure else {},
             read_at=tuple(p._version for p in self._referenced()),
@@ -378,7 +378,7 @@ class Stage:
     @property
     def is_stateful(self) -> bool:
         """Do its layers change buffers in every call? Known once it has run."""
-        return bool(self._stateful.before())
+        return not self._stateful.is_empty
 
     @property
     def outlives_updates(self) -> bool:

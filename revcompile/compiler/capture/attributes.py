@@ -71,11 +71,11 @@ class AttributeLog:
             if e.is_read and e.module in paths and _is_plain(e.value)
         )
 
-    def overwritten(self) -> list[tuple[nn.Module, str]]:
+    def overwritten(self, since: int = 0) -> list[tuple[nn.Module, str]]:
         """Attributes that were read and then changed, by assignment or in place."""
         first: dict[tuple[nn.Module, str], _Event] = {}
         found: dict[tuple[nn.Module, str], None] = {}
-        for event in self.events:
+        for event in self.events[since:]:
             key = event.module, event.name
             start = first.setdefault(key, event)
             if start.is_read and _content(event.value) != start.content:

@@ -21,8 +21,10 @@ __all__ = [
     "PythonState",
     "Refused",
     "Unrecorded",
+    "Unseen",
     "Untraceable",
     "blame",
+    "compares_types_by_identity",
     "in_bare_call",
     "user_line",
 ]
@@ -57,13 +59,17 @@ class PythonState(Unrecorded):
     """A forward pass changes what its next call computes, in an attribute that is no buffer."""
 
 
+class Unseen(TraceError):
+    """A line does something that no tracer sees: a module that does it can be kept as one piece."""
+
+
 class Refused(Unrecorded):
     """Not even keeping the module as one piece would help."""
 
 
 def blame(path: str, error: Exception) -> Untraceable:
     """Put what went wrong in the module at `path` into words."""
-    is_final = isinstance(error, (PythonState, Refused))
+    is_final = isinstance(error, (PythonState, Refused, Unseen))
     return Untraceable(path, _reason(error), _source(error), is_final)
 
 
@@ -90,6 +96,43 @@ def in_bare_call() -> bool:
         return True
     around = [s for s in _statements(frame.f_code.co_filename) if s[0] <= frame.f_lineno <= s[1]]
     return max(around, default=(0, 0, False))[2]
+
+
+def compares_types_by_identity() -> bool:
+    """Does the user's function ask whether a dtype or layout `is` another?
+
+    A proxy cannot answer that for the value it stands for.
+    """
+    frame = _user_frame()
+    if frame is None:
+        return False
+    line = frame.f_lineno
+    return any(a <= line <= b for a, b in _comparing_functions(frame.f_code.co_filename))
+
+
+@functools.lru_cache(maxsize=64)
+def _comparing_functions(file: str) -> list[tuple[int, int]]:
+    """First and last line of every function of a file that compares types by identity."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [
+        (node.lineno, node.end_lineno or 0)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(n, ast.Compare) and _is_of_types(n) for n in ast.walk(node))
+    ]
+
+
+def _is_of_types(compare: ast.Compare) -> bool:
+    if not any(isinstance(op, (ast.Is, ast.IsNot)) for op in compare.ops):
+        return False
+    names = [s.attr for s in (compare.left, *compare.comparators) if isinstance(s, ast.Attribute)]
+    types = (torch.dtype, torch.layout)
+    return any(
+        n in ("dtype", "layout") or isinstance(getattr(torch, n, None), types) for n in names
+    )
 
 
 @functools.lru_cache(maxsize=64)

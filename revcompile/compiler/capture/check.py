@@ -252,17 +252,30 @@ def _tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
 @contextmanager
 def model_unchanged(*models: nn.Module) -> Iterator[None]:
     """Leave random generators, and the buffers and modes of `models`, as they were found."""
-    buffers = [(b, b.detach().clone()) for m in models for b in m.buffers() if not b.is_meta]
-    modes = [(inner, inner.training) for m in models for inner in m.modules()]
+    modules = [inner for m in models for inner in m.modules()]
+    slots = [(inner, dict(inner._buffers)) for inner in modules]
+    tensors = {id(b): b for _, held in slots for b in held.values() if b is not None}
+    # An alias shares the memory, which `buffer.data = ...` takes away from the buffer.
+    contents = [(b, b.detach(), b.detach().clone()) for b in tensors.values() if not b.is_meta]
+    modes = [(inner, inner.training) for inner in modules]
     with rng_kept():
         try:
             yield
         finally:
+            for inner, held in slots:
+                inner._buffers.clear()
+                inner._buffers.update(held)
             with torch.no_grad():
-                for buffer, before in buffers:
+                for buffer, alias, before in contents:
+                    if _storage(buffer) != _storage(alias) or buffer.shape != alias.shape:
+                        buffer.data = alias
                     buffer.copy_(before)
             for inner, training in modes:
                 inner.training = training

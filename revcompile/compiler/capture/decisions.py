@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from revcompile.ir import TYPE, TensorType
 from revcompile.ops import out_of_place
 
-__all__ = ["DECIDES", "Watch", "decision"]
+__all__ = ["DECIDES", "Ties", "Watch", "decision"]
 
 DECIDES: Final = "revcompile_decides"
 """`node.meta` key: the operation by which a layer kept as one call decides, if it does."""
@@ -45,6 +45,13 @@ _SHAPE_ONLY: Final = frozenset((
     "isinf", "isnan", "isneginf", "isposinf", "bernoulli",
 ))
 """Results of integer or boolean type that no rounding error of the input changes."""
+
+_SELECTS: Final = frozenset((
+    "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin", "cummax", "cummin",
+    "fractional_max_pool2d", "fractional_max_pool3d", "max", "max_pool2d_with_indices",
+    "max_pool3d_with_indices", "maximum", "min", "minimum", "kthvalue", "median", "sort", "topk",
+))
+"""Operators that are continuous, and whose gradient goes to the number that was selected."""
 
 # fmt: on
 _JUMPING_LAYERS: Final = (nn.Hardshrink, nn.Threshold)
@@ -113,4 +120,26 @@ class Watch(TorchDispatchMode):
             )
             if next(floats, None) is not None:
                 self.found = name.strip("_").removesuffix("_dim")
+        return func(*args, **(kwargs or {}))
+
+
+class Ties(TorchDispatchMode):
+    """Notes operations that select among numbers of which some are exactly equal, and not zero.
+
+    Which of them gets the gradient is decided by rounding errors where the numbers are rebuilt.
+    Zeros (behind a ReLU) mostly are rebuilt exactly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name in _SELECTS:
+            given = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            numbers = torch.cat([t.detach().flatten() for t in given]) if given else torch.ones(0)
+            numbers = numbers[numbers != 0]
+            if numbers.unique().numel() < numbers.numel():
+                self.found[name.removesuffix("_with_indices")] = None
         return func(*args, **(kwargs or {}))

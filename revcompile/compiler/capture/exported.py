@@ -7,6 +7,7 @@ devices are asked for at run time, and assertions that break autocast are erased
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.attributes import AttributeLog, attributes_logged, state_of
-from revcompile.compiler.capture.blame import PythonState, blame
+from revcompile.compiler.capture.blame import PythonState, Unseen, blame
 from revcompile.compiler.capture.copies import (
     attributes_kept,
     copy_model,
@@ -34,6 +35,7 @@ from revcompile.compiler.capture.functional import Entangled, forbid_inplace, wr
 from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.memory import mark_state, watched_memory
 from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.patches import unseen_refused
 from revcompile.compiler.capture.proxy import Values
 from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.capture.simplify import simplify
@@ -145,12 +147,14 @@ def _export(model: nn.Module, example: Example, lengths_free: bool) -> tuple[fx.
     assert named.arguments.keys() == bound.arguments.keys()
     shapes = pytree.tree_map_only(_Free, lambda f: f.dimensions, dict(named.arguments))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), unseen_refused():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             module = program.module(check_guards=False)
     except Untraceable:
         raise
+    except Unseen as error:
+        raise blame(_last_module(error, model), error) from error
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         raise Untraceable("", f"{type(error).__name__}: {text}", _last_user_line(error)) from error
@@ -165,9 +169,15 @@ class _Free:
     dimensions: dict[int, Any] | None
 
 
-def _last_user_line(error: BaseException) -> str:
-    import traceback
+def _last_module(error: BaseException, model: nn.Module) -> str:
+    """The path of the innermost module whose forward pass failed."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    found = [paths[id(one)] for f in frames if id(one := f.f_locals.get("self")) in paths]
+    return found[-1] if found else ""
 
+
+def _last_user_line(error: BaseException) -> str:
     home = torch.__path__[0]
     frames = [
         f

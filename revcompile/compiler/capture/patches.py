@@ -13,9 +13,16 @@ from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
-from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer, contains_proxy
+from revcompile.compiler.capture.blame import Unseen
+from revcompile.compiler.capture.guards import is_torch_code
+from revcompile.compiler.capture.proxy import (
+    ASSIGNED,
+    ShapedProxy,
+    ShapedTracer,
+    contains_proxy,
+)
 
-__all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched"]
+__all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched", "unseen_refused"]
 
 is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 """torch's own; while a model is traced, `torch.is_grad_enabled` reports who asks."""
@@ -112,6 +119,37 @@ def _stop_at_custom_function(tracer: ShapedTracer) -> Any:
         raise TraceError(f"the custom autograd function {cls.__name__}")
 
     return classmethod(stop)
+
+
+@contextmanager
+def unseen_refused() -> Iterator[None]:
+    """Stop where `torch.export` would follow a model into what its record does not show."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction:
+            function, _, *inputs = args
+            return function(*inputs)
+        if cls.__module__.startswith("torch._"):  # how torch differentiates operators of its own
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise Unseen(
+            f"the custom autograd function {cls.__name__}, whose backward pass torch.export loses; "
+            "call it in a submodule of its own, which is kept as one piece"
+        )
+
+    def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if not is_torch_code():
+            raise Unseen(ASSIGNED.format("data"))
+        data.__set__(tensor, value)
+
+    data: Any = torch._C.TensorBase.data
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    torch.Tensor.data = property(data.__get__, assign)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del torch.Tensor.data
 
 
 def _stop_at_autocast(init: Callable[..., None]) -> Callable[..., None]:

@@ -17,13 +17,14 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
-from revcompile.compiler.capture.blame import in_bare_call
+from revcompile.compiler.capture.blame import Unseen, compares_types_by_identity, in_bare_call
 from revcompile.compiler.capture.draws import decided_draw
 from revcompile.compiler.capture.effects import INPLACE_OPERATORS
 from revcompile.compiler.capture.guards import Reading
 from revcompile.ir import TensorType
 
 __all__ = [
+    "ASSIGNED",
     "BATCH_DECIDES",
     "ShapedProxy",
     "ShapedTracer",
@@ -34,6 +35,10 @@ __all__ = [
 ]
 
 
+ASSIGNED: Final = (
+    "the forward pass assigns to .{} of a tensor, which no graph holds; write into the tensor "
+    "with copy_ under torch.no_grad(), or do it in a submodule, which is kept as one piece"
+)
 BATCH_DECIDES: Final = "control flow depends on the batch size"
 
 
@@ -113,6 +118,11 @@ class ShapedTracer(fx.Tracer):
 
 
 _HASHED: Final = (int, float, bool, str, torch.Size, torch.dtype, torch.device)
+_COMPARED_BY_IDENTITY: Final = (torch.dtype, torch.layout)
+"""Types of which each value is one object, so that `x.dtype is torch.float16` is right.
+
+Elsewhere they stay in the graph: under autocast they are others at run time.
+"""
 _SEEN_TYPES: Final = (int, float, bool, tuple, list, dict, torch.Size, torch.dtype)
 
 
@@ -155,7 +165,18 @@ class ShapedProxy(fx.Proxy):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.known.first, name)
-        return Attribute(self, name) if callable(value) else self._record(getattr, name)
+        if callable(value):
+            return Attribute(self, name)
+        found = self._record(getattr, name)
+        if type(value) in _COMPARED_BY_IDENTITY and compares_types_by_identity():
+            return found.plain()
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`x.data = y` is no operation that a graph could hold."""
+        if name != "node" and hasattr(torch.Tensor, name):
+            raise Unseen(ASSIGNED.format(name))
+        super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
         return bool(self.plain())

@@ -300,6 +300,7 @@ class _Tracer(ShapedTracer):
     ) -> Any:
         """Call a forward, and stop if it did something that leaves no trace in the graph."""
         buffers, state, generator = dict(module._buffers), state_of(module), torch.get_rng_state()
+        start = len(self.log.events)
         result = forward(*args, **kwargs)
         self._refuse_foreign_numbers()
         if not torch.equal(generator, torch.get_rng_state()):
@@ -308,13 +309,17 @@ class _Tracer(ShapedTracer):
             new = module._buffers.get(name)
             if new is not old and _fake_value(new) is not _fake_value(old):
                 self._store_buffer(module, name, new)
-        if state_of(module) != state:  # once: a size that is remembered; twice: a counter
+        elsewhere = [(m, n) for m, n in self.log.overwritten(start) if m is not module]
+        if elsewhere or state_of(module) != state:
+            # once: a size that is remembered; twice: a counter
             mark, state = self._mark(), state_of(module)
+            others = {m: state_of(m) for m, _ in elsewhere}
             forward(*args, **kwargs)
-            counted = self._counted(module, state, since=mark[2])
+            counted = [f"its attribute {n!r}" for n in self._counted(module, state, mark[2])]
+            counted += self._counted_elsewhere(elsewhere, others)
             self._roll_back(mark)
-            for name in counted:
-                raise PythonState(f"the forward pass counts in its attribute {name!r}", module)
+            for what in counted:
+                raise PythonState(f"the forward pass counts in {what}", module)
         return result
 
     def _counted(self, module: nn.Module, state: dict[str, Any], since: int) -> list[str]:
@@ -328,6 +333,20 @@ class _Tracer(ShapedTracer):
             name
             for name in changed
             if isinstance(now[name], tuple) or self.log.read_first(module, name, since)
+        ]
+
+    def _counted_elsewhere(
+        self,
+        written: Iterable[tuple[nn.Module, str]],
+        states: dict[nn.Module, dict[str, Any]],
+    ) -> list[str]:
+        """Plain attributes of other modules that are different after every call, in words."""
+        paths = self.submodule_paths or {}
+        return [
+            f"the attribute {name!r} of {paths.get(module) or type(module).__name__}"
+            for module, name in written
+            if isinstance(state_of(module).get(name), tuple)
+            and state_of(module)[name] != states[module].get(name)
         ]
 
     def _store_buffer(self, module: nn.Module, name: str, value: Any) -> None:
