@@ -35,10 +35,15 @@ from revcompile.compiler.capture import capture
 from revcompile.compiler.cost import costs
 from revcompile.compiler.find import Found
 from revcompile.compiler.rewire import rewire
+from revcompile.errors import GuardError
 from revcompile.ir import Coupling
 from revcompile.runtime.reversible import Reversible
 
 TOLERANCE = 1e-10
+EXAMPLE = (2, 8)
+"""Samples and length of what a model is captured with."""
+OTHER = (3, 11)
+"""Another batch size and another length."""
 
 
 def examine(name: str, stages: int = 4) -> dict[str, Any]:
@@ -48,25 +53,49 @@ def examine(name: str, stages: int = 4) -> dict[str, Any]:
     model = architecture.build().double().train()
     fixed_randomness(model)
     start = time.perf_counter()
-    row: dict[str, Any] = compare_capture(model, architecture)
-    batches = [architecture.inputs(*size) for size in ((2, 8), (2, 8), (3, 11))]
-    net = revcompile.petrafy(model, stages, example_kwargs=batches[0], check="off")
+    row: dict[str, Any] = {"captured_error": compare_capture(model, architecture)}
+    net = revcompile.petrafy(
+        model, stages, example_kwargs=architecture.inputs(*EXAMPLE), check="off"
+    )
     row["seconds"] = round(time.perf_counter() - start, 1)
-    row["gradient_error"] = train(net, batches)
+    try:
+        row |= {"lengths": "free", "gradient_error": train(net, architecture, OTHER)}
+    except GuardError as refused:
+        row |= {"lengths": "anew", "guard": refused.expression}
+        same_length = train(net, architecture, (OTHER[0], EXAMPLE[1]))
+        row["gradient_error"] = max(same_length, reversified_error(model, architecture))
     return row | shares(net)
 
 
-def compare_capture(model: nn.Module, architecture: Architecture) -> dict[str, Any]:
+def compare_capture(model: nn.Module, architecture: Architecture) -> float:
     """The captured graph beside the original: the example's length and another one, padded."""
-    example = architecture.inputs(2, 8)
+    example, other = architecture.inputs(*EXAMPLE), architecture.inputs(*OTHER)
     net = _as_module(model, example)
     error = _difference(model, net, example)
-    other = architecture.inputs(3, 11)
     try:
-        row: dict[str, Any] = {"lengths": "free", "other": _difference(model, net, other)}
-    except revcompile.RevcompileError:
-        row = {"lengths": "anew", "other": _difference(model, _as_module(model, other), other)}
-    return {"captured_error": max(error, row.pop("other")), **row}
+        return max(error, _difference(model, net, other))
+    except GuardError:
+        return max(error, _difference(model, _as_module(model, other), other))
+
+
+def reversified_error(model: nn.Module, architecture: Architecture) -> float:
+    """The worst output and gradient at a length for which `reversify`'s net captures anew.
+
+    Under the policy `pretrained`, evaluation is the original function.
+    """
+    example, other = architecture.inputs(*EXAMPLE), architecture.inputs(*OTHER)
+    net: Any = revcompile.reversify(model, None, example, policy="pretrained", check="off")
+    with torch.no_grad():
+        expected, got = copy.deepcopy(model).eval()(**other), net.eval()(**other)
+    worst = max(_distance(*pair) for pair in zip(_tensors(expected), _tensors(got), strict=True))
+    found = []
+    for net.reversible in (False, True):
+        net.train().zero_grad()
+        torch.manual_seed(0)
+        loss(net(**other), torch.tensor([0.1])).backward()
+        found.append({n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    return max([worst, *(_distance(found[0][name], found[1][name]) for name in found[0])])
 
 
 def _as_module(model: nn.Module, example: Mapping[str, Any]) -> nn.Module:
@@ -100,9 +129,10 @@ def _distance(want: Tensor, have: Tensor) -> float:
     return error if math.isfinite(error) else math.inf  # max() would pass over a nan
 
 
-def train(net: Any, batches: list[dict[str, Any]]) -> float:
-    """The worst gradient of a few steps at learning rate 0."""
+def train(net: Any, architecture: Architecture, last: tuple[int, int]) -> float:
+    """The worst gradient of three steps at learning rate 0, the last with a batch of that size."""
     trainer = net.trainer(Recorder, loss)
+    batches = [architecture.inputs(*size) for size in (EXAMPLE, EXAMPLE, last)]
     targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
     for x, y in zip(batches, targets, strict=True):
         trainer.step(x, y)
