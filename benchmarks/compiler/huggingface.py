@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.compiler.architectures import ARCHITECTURES, Architecture
+from benchmarks.compiler.architectures import ARCHITECTURES, LAYERS, Architecture
 from benchmarks.compiler.families import Recorder, fixed_randomness, gradient_error, loss
 from benchmarks.harness import show
 from benchmarks.registry import Benchmark, Row
@@ -64,11 +64,11 @@ Made by `python -m benchmarks run huggingface --markdown docs/huggingface.md`.
 """
 
 
-def examine(name: str, stages: int = 4) -> dict[str, Any]:
+def examine(name: str, stages: int = 4, layers: int = LAYERS) -> dict[str, Any]:
     """One row: how the capture compares, how the gradients compare, and what is reversible."""
     torch.manual_seed(0)
     architecture = ARCHITECTURES[name]
-    model = architecture.build().double().train()
+    model = architecture.build(layers).double().train()
     fixed_randomness(model)
     start = time.perf_counter()
     row: dict[str, Any] = {"captured_error": compare_capture(model, architecture)}
