@@ -17,22 +17,33 @@ from tests.helpers import gradients, worst
 
 pytest.importorskip("transformers")
 
-FEW = ("gpt2", "llama", "bert")
-"""Of each kind of block one: the others take as long again, and are `slow`."""
-BLOCKS = {"gpt2": 8, "llama": 8, "bert": 8, "vit": 8, "t5": 17}
+FEW = ("gpt2", "llama", "bert", "opt")
+"""Of each kind of block one, with two layers; all of them with four are `slow`."""
+BLOCKS = {"gpt2": 8, "llama": 8, "bert": 8, "opt": 8, "vit": 8, "mamba": 4, "t5": 17}
+ANEW = ("mamba",)
+"""Python loops over the length there."""
 
 
-def every() -> list[Any]:
-    slow = pytest.mark.slow
-    return [pytest.param(name, marks=() if name in FEW else slow) for name in ARCHITECTURES]
+def _check(name: str, row: dict[str, Any]) -> None:
+    assert row["stages"] == 4
+    assert row["captured_error"] <= TOLERANCE and row["gradient_error"] <= TOLERANCE
+    assert row["lengths"] == ("anew" if name in ANEW else "free")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", every())
+@pytest.mark.parametrize("name", FEW)
+def test_two_layers_at_two_lengths_in_four_stages(name: str) -> None:
+    row = examine(name, layers=2)
+    _check(name, row)
+    assert row["couplings"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_captured_at_two_lengths_and_trained_in_four_stages(name: str) -> None:
     row = examine(name)
-    assert row["stages"] == 4
-    assert row["captured_error"] <= TOLERANCE and row["gradient_error"] <= TOLERANCE
+    _check(name, row)
     assert row["couplings"] == BLOCKS.get(name, row["couplings"])
 
 
@@ -54,7 +65,7 @@ def test_captured_and_reversible(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_pretrained_model_shows_is_shown() -> None:
-    model: Any = ARCHITECTURES["llama"].build()
+    model: Any = ARCHITECTURES["llama"].build(2)
     inputs = ARCHITECTURES["llama"].inputs(2, 8)
     net: Any = revcompile.reversify(model, None, inputs, check="off")
     assert net.config.to_dict() == model.config.to_dict() and net.config is not model.config
@@ -73,7 +84,7 @@ def test_what_a_pretrained_model_shows_is_shown() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_loss_the_model_returns_itself() -> None:
-    model: Any = ARCHITECTURES["gpt2"].build().double().train()
+    model: Any = ARCHITECTURES["gpt2"].build(2).double().train()
     fixed_randomness(model)
     inputs = ARCHITECTURES["gpt2"].inputs(2, 8)
     inputs["labels"] = inputs["input_ids"]

@@ -9,9 +9,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ARCHITECTURES", "Architecture"]
+__all__ = ["ARCHITECTURES", "LAYERS", "Architecture"]
 
 LAYERS: Final = 4
+DEPTHS: Final = frozenset(
+    (
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "encoder_layers",
+        "decoder_layers",
+    )
+)
+"""What configurations call their number of layers."""
 VOCABULARY: Final = 50
 SMALL: Final[dict[str, Any]] = {
     "hidden_size": 16,
@@ -28,15 +39,17 @@ IMAGES: Final[dict[str, Any]] = SMALL | {"image_size": 16, "patch_size": 4}
 class Architecture:
     """How a model is built, and its keyword arguments for so many samples of some length."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[..., nn.Module]
+    """Takes the number of layers."""
     inputs: Callable[[int, int], dict[str, Any]]
 
 
-def _made(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
+def _made(model: str, config: str, **options: Any) -> Callable[..., nn.Module]:
+    def build(layers: int = LAYERS) -> nn.Module:
         import transformers
 
-        made = getattr(transformers, config)(**options)
+        depth = dict.fromkeys(DEPTHS & options.keys(), layers)
+        made = getattr(transformers, config)(**options | depth)
         made.use_cache = False  # a cache is for generation, and no value a graph can return
         built: nn.Module = getattr(transformers, model)(made)
         return built
@@ -85,12 +98,14 @@ def _captioned(samples: int, length: int) -> dict[str, Any]:
     return _text(samples, length) | _image(samples, length)
 
 
-def _clip() -> nn.Module:
+def _clip(layers: int = LAYERS) -> nn.Module:
     import transformers
 
-    text = TEXT | {"eos_token_id": 1, "projection_dim": 16}
+    both = {"projection_dim": 16, "num_hidden_layers": layers}
     config = transformers.CLIPConfig(
-        text_config=text, vision_config=IMAGES | {"projection_dim": 16}, projection_dim=16
+        text_config=TEXT | {"eos_token_id": 1} | both,
+        vision_config=IMAGES | both,
+        projection_dim=16,
     )
     return transformers.CLIPModel(config)
 
@@ -235,6 +250,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "MambaConfig",
             hidden_size=16,
             state_size=4,
+            residual_in_fp32=False,  # a residual of double precision would be rounded
             num_hidden_layers=LAYERS,
             vocab_size=VOCABULARY,
         ),

@@ -6,7 +6,9 @@
 For each, in double precision and without dropout: the captured graph gives what the original gives
 at two lengths, with padding; three PETRA steps at learning rate 0, the last of another batch size
 and length, yield autograd's gradients on `net.module()`; and the share of the forward FLOPs that
-is inside reversible blocks. `transformers` has to be installed; no weights are fetched.
+is inside reversible blocks. Where Python loops over the length (Mamba), stages refuse another one,
+which is asserted; they get another batch size alone, and the net of `reversify`, which captures
+anew, gets the other length. `transformers` has to be installed; no weights are fetched.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.compiler.architectures import ARCHITECTURES, Architecture
+from benchmarks.compiler.architectures import ARCHITECTURES, LAYERS, Architecture
 from benchmarks.compiler.families import Recorder, fixed_randomness, gradient_error, loss
 from benchmarks.harness import show
 from benchmarks.registry import Benchmark, Row
@@ -35,38 +38,80 @@ from revcompile.compiler.capture import capture
 from revcompile.compiler.cost import costs
 from revcompile.compiler.find import Found
 from revcompile.compiler.rewire import rewire
+from revcompile.errors import GuardError
 from revcompile.ir import Coupling
 from revcompile.runtime.reversible import Reversible
 
 TOLERANCE = 1e-10
+EXAMPLE = (2, 8)
+"""Samples and length of what a model is captured with."""
+OTHER = (3, 11)
+"""Another batch size and another length."""
+
+REPORT = """\
+# Hugging Face models
+
+Tiny random configurations in 4 stages, float64, no dropout: {title}.
+Made by `python -m benchmarks run huggingface --markdown docs/huggingface.md`.
+
+- **captured**: the largest relative difference between the captured graph and the original, in
+  training and evaluation, for 2 samples of length 8 and 3 of length 11, padded.
+- **lengths**: `free`: stages compiled for length 8 take length 11. `anew`: Python loops over the
+  length; `reversify` captures such a model once more, stages refuse the batch with a `GuardError`.
+- **gradients**: the largest difference of any parameter's gradient from autograd's, over three
+  steps at learning rate 0. Models that compute norms in float32 rebuild the same float32 numbers: 0.
+- **reversible FLOPs**: the share of the forward FLOPs that is inside reversible blocks.
+"""
 
 
-def examine(name: str, stages: int = 4) -> dict[str, Any]:
+def examine(name: str, stages: int = 4, layers: int = LAYERS) -> dict[str, Any]:
     """One row: how the capture compares, how the gradients compare, and what is reversible."""
     torch.manual_seed(0)
     architecture = ARCHITECTURES[name]
-    model = architecture.build().double().train()
+    model = architecture.build(layers).double().train()
     fixed_randomness(model)
     start = time.perf_counter()
-    row: dict[str, Any] = compare_capture(model, architecture)
-    batches = [architecture.inputs(*size) for size in ((2, 8), (2, 8), (3, 11))]
-    net = revcompile.petrafy(model, stages, example_kwargs=batches[0], check="off")
+    row: dict[str, Any] = {"captured_error": compare_capture(model, architecture)}
+    net = revcompile.petrafy(
+        model, stages, example_kwargs=architecture.inputs(*EXAMPLE), check="off"
+    )
     row["seconds"] = round(time.perf_counter() - start, 1)
-    row["gradient_error"] = train(net, batches)
+    try:
+        row |= {"lengths": "free", "gradient_error": train(net, architecture, OTHER)}
+    except GuardError as refused:
+        row |= {"lengths": "anew", "guard": refused.expression}
+        same_length = train(net, architecture, (OTHER[0], EXAMPLE[1]))
+        row["gradient_error"] = max(same_length, reversified_error(model, architecture))
     return row | shares(net)
 
 
-def compare_capture(model: nn.Module, architecture: Architecture) -> dict[str, Any]:
+def compare_capture(model: nn.Module, architecture: Architecture) -> float:
     """The captured graph beside the original: the example's length and another one, padded."""
-    example = architecture.inputs(2, 8)
+    example, other = architecture.inputs(*EXAMPLE), architecture.inputs(*OTHER)
     net = _as_module(model, example)
     error = _difference(model, net, example)
-    other = architecture.inputs(3, 11)
     try:
-        row: dict[str, Any] = {"lengths": "free", "other": _difference(model, net, other)}
-    except revcompile.RevcompileError:
-        row = {"lengths": "anew", "other": _difference(model, _as_module(model, other), other)}
-    return {"captured_error": max(error, row.pop("other")), **row}
+        return max(error, _difference(model, net, other))
+    except GuardError:
+        return max(error, _difference(model, _as_module(model, other), other))
+
+
+def reversified_error(model: nn.Module, architecture: Architecture) -> float:
+    """The worst output and gradient at a length for which `reversify`'s net captures anew.
+
+    Beside a net made for that length from the beginning, with stored activations.
+    """
+    other = architecture.inputs(*OTHER)
+    reference: Any = revcompile.reversify(model, None, other, check="off")
+    reference.reversible = False
+    net = revcompile.reversify(model, None, architecture.inputs(*EXAMPLE), check="off")
+    results: list[list[Tensor]] = []
+    for each in (reference, net):
+        output = each.train()(**other)
+        loss(output, torch.tensor([0.1])).backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in each.parameters()]
+        results.append([*_tensors(output), *gradients])
+    return max(_distance(*pair) for pair in zip(*results, strict=True))
 
 
 def _as_module(model: nn.Module, example: Mapping[str, Any]) -> nn.Module:
@@ -100,9 +145,10 @@ def _distance(want: Tensor, have: Tensor) -> float:
     return error if math.isfinite(error) else math.inf  # max() would pass over a nan
 
 
-def train(net: Any, batches: list[dict[str, Any]]) -> float:
-    """The worst gradient of a few steps at learning rate 0."""
+def train(net: Any, architecture: Architecture, last: tuple[int, int]) -> float:
+    """The worst gradient of three steps at learning rate 0, the last with a batch of that size."""
     trainer = net.trainer(Recorder, loss)
+    batches = [architecture.inputs(*size) for size in (EXAMPLE, EXAMPLE, last)]
     targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
     for x, y in zip(batches, targets, strict=True):
         trainer.step(x, y)
@@ -135,6 +181,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)} (default: all)")
     parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--markdown", type=Path, help="write the table here")
 
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
@@ -156,8 +203,13 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         gc.collect()
         yield row
     right = sum("failed" not in row for row in rows)
-    columns = ("model", "captured", "lengths", "gradients", "blocks", "reversible FLOPs", "s")
-    show(f"{right} of {len(rows)} equal autograd", columns, [_cells(row) for row in rows])
+    title = f"{right} of {len(rows)} equal autograd"
+    show(title, COLUMNS, [_cells(row) for row in rows])
+    if options.markdown:
+        options.markdown.write_text(_report(title, rows))
+
+
+COLUMNS = ("model", "captured", "lengths", "gradients", "blocks", "reversible FLOPs", "s")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -172,6 +224,19 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['flops_share']:.1f} %",
         f"{row['seconds']}",
     )
+
+
+def _report(title: str, rows: list[dict[str, Any]]) -> str:
+    lines = [REPORT.format(title=title), _line((*COLUMNS[:-1], "sums that were refused"))]
+    lines.append("|---" * len(COLUMNS) + "|")
+    for row in rows:
+        refused = "; ".join(f"{n}× {why}" for why, n in row.get("refused", {}).items())
+        lines.append(_line((*_cells(row)[:-1], refused)))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 BENCHMARK = Benchmark("huggingface", arguments, main, smallest=("gpt2", "--stages", "2"))

@@ -181,7 +181,7 @@ class _Sizes:
     def _value(self, node: fx.Node) -> Any:
         """The node's value; absent where it, or what it is made from, cannot be computed."""
         if any(self._known[source] is _ABSENT for source in node.all_input_nodes):
-            return _ABSENT
+            return self._reshaped(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
         try:
             return self._run(node, args, kwargs)
@@ -209,6 +209,17 @@ class _Sizes:
         if len(batches) != 1 or None in batches or not isinstance(kind, TensorType):
             raise ValueError(f"{node.target} needs real numbers")
         return torch.empty(kind.at(batches.pop() or 0), dtype=kind.dtype, device="meta")
+
+    def _reshaped(self, node: fx.Node) -> Any:
+        """What has its shape from its sizes alone: `y.reshape(sizes)` whatever shape y has."""
+        name, kind = getattr(node.target, "__name__", node.target), node.meta.get(TYPE)
+        if name not in ("reshape", "view") or node.kwargs or not isinstance(kind, TensorType):
+            return _ABSENT
+        given = fx.node.map_arg(node.args[1:], self._known.__getitem__)
+        sizes = tuple(given[0]) if isinstance(given[0], (tuple, list)) else given
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            return _ABSENT
+        return torch.empty(sizes, dtype=kind.dtype, device="meta")
 
     def _contents(self, node: fx.Node) -> Any:
         """A tensor made from sizes alone, with its numbers: computed on the CPU."""

@@ -193,7 +193,10 @@ class Placement:
         while node in self.by_out and self.by_out[node].kind is not ResidualKind.PROJECTED:
             x = self.flow.by_name[self.by_out[node].x]
             if x in self.links and self.link_only(x):
-                break
+                like = _viewed_like(x)
+                if like is None:
+                    break
+                x = like
             node = x
         return node
 
@@ -246,3 +249,15 @@ class Placement:
         region.defined[name] = fused
         self.types[name] = node.meta.get(TYPE)
         return name
+
+
+def _viewed_like(node: fx.Node) -> fx.Node | None:
+    """The `y` of `x.view(y.shape)`: it has the same shape, and may be had where x is not."""
+    name = getattr(node.target, "__name__", str(node.target))
+    given = node.args[1] if name in ("view", "reshape") and len(node.args) == 2 else None
+    if not isinstance(given, fx.Node):
+        return None
+    is_shape = given.target is getattr and given.args[1] == "shape"
+    is_size = given.target == "size" and len(given.args) == 1 and not given.kwargs
+    like = given.args[0] if is_shape or is_size else None
+    return like if isinstance(like, fx.Node) else None

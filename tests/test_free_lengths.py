@@ -1,0 +1,91 @@
+"""Lengths stay free in stages where every size can be had from the inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from benchmarks.compiler.families import Recorder, gradient_error, loss
+
+WIDTH = 8
+
+
+class Flattened(nn.Module):
+    """Blocks on tokens in a row, put back into their samples by a shape read inside the chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mlp = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mix, mlp in zip(self.mix, self.mlp, strict=True):
+            x = x + torch.tanh(mix(x)).cumsum(1)
+            shape = x.shape
+            tokens = x.reshape(-1, x.size(-1))
+            x = (tokens + torch.tanh(mlp(tokens))).view(shape)
+        return x
+
+
+class Experts(nn.Module):
+    """Its Python code needs real numbers: it loops over the experts that are hit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():
+            places = torch.where(chosen == expert)[0]
+            result = result.index_add(0, places, self.layers[expert](tokens[places]))
+        return result
+
+
+class Routed(nn.Module):
+    """Mixtures of experts, with heads split by a shape behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+        self.experts = nn.ModuleList(Experts() for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate, experts, heads in zip(self.gates, self.experts, self.heads, strict=True):
+            batch, length, width = x.shape
+            tokens = x.view(-1, width)
+            mixed = experts(tokens, gate(tokens).argmax(-1))
+            x = x + mixed.reshape(batch, length, width)
+            split = heads(x).view((*x.shape[:-1], 2, -1))
+            x = x + torch.tanh(split).flatten(2).cumsum(1)
+        return x
+
+
+def _train_at_two_lengths(model: nn.Module) -> None:
+    batches = [torch.randn(*size, WIDTH, dtype=torch.float64) for size in ((2, 6), (3, 9))]
+    net = revcompile.petrafy(model, 3, batches[0], check="off")
+    trainer = net.trainer(Recorder, loss)
+    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(2)]
+    for x, y in zip(batches, targets, strict=True):
+        trainer.step(x, y)
+    trainer.flush()
+    reference = net.module().train()
+    reference.reversible = False  # type: ignore[assignment]
+    for index, (x, y) in enumerate(zip(batches, targets, strict=True)):
+        assert gradient_error(trainer, reference, index, x, y) < 1e-10
+
+
+def test_a_view_by_the_shape_of_another_value() -> None:
+    torch.manual_seed(0)
+    model = Flattened().double()
+    net = revcompile.reversify(model, torch.randn(2, 6, WIDTH, dtype=torch.float64))
+    assert len(net.rewired.couplings) == 6
+    assert not net.rewired.guards.train.written.guards
+    _train_at_two_lengths(model)
+
+
+def test_a_shape_given_behind_a_layer_that_needs_real_numbers() -> None:
+    torch.manual_seed(0)
+    _train_at_two_lengths(Routed().double())
