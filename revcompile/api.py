@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from revcompile.arguments import check_cost, check_model, one_of, whole_number
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, model_unchanged
+from revcompile.compiler.capture.copies import attributes_kept
 from revcompile.compiler.cost import How, costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Limits, partition
@@ -127,6 +129,8 @@ def _reversified(
     """The passes from a model to a module, and the gradients its chains were compared with."""
     chosen = Policy.named(policy)
     level = Check.parse(check)
+    if tolerance is not None and (isinstance(tolerance, str | bool) or not tolerance > 0):
+        raise InputError(f"tolerance={tolerance!r}; use a number above 0, or None")
     compared = None
     with model_unchanged():
         captured = capture(
@@ -271,7 +275,9 @@ def check_invertible(
             tolerance=tolerance,
         )
     limit = _tolerance(model, tolerance)
-    with model_unchanged(model):
+    with model_unchanged(model), ExitStack() as kept:
+        for part in model.children():  # counters and memories start where the user left them
+            kept.enter_context(attributes_kept(part))
         errors = model.inversion_errors(*args, **kwargs)
     return InversionReport(tuple(errors), limit)
 

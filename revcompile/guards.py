@@ -24,6 +24,7 @@ __all__ = [
     "ModeGuards",
     "SizeGuard",
     "SizeGuards",
+    "frozen",
     "input_types",
 ]
 
@@ -31,6 +32,15 @@ __all__ = [
 def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """What of a call's inputs the shapes inside the network depend on."""
     return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+
+
+def frozen(value: Any) -> Any:
+    """A copy that stays what it is when the original is changed in place."""
+    if type(value) is dict:
+        return {k: frozen(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(frozen, value))
+    return set(value) if type(value) is set else value
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,7 @@ class Guards:
             if guard.name == "training":
                 return guard
             own = vars(root.get_submodule(guard.path))
-            return replace(guard, value=own.get(guard.name, guard.value))
+            return replace(guard, value=frozen(own.get(guard.name, guard.value)))
 
         def rebase(mode: ModeGuards) -> ModeGuards:
             return replace(mode, attributes=tuple(map(current, mode.attributes)))

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from revcompile.errors import InputError
 from revcompile.sharding import is_sharding_hook
 
 __all__ = ["FORWARD_HOOKS", "HookRecord", "gradient_hooks_silenced", "recorded", "replayed"]
@@ -55,13 +57,55 @@ def _noting(
     """The hook, which is to run again if it does more than look on."""
 
     def run(*given: Any) -> Any:
-        before = _seen(module, given)
-        result = hook(*given)
-        if result is not None or not _same(before, _seen(module, given)):
+        if torch.is_grad_enabled():
+            given_on, mode = given, nullcontext()
+        else:
+            given_on, mode = (
+                (module, *_tapped(type(module).__name__, given[1:])),
+                torch.enable_grad(),
+            )
+        before = _seen(module, given_on)
+        with mode:
+            result = hook(*given_on)
+        if result is not None or not _same(before, _seen(module, given_on)):
             again[handle] = hook
-        return result
+        return result if given_on is given else pytree.tree_map_only(Tensor, _detached, result)
 
     return run
+
+
+class _Tap(torch.autograd.Function):
+    """Tensors for a hook, from a forward pass that keeps no graph: a gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.name = name
+        return tensor.data  # the same memory, and no view: the hook may write into it
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise InputError(
+            f"a gradient flows into a tensor that a forward hook took out of a reversible chain "
+            f"(from a {ctx.name}), which keeps no graph of its forward pass, so the gradient would "
+            "be lost. Let the model return the tensor, or store activations with "
+            "net.reversible = False; detach what is only looked at"
+        )
+
+
+def _tapped(name: str, given: Any) -> Any:
+    anchor = torch.empty(0, requires_grad=True)
+
+    def tap(tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_inference():
+            return tensor
+        return _Tap.apply(name, anchor, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+    with torch.enable_grad():
+        return pytree.tree_map_only(Tensor, tap, given)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad and tensor.grad_fn is not None else tensor
 
 
 def _skipped(*_: Any) -> None:

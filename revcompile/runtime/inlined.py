@@ -23,6 +23,9 @@ _HOOKS: Final = (
     *("_backward_pre_hooks", "_backward_hooks"),
 )
 
+_LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Modules that call, or are asked for, all the members they have."""
+
 
 class Inlined:
     """The inlined modules of a rewired model, as they are when it is made."""
@@ -32,6 +35,7 @@ class Inlined:
         called = {str(n.target) for g in graphs for n in g.nodes if n.op == "call_module"}
         self._places: list[tuple[dict[str, Any], str, nn.Module, str]] = []
         self._hooks: list[tuple[nn.Module, str, int]] = []
+        self._forms: list[tuple[nn.Module, str, Any]] = []
         within = tuple(f"{path}." for path in called)
         paths = {path for g in graphs for n in g.nodes for path in _around(n)}
         for path in sorted(paths - called - {""}):
@@ -48,6 +52,7 @@ class Inlined:
         if module is not None:
             self._places.append((owner._modules, name, module, path))
             self._hooks.append((module, path, _count(module)))
+            self._forms.append((module, path, _form(module)))
 
     @property
     def hooked(self) -> tuple[str, ...]:
@@ -55,13 +60,21 @@ class Inlined:
         return tuple(path for _, path, count in self._hooks if count)
 
     def check(self) -> None:
-        """Stop if a hook was added to an inlined module, or one was replaced."""
+        """Stop if an inlined module was replaced, or given a hook, a forward or more members."""
         for children, name, module, path in self._places:
             if children.get(name) is not module:
                 raise InputError(
                     f"{path} was replaced after reversify, but its forward is part of the captured "
                     f"graph and would not be called; replace a layer inside {path}, or make the "
                     f"change before reversify, or keep it whole with leaf_modules=[{path!r}]"
+                )
+        for module, path, form in self._forms:
+            if _form(module) != form:
+                what = "members" if type(module) in _LISTS else "a forward"
+                raise InputError(
+                    f"{path} was given {what} of its own after reversify, but all it calls is "
+                    "part of the captured graph and would stay as it was; make the change before "
+                    f"reversify, or keep it whole with leaf_modules=[{path!r}]"
                 )
         for module, path, count in self._hooks:
             if _count(module) != count:
@@ -88,6 +101,12 @@ def _around(node: fx.Node) -> Iterator[str]:
         for name in filter(None, path.split(".")):
             around = child_path(around, name)
             yield around
+
+
+def _form(module: nn.Module) -> Any:
+    """What decides which code a call of the module runs."""
+    own = vars(module)
+    return own.get("forward"), len(own["_modules"]) if type(module) in _LISTS else 0
 
 
 def _count(module: nn.Module) -> int:

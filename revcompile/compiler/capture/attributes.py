@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from revcompile.compiler.capture.blame import user_line
-from revcompile.guards import AttributeGuard
+from revcompile.guards import AttributeGuard, frozen
 
 __all__ = ["AttributeLog", "attributes_logged", "state_of"]
 
@@ -66,7 +66,7 @@ class AttributeLog:
         for event in self.events:
             first.setdefault((event.module, event.name), event)
         return tuple(
-            AttributeGuard(paths[e.module], e.name, _frozen(e.value), e.source)
+            AttributeGuard(paths[e.module], e.name, frozen(e.value), e.source)
             for e in first.values()
             if e.is_read and e.module in paths and _is_plain(e.value)
         )
@@ -158,12 +158,3 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         return False
     items: Iterable[Any] = (*value, *value.values()) if type(value) is dict else value
     return all(_is_plain(item, depth + 1) for item in items)
-
-
-def _frozen(value: Any) -> Any:
-    """A copy that stays what it is when the original is changed in place."""
-    if type(value) is dict:
-        return {k: _frozen(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_frozen, value))
-    return set(value) if type(value) is set else value

@@ -38,6 +38,7 @@ from revcompile.compiler.capture.tracer import Traced, Untraceable, trace
 from revcompile.errors import CaptureError, InputError
 from revcompile.guards import ModeGuards
 from revcompile.ir import PATH, SOURCE, Captured, Frontend
+from revcompile.leftbehind import put_in_place
 
 __all__ = [
     "Example",
@@ -198,6 +199,15 @@ def _capture_fx(
         break
     for one in pure:
         forbid_inplace(one, root)
+    inside = tuple(f"{path}." for path in leaves)
+    put_in_place(
+        root,
+        (
+            one
+            for one in sorted(train.left | evaluation.left, key=repr)
+            if one[0] not in leaves and not one[0].startswith(inside)
+        ),
+    )
     readers = _flags_read(train.guards) | _flags_read(evaluation.guards)
     graph = merge_modes(pure[0], pure[1], readers) if same else None
     notes = [f"{path} is kept as one piece: {why}" for path, why in resisted.items()]
@@ -254,6 +264,10 @@ def _leaf_paths(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> fr
     first_names = {module: path for path, module in model.named_modules()}
     paths: set[str] = set()
     for item in [wanted] if isinstance(wanted, (str, type)) else wanted:
+        if not isinstance(item, str | type):
+            raise InputError(
+                f"capture: leaf_modules takes paths and classes of modules, not {item!r}"
+            )
         if not isinstance(item, str):
             paths |= {path for module, path in first_names.items() if isinstance(module, item)}
         elif item in modules:

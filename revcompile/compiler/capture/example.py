@@ -75,6 +75,8 @@ def make_example(
     if not where:
         raise InputError("capture: no tensor among the example inputs, so there is no graph")
     first = next((leaves[i] for i in where if leaves[i].dim()), None)
+    if first is not None and not first.shape[0]:
+        raise InputError("capture: the example inputs have no samples; pass a batch of two or more")
     size = 1 if first is None else first.shape[0]
     batched = [i for i in where if leaves[i].dim() and leaves[i].shape[0] == size]
     if size == 1:

@@ -38,7 +38,13 @@ from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.guards import Reading, Record, is_torch_code, size_guards
 from revcompile.compiler.capture.leaves import is_leaf
-from revcompile.compiler.capture.memory import MEMORY, WRITES, mark_state, watched_memory
+from revcompile.compiler.capture.memory import (
+    MEMORY,
+    WRITES,
+    mark_state,
+    tensors_in,
+    watched_memory,
+)
 from revcompile.compiler.capture.patches import (
     AUTOCAST,
     autocast_state,
@@ -76,7 +82,7 @@ class Traced:
 
     `constants` are tensors the graph reads that are neither parameters nor buffers; `resisted`
     says why modules were kept as one piece; `draws` are the lines of random numbers that decide
-    nothing and were left out.
+    nothing and were left out; `left` are attributes in which tensors were left for others.
     """
 
     graph: fx.Graph
@@ -85,6 +91,7 @@ class Traced:
     resisted: dict[str, str]
     guards: ModeGuards
     draws: frozenset[str]
+    left: frozenset[tuple[str, str, Any]]
 
 
 def trace(
@@ -118,7 +125,8 @@ def trace(
     assert tracer.out_spec is not None
     found = {name: value for name, value in attributes.items() if name not in state}
     draws = frozenset(tracer.draws)
-    return Traced(graph, tracer.out_spec, found, tracer.resisted, guards, draws)
+    left = frozenset(tracer.left)
+    return Traced(graph, tracer.out_spec, found, tracer.resisted, guards, draws, left)
 
 
 class _Tracer(ShapedTracer):
@@ -141,6 +149,7 @@ class _Tracer(ShapedTracer):
         self.restore: Callable[[nn.Module], None] = lambda module: None
         self.log = AttributeLog(paused=lambda: self.evaluating)
         self.draws: set[str] = set()
+        self.left: set[tuple[str, str, Any]] = set()
         self._records: list[Record] = []
         self._flags: list[FlagGuard] = []
         self._model, self._example, self._mode = model, example, mode
@@ -311,6 +320,7 @@ class _Tracer(ShapedTracer):
                 self._store_buffer(module, name, new)
         elsewhere = [(m, n) for m, n in self.log.overwritten(start) if m is not module]
         if elsewhere or state_of(module) != state:
+            self._note_left(module)
             # once: a size that is remembered; twice: a counter
             mark, state = self._mark(), state_of(module)
             others = {m: state_of(m) for m, _ in elsewhere}
@@ -321,6 +331,28 @@ class _Tracer(ShapedTracer):
             for what in counted:
                 raise PythonState(f"the forward pass counts in {what}", module)
         return result
+
+    def _note_left(self, module: nn.Module) -> None:
+        """Remember attributes that hold tensors computed from the inputs or from parameters."""
+        for name, value in vars(module).items():
+            entries = value.items() if type(value) is dict else [(None, value)]
+            for key, held in entries:
+                if type(held) is ShapedProxy and self._is_computed(held.node):
+                    self.left.add((self._path, name, key))
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        """Is a value made from numbers of the inputs or of parameters, not from sizes alone?"""
+        open_ends, seen = [node], set[fx.Node]()
+        while open_ends:
+            source = open_ends.pop()
+            value = self.values[source].first
+            if source in seen or not tensors_in(value):
+                continue
+            seen.add(source)
+            if source.op == "placeholder" or isinstance(value, nn.Parameter):
+                return True
+            open_ends += source.all_input_nodes
+        return False
 
     def _counted(self, module: nn.Module, state: dict[str, Any], since: int) -> list[str]:
         """Attributes that are different after every call, if that can be seen in the next one.
