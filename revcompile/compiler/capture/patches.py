@@ -143,12 +143,12 @@ def unseen_refused() -> Iterator[None]:
         data.__set__(tensor, value)
 
     data: Any = torch._C.TensorBase.data
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    torch.Tensor.data = property(data.__get__, assign)  # type: ignore[assignment, misc]
+    torch.autograd.Function.apply = classmethod(apply)
+    torch.Tensor.data = property(data.__get__, assign)  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original
         del torch.Tensor.data
 
 
