@@ -215,7 +215,7 @@ class _Sizes:
         name, kind = getattr(node.target, "__name__", node.target), node.meta.get(TYPE)
         if name not in ("reshape", "view") or node.kwargs or not isinstance(kind, TensorType):
             return _ABSENT
-        given = fx.node.map_arg(node.args[1:], self._known.__getitem__)
+        given: Any = fx.node.map_arg(node.args[1:], self._known.__getitem__)
         sizes = tuple(given[0]) if isinstance(given[0], (tuple, list)) else given
         if not all(type(size) is int and size >= 0 for size in sizes):
             return _ABSENT
