@@ -57,19 +57,15 @@ def _noting(
     """The hook, which is to run again if it does more than look on."""
 
     def run(*given: Any) -> Any:
-        if torch.is_grad_enabled():
-            given_on, mode = given, nullcontext()
-        else:
-            given_on, mode = (
-                (module, *_tapped(type(module).__name__, given[1:])),
-                torch.enable_grad(),
-            )
+        looks_inside = not torch.is_grad_enabled()
+        rest = _tapped(type(module).__name__, given[1:]) if looks_inside else given[1:]
+        given_on = (module, *rest)
         before = _seen(module, given_on)
-        with mode:
+        with torch.enable_grad() if looks_inside else nullcontext():
             result = hook(*given_on)
         if result is not None or not _same(before, _seen(module, given_on)):
             again[handle] = hook
-        return result if given_on is given else pytree.tree_map_only(Tensor, _detached, result)
+        return pytree.tree_map_only(Tensor, _detached, result) if looks_inside else result
 
     return run
 
@@ -98,7 +94,7 @@ def _tapped(name: str, given: Any) -> Any:
     def tap(tensor: Tensor) -> Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_inference():
             return tensor
-        return _Tap.apply(name, anchor, tensor)  # type: ignore[no-any-return, no-untyped-call]
+        return _Tap.apply(name, anchor, tensor)  # type: ignore[no-any-return]
 
     with torch.enable_grad():
         return pytree.tree_map_only(Tensor, tap, given)

@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.scale = {"s": 1.0}
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.f(x).tanh() * self.scale["s"]
+        h: Tensor = self.f(x).tanh() * self.scale["s"]
         self.aux = h.pow(2).mean()
         self.losses["z"] = h.mean()
         return x + h
