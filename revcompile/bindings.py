@@ -57,6 +57,19 @@ class Bindings:
         self._forms = [(m, m.__class__, form_of(m), path) for m, path in watched.items()]
         self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
         self.edges = tuple(self._edges.values())
+        # The same in columns: this is looked at in every call, for every block.
+        self._watched = list(watched)
+        self._kinds = list(map(type, self._watched))
+        own = list(map(vars, self._watched))
+        members = ("_modules", "_parameters", "_buffers")
+        self._members = [d[name] for d in own for name in members]
+        self._hooks = [d[name] for d in own for name in ("_forward_pre_hooks", "_forward_hooks")]
+        self._sizes = list(map(len, self._members)), list(map(len, self._hooks))
+        self._own = own
+        self._has_forward = ["forward" in d for d in own]
+        self._children = [children for children, _, _ in self.edges]
+        self._names = [name for _, name, _ in self.edges]
+        self._targets = [module for _, _, module in self.edges]
         self.slots = tuple(self._slots.values())
         self.buffers = tuple(self._buffers.values())
         self.settings = tuple(self._settings.values())
@@ -134,6 +147,8 @@ class Bindings:
         Parameters are not looked at: those are found anew in every run. Without hooks, it is
         another form only if the module has other members or another class.
         """
+        if self._is_as_it_was(with_hooks):
+            return None
         for children, name, module in self.edges:
             if children.get(name) is not module:
                 return self._path_of(children, name)
@@ -143,6 +158,21 @@ class Bindings:
             if module.__class__ is not kind or not is_same:
                 return path or "the model"
         return None
+
+    def _is_as_it_was(self, with_hooks: bool) -> bool:
+        """Whether `change` has anything to look for, without a loop in Python."""
+        return (
+            all(map(is_, map(dict.get, self._children, self._names), self._targets))
+            and list(map(len, self._members)) == self._sizes[0]
+            and list(map(type, self._watched)) == self._kinds
+            and (
+                not with_hooks
+                or (
+                    list(map(len, self._hooks)) == self._sizes[1]
+                    and ["forward" in own for own in self._own] == self._has_forward
+                )
+            )
+        )
 
     def _path_of(self, children: dict[str, Any], name: str) -> str:
         assert self._root is not None

@@ -145,6 +145,9 @@ class OriginalSurface(nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules")
+        if modules is not None and name in modules:  # what generated code asks for, in every call
+            return modules[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
