@@ -205,6 +205,7 @@ def petrafy(
         leaf_modules=leaf_modules,
         tolerance=tolerance,
     )
+    _refuse_state_in_python(net.rewired)
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
     method, limits = choose("petra"), None
     if memory_limit is not None:
@@ -293,6 +294,16 @@ def _refuse_reversible(model: Any, caller: str) -> None:
             f"{caller}: the model is already reversible (it comes from "
             f"{'petrafy' if isinstance(model, StagedModel) else 'reversify'}); pass the original "
             "model, and load_state_dict the weights into the result if they have been trained"
+        )
+
+
+def _refuse_state_in_python(rewired: Rewired) -> None:
+    """Stages compute a module again in backward, which would advance its state once more."""
+    if rewired.stateful:
+        raise InputError(
+            f"petrafy: {rewired.stateful[0]}, and what it computes depends on that. Stages run "
+            "modules again in their backward pass, micro-batches later: keep the state in a buffer "
+            "(self.register_buffer), or outside the model"
         )
 
 

@@ -159,6 +159,8 @@ class Captured:
     guards: Guards = NO_GUARDS
     draws: frozenset[str] = frozenset()
     """`file:line` of random numbers that decide nothing: the graph does not draw them."""
+    stateful: tuple[str, ...] = ()
+    """Modules kept as one piece whose next call computes something else, and why."""
 
 
 class NameSet(Set[str]):
@@ -464,6 +466,8 @@ class Rewired:
     growths: Growths
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
+    stateful: tuple[str, ...] = ()
+    """As in `Captured`: such modules may run only once for each micro-batch."""
 
     @property
     def couplings(self) -> tuple[Coupling, ...]:

@@ -36,15 +36,24 @@ _NOT_THE_USERS: Final = (torch.__path__[0], str(Path(__file__).parent), "<")
 class Untraceable(Exception):
     """Tracing stopped; `path` is the innermost module whose forward was running.
 
-    `is_final` says that no other tracer may try: it would miss what stopped this one.
+    `is_final` says that no other tracer may try: it would miss what stopped this one;
+    `has_state`, that the module's next call computes something else, and no buffer says so.
     """
 
-    def __init__(self, path: str, cause: str, source: str, is_final: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        cause: str,
+        source: str,
+        is_final: bool = False,
+        has_state: bool = False,
+    ) -> None:
         super().__init__(f"{path or '(top level)'}: {cause} [{source}]")
         self.path = path
         self.cause = cause
         self.source = source
         self.is_final = is_final
+        self.has_state = has_state
 
 
 class Unrecorded(TraceError):
@@ -70,7 +79,8 @@ class Refused(Unrecorded):
 def blame(path: str, error: Exception) -> Untraceable:
     """Put what went wrong in the module at `path` into words."""
     is_final = isinstance(error, (PythonState, Refused, Unseen))
-    return Untraceable(path, _reason(error), _source(error), is_final)
+    has_state = isinstance(error, PythonState)
+    return Untraceable(path, _reason(error), _source(error), is_final, has_state)
 
 
 def user_line() -> str:

@@ -167,13 +167,14 @@ def _capture_fx(
     """Trace both modes, with the same modules kept as one piece in both."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fake_copy(model, mode, device)
-    leaves, resisted = set(leaf_paths), dict[str, str]()
+    leaves, resisted, stateful = set(leaf_paths), dict[str, str](), set[str]()
     constants = dict(constants)
 
     def run(training: bool) -> Traced:
         traced = trace(set_mode(fake, model, training), model, example, mode, leaves, constants)
         leaves.update(traced.resisted)
         resisted.update(traced.resisted)
+        stateful.update(traced.stateful)
         return traced
 
     while True:
@@ -222,6 +223,7 @@ def _capture_fx(
         notes=(*notes, *written_inputs(train.graph)),
         guards=make_guards(train.guards, evaluation.guards, graph, root, example),
         draws=train.draws | evaluation.draws,
+        stateful=tuple(f"{path}: {resisted[path]}" for path in sorted(stateful)),
     )
 
 

@@ -82,7 +82,8 @@ class Traced:
 
     `constants` are tensors the graph reads that are neither parameters nor buffers; `resisted`
     says why modules were kept as one piece; `draws` are the lines of random numbers that decide
-    nothing and were left out; `left` are attributes in which tensors were left for others.
+    nothing and were left out; `left` are attributes in which tensors were left for others;
+    `stateful` are modules kept as one piece because their next call computes something else.
     """
 
     graph: fx.Graph
@@ -92,6 +93,7 @@ class Traced:
     guards: ModeGuards
     draws: frozenset[str]
     left: frozenset[tuple[str, str, Any]]
+    stateful: frozenset[str]
 
 
 def trace(
@@ -126,7 +128,8 @@ def trace(
     found = {name: value for name, value in attributes.items() if name not in state}
     draws = frozenset(tracer.draws)
     left = frozenset(tracer.left)
-    return Traced(graph, tracer.out_spec, found, tracer.resisted, guards, draws, left)
+    stateful = frozenset(tracer.stateful)
+    return Traced(graph, tracer.out_spec, found, tracer.resisted, guards, draws, left, stateful)
 
 
 class _Tracer(ShapedTracer):
@@ -145,6 +148,7 @@ class _Tracer(ShapedTracer):
         self.evaluating = False
         self.failure: Untraceable | None = None
         self.resisted: dict[str, str] = {}
+        self.stateful: set[str] = set()
         self.out_spec: pytree.TreeSpec | None = None
         self.restore: Callable[[nn.Module], None] = lambda module: None
         self.log = AttributeLog(paused=lambda: self.evaluating)
@@ -285,6 +289,8 @@ class _Tracer(ShapedTracer):
             within = f"{path}."
             self.resisted = {p: r for p, r in self.resisted.items() if not p.startswith(within)}
             self.resisted[path] = failure.cause
+            if failure.has_state:
+                self.stateful.add(path)
             return proxy
 
     def _mark(self) -> tuple[fx.Node, int, int, int]:

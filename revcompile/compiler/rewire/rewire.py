@@ -80,6 +80,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         growths=dict(surgeon.growths),
         notes=(*captured.notes, *rewiring.notes),
         guards=guards_with(captured, sizes, eval_sizes).rebased(surgeon.root),
+        stateful=captured.stateful,
     )
 
 
