@@ -46,6 +46,8 @@ def join(model: nn.Module, wanted: torch.device | str | None, timeout: timedelta
         # When a peer is gone NCCL is to stop waiting, not to take this process down with it: its
         # trainer says who is gone.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        # Nor to hold it up for a minute at its end, waiting for traces of what NCCL did last.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         # As many queues as a GPU has: no communicator is to wait behind another's.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         store, rank, world = _meeting_place(timeout)
