@@ -210,6 +210,10 @@ def _normalize(recorded: fx.Graph, example: Example, root: nn.Module) -> fx.Grap
             flat = pytree.tree_leaves(fx.node.map_arg(node.args, lambda n: copies[n]))
             graph.output(tuple(flat))
             continue
+        if any(source in counters.values() for source in node.all_input_nodes):
+            path = _module_path(node.meta.get("nn_module_stack") or {})
+            reason = "a count of batches is read, which here only batch norms keep"
+            raise Untraceable(path, reason, _source(node))
         copies[node] = graph.node_copy(node, copies.__getitem__)
         new = copies[node]
         stack = node.meta.get("nn_module_stack") or {}
