@@ -18,6 +18,7 @@ GROUND = {
     "ir",
     "ops",
     "growth",
+    "leftbehind",
     "guards",
     "masks",
     "probes",

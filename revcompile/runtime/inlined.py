@@ -70,7 +70,7 @@ class Inlined:
                 )
         for module, path, form in self._forms:
             if _form(module) != form:
-                what = "members" if type(module) in _LISTS else "a forward"
+                what = "members" if isinstance(module, _LISTS) else "a forward"
                 raise InputError(
                     f"{path} was given {what} of its own after reversify, but all it calls is "
                     "part of the captured graph and would stay as it was; make the change before "
@@ -106,7 +106,8 @@ def _around(node: fx.Node) -> Iterator[str]:
 def _form(module: nn.Module) -> Any:
     """What decides which code a call of the module runs."""
     own = vars(module)
-    return own.get("forward"), len(own["_modules"]) if type(module) in _LISTS else 0
+    # By isinstance: `fully_shard` changes a module's class.
+    return own.get("forward"), len(own["_modules"]) if isinstance(module, _LISTS) else 0
 
 
 def _count(module: nn.Module) -> int:
