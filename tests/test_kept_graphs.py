@@ -7,16 +7,17 @@ parameter, 1e-10.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import test_equivalence as spine
 import torch
 import training
 from helpers import worst
+from test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
 from test_trainer_state import RootFirst
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,21 +31,6 @@ from revcompile.runtime.settings import Settings
 from revcompile.runtime.stash import as_of
 from revcompile.runtime.trainer import Trainer
 from revcompile.schedule import Keep, choose
-
-
-def _spine() -> Any:
-    """The equivalence tests' helpers with compiled models of their own: tests train those."""
-    file = Path(__file__).with_name("test_equivalence.py")
-    spec = importlib.util.spec_from_file_location("equivalence_of_kept_graphs", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-spine = _spine()
-EXACT, assert_same, batches = spine.EXACT, spine.assert_same, spine.batches
-copied, fresh, momentum, stage_of = spine.copied, spine.fresh, spine.momentum, spine.stage_of
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
 ROWS: Final = {N: Row.RECONSTRUCT, I: Row.REPLAY, G: Row.GRAPH}
