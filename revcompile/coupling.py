@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,6 @@ from revcompile.steps import laid_out_like
 from revcompile.transforms import differentiable_once, is_transformed
 
 __all__ = ["Block", "Chain", "couple", "uncouple"]
-
-
-_FIRST_CALLS: Final = 10
-"""The first calls all compare: activations that grow out of bounds do so in the first updates."""
 
 
 @dataclass
@@ -101,8 +97,7 @@ class Chain:
         # A block that is rebuilt ahead would find its weights sharded.
         ahead = self.overlap.applies_to(a) and not any(block.units for block in self.blocks)
         call = _Call(self, root, cast, self.grid(a, b, cast), ahead)
-        is_early = self._calls < _FIRST_CALLS
-        is_due = self.tolerance is not None and (is_early or self._calls % self.check_every == 0)
+        is_due = self.tolerance is not None and self._calls % self.check_every == 0
         if is_due and not is_recorded(a.device):
             call.probe = probe(a), probe(b)
         self._calls += 1

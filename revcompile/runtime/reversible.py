@@ -120,10 +120,7 @@ class Reversible(OriginalSurface):
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
-    """How often, in forward passes, a chain compares its reconstructed input with the original.
-
-    The first ten all do.
-    """
+    """How often, in forward passes, a chain compares its reconstructed input with the original."""
     overlap: Overlap
     """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
     _plans: dict[int, tuple[_Step, ...]]
