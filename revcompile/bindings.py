@@ -20,7 +20,7 @@ from typing import Any, Final
 from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError, ModifiedError
-from revcompile.hooks import HookRecord, recorded, replayed
+from revcompile.hooks import FORWARD_HOOKS, HookRecord, recorded, replayed
 
 __all__ = ["Bindings", "Bound", "child_path", "form_of"]
 
@@ -63,7 +63,7 @@ class Bindings:
         own = list(map(vars, self._watched))
         members = ("_modules", "_parameters", "_buffers")
         self._members = [d[name] for d in own for name in members]
-        self._hooks = [d[name] for d in own for name in ("_forward_pre_hooks", "_forward_hooks")]
+        self._hooks = [d[name] for d in own for name in FORWARD_HOOKS]
         self._sizes = list(map(len, self._members)), list(map(len, self._hooks))
         self._own = own
         self._has_forward = ["forward" in d for d in own]

@@ -28,7 +28,7 @@ from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.rng import rng_kept, seed_all
 from revcompile.compiler.flow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
-from revcompile.ir import Coupling, Rewired
+from revcompile.ir import Rewired
 from revcompile.probes import Tolerance, tolerance_for
 from revcompile.program import Partition, StageProgram
 from revcompile.runtime.binding import bind
@@ -82,8 +82,7 @@ def _extent(rewired: Rewired) -> tuple[int, float, int]:
     """Nodes of all segments, operations of a forward pass, bytes of all values."""
     nodes, work, memory = 0, 0.0, 0
     for segment in rewired.body.segments:
-        graph = segment.branch if isinstance(segment, Coupling) else segment.graph
-        for node in graph.nodes:
+        for node in segment.graph.nodes:
             kind = tensor_type(node)
             if kind is None or node.op in ("placeholder", "output", "get_attr"):
                 continue

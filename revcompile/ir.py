@@ -374,6 +374,11 @@ class Coupling:
     extras: tuple[str, ...] = ()
 
     @property
+    def graph(self) -> fx.Graph:
+        """What the segment computes, as an opaque one calls it: `branch`."""
+        return self.branch
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Every live value the segment reads."""
         link_sides = self.link.sides if self.link else ()

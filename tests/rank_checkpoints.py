@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from distributed_worker import Run, batches, fed, final, trainer_of
@@ -10,6 +11,15 @@ from distributed_worker import Run, batches, fed, final, trainer_of
 from revcompile.errors import InputError
 
 Found = dict[str, Any]
+
+
+def refusal(call: Callable[[str], Any], folder: str) -> str:
+    """What an InputError of the call says; nothing if it is taken."""
+    try:
+        call(folder)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def saving(run: Run, folder: str, **options: Any) -> Found:
@@ -45,10 +55,7 @@ def refusing(run: Run, folder: str, **options: Any) -> Found:
     data, said = batches(run), ""
     for number, batch in enumerate(data):
         if number == 4:
-            try:
-                trainer.load(folder)
-            except InputError as error:
-                said = str(error)
+            said = refusal(trainer.load, folder)
         fed(trainer, batch)
     trainer.flush()
     return {"said": said, "state": final(net, trainer)}
@@ -61,10 +68,7 @@ def graphs(run: Run, folder: str, **options: Any) -> Found:
     for number, batch in enumerate(batches(run)):
         fed(trainer, batch)
         if number == 4:
-            try:
-                trainer.save(folder)
-            except InputError as error:
-                said = str(error)
+            said = refusal(trainer.save, folder)
             trainer.save(folder, drain=True)
     trainer.flush()
     return {"said": said, "state": final(net, trainer)}
@@ -77,10 +81,7 @@ def unwritable(run: Run, folder: str, **options: Any) -> Found:
     for number, batch in enumerate(batches(run)):
         fed(trainer, batch)
         if number == 4:
-            try:
-                trainer.save("/dev/null/nowhere")
-            except InputError as error:
-                said = str(error)
+            said = refusal(trainer.save, "/dev/null/nowhere")
     trainer.flush()
     return {"said": said, "state": final(net, trainer)}
 

@@ -37,7 +37,7 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     read = decode(json.loads(json.dumps(encode(value))))
     assert type(read) is type(value) and read == value

@@ -208,11 +208,8 @@ def test_shrinking_leaves_what_fails() -> None:
     assert smallest == Net("rows", (plain("table"),))
 
 
-def test_a_finding_is_a_script_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_is_a_script_that_runs(tmp_path: Path) -> None:
     from benchmarks.fuzz.oracle import Finding
-
-    # Such a script keeps SGD from clearing gradients, in its own process: put that back here.
-    monkeypatch.setattr(torch.optim.SGD, "zero_grad", torch.optim.SGD.zero_grad)
 
     net = Net("tokens", (plain("masked"), plain("modulated")), call="keywords")
     for check in ("capture", "reversify, step 0", "other size", "petrafy petra"):

@@ -36,7 +36,7 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
     replaced |= {n for block in rewired.residuals for n in (*block.shortcut, block.shortcut_term)}
     counts: Counter[str] = Counter()
     for segment in rewired.body.segments:
-        graph = segment.branch if isinstance(segment, Coupling) else segment.graph
+        graph = segment.graph
         counts.update(n.meta[ORIGIN] for n in graph.nodes if ORIGIN in n.meta)
         if isinstance(segment, Coupling) and segment.link is not None:
             nodes = (n.meta.get(ORIGIN) for n in segment.link.forward.nodes)
@@ -122,7 +122,7 @@ def _computations(segments: Sequence[Segment]) -> Counter[str]:
     """How often each layer of the captured model is called."""
     counts: Counter[str] = Counter()
     for segment in segments:
-        graph = segment.branch if isinstance(segment, Coupling) else segment.graph
+        graph = segment.graph
         calls = graph.find_nodes(op="call_module")
         counts.update(str(n.meta[ORIGIN]) for n in calls if ORIGIN in n.meta)
     return counts

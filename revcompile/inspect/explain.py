@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torch import fx
-
 from revcompile.errors import InputError
 from revcompile.inspect.facts import modules_of
 from revcompile.inspect.stages import short_range
@@ -116,7 +114,7 @@ class _Teller:
         self.part, self.place = part, place
         self.piece = part.pieces[place]
         self.rewired: Rewired = partition.rewired
-        self.graph = _graph(self.piece)
+        self.graph = self.piece.segment.graph
         self.block = self._block()
 
     def story(self) -> Story:
@@ -237,8 +235,3 @@ class _Teller:
         read = sum(bytes_of(kind, None) for kind in kinds if isinstance(kind, TensorType))
         whole = f" ({size(read)} each)" if len(program.units) == 1 else ""
         return f"with {many} the input of {unit.name} is kept{whole}, and computed from again"
-
-
-def _graph(piece: Piece) -> fx.Graph:
-    segment = piece.segment
-    return segment.branch if isinstance(segment, Coupling) else segment.graph

@@ -101,7 +101,7 @@ def decode(data: Any, special: Mapping[str, Callable[[Any], Any]] | None = None)
     try:
         return _decode_tagged(tag, content, inner)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{tag!r} holds {content!r:.80}, which is none ({error})") from error
+        raise InputError(f"cannot read {content!r:.80} as a {tag}: {error}") from error
 
 
 def _decode_tagged(tag: str, content: Any, inner: Callable[[Any], Any]) -> Any:

@@ -13,15 +13,13 @@ from torch import fx, nn
 
 from revcompile.bindings import child_path
 from revcompile.errors import InputError
-from revcompile.ir import PATH, Coupling, Rewired
+from revcompile.hooks import FORWARD_HOOKS
+from revcompile.ir import PATH, Rewired
 from revcompile.sharding import is_sharding_hook
 
 __all__ = ["Inlined"]
 
-_HOOKS: Final = (
-    *("_forward_pre_hooks", "_forward_hooks"),
-    *("_backward_pre_hooks", "_backward_hooks"),
-)
+_HOOKS: Final = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules that call, or are asked for, all the members they have."""
@@ -88,7 +86,7 @@ class Inlined:
 def _graphs(rewired: Rewired) -> Iterator[fx.Graph]:
     bodies = [body for body in (rewired.body, rewired.eval_body) if body is not None]
     for segment in (segment for body in bodies for segment in body.segments):
-        yield segment.branch if isinstance(segment, Coupling) else segment.graph
+        yield segment.graph
 
 
 def _around(node: fx.Node) -> Iterator[str]:

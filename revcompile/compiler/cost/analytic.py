@@ -29,7 +29,6 @@ from revcompile.compiler.cost.run import (
     Ran,
     bare,
     example_batch,
-    graph_of,
     walk,
 )
 from revcompile.errors import InputError
@@ -127,7 +126,7 @@ class _Analysis:
         with torch.enable_grad(), hooks, _Counter(self.own) as counter:
             ran = given.forward()
         work = counter.flops + FLOPS_PER_BYTE * counter.moved
-        new = [p for p in parameters_read(graph_of(piece), self.root) if id(p) not in self.seen]
+        new = [p for p in parameters_read(piece.segment.graph, self.root) if id(p) not in self.seen]
         self.seen.update(map(id, new))
         self.found.append(
             Cost(

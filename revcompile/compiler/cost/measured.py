@@ -26,7 +26,6 @@ from revcompile.compiler.cost.run import (
     Given,
     Ran,
     bare,
-    graph_of,
     walk,
 )
 from revcompile.errors import InputError
@@ -81,7 +80,7 @@ def measured_costs(
 
     def visit(piece: Piece, given: Given) -> Ran:
         wanted = [t for t in given.inputs if isinstance(t, Tensor) and t.requires_grad]
-        wanted += [p for p in parameters_read(graph_of(piece), root) if p.requires_grad]
+        wanted += [p for p in parameters_read(piece.segment.graph, root) if p.requires_grad]
 
         def forward() -> Ran:
             with torch.no_grad():

@@ -323,7 +323,7 @@ class MemoryModel:
 def _passing(piece: Piece, batch: int) -> int:
     """Gradients that exist at once inside a piece: of an operation's output and of its inputs."""
     segment = piece.segment
-    graph = segment.branch if isinstance(segment, Coupling) else segment.graph
+    graph = segment.graph
     size = {node: size_at(node.meta.get(TYPE), batch) for node in graph.nodes}
     return max(
         (size[n] + sum(size[i] for i in n.all_input_nodes) for n in graph.nodes if size[n]),

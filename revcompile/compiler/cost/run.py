@@ -13,7 +13,7 @@ from revcompile.errors import InputError
 from revcompile.ir import Coupling, Opaque, Rewired, TensorType
 from revcompile.program import Piece
 
-__all__ = ["Code", "Given", "Ran", "bare", "example_batch", "graph_of", "walk"]
+__all__ = ["Code", "Given", "Ran", "bare", "example_batch", "walk"]
 
 Code = Callable[..., Any]
 """A graph made executable: `(*inputs) -> outputs`."""
@@ -103,12 +103,6 @@ def bare(root: nn.Module) -> nn.Module:
     plain._buffers = dict(root._buffers)
     plain.training = root.training
     return plain
-
-
-def graph_of(piece: Piece) -> fx.Graph:
-    """The graph of a piece that computes with parameters."""
-    segment = piece.segment
-    return segment.branch if isinstance(segment, Coupling) else segment.graph
 
 
 def example_batch(rewired: Rewired, types: Mapping[str, Any]) -> int:

@@ -29,7 +29,6 @@ from revcompile.ir import (
     TYPE,
     Body,
     Captured,
-    Coupling,
     Enter,
     Fuse,
     Leave,
@@ -65,9 +64,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
         # a layer may now stand before a stream or a kept value
-        forbid_inplace(
-            segment.branch if isinstance(segment, Coupling) else segment.graph, surgeon.root
-        )
+        forbid_inplace(segment.graph, surgeon.root)
     return Rewired(
         name=captured.name,
         root=surgeon.root,
