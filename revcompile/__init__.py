@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from revcompile.compiler.capture import capture
     from revcompile.errors import RevcompileError
-    from revcompile.ir import Enter, Fuse, Leave, Policy
+    from revcompile.ir.types import Enter, Fuse, Leave, Policy
 
 __all__ = [
     "Enter",

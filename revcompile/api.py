@@ -19,20 +19,16 @@ from revcompile.compiler.capture.copies import attributes_kept
 from revcompile.compiler.cost import How, costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Limits, partition
+from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
-from revcompile.inspect.tables import (
-    invertibility_table,
-    most_frequent_refusals,
-    summary_text,
-)
-from revcompile.ir import Policy, Rewired, TensorType
-from revcompile.overlap import Overlap
-from revcompile.probes import Tolerance, tolerance_for
-from revcompile.recapture import Recompiler
-from revcompile.runtime.reversible import Reversible
+from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
+from revcompile.ir.types import Policy, Rewired, TensorType
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.overlap import Overlap
+from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 

@@ -26,15 +26,15 @@ from revcompile.compiler.capture.copies import set_mode
 from revcompile.compiler.capture.decisions import Ties
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.rng import rng_kept, seed_all
-from revcompile.compiler.flow import tensor_type
+from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
-from revcompile.ir import Rewired
-from revcompile.probes import Tolerance, tolerance_for
-from revcompile.program import Partition, StageProgram
-from revcompile.runtime.binding import bind
-from revcompile.runtime.objective import Objective
-from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.stage import Stage
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.types import Rewired
+from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
+from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.stage import Stage
 
 __all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
 

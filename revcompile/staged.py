@@ -10,29 +10,29 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.budget import MemoryPlan, Terms, budget, plan_memory
 from revcompile.compiler.cost import MemoryModel, StageMemory
 from revcompile.compiler.lower import lower
 from revcompile.compiler.verify import verify_programs
-from revcompile.fitting import fit_memory, in_a_row, prove
 from revcompile.inspect import drawing
 from revcompile.inspect.code import ActionList, action_list, code_text
 from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
-from revcompile.program import Part, Partition, StageProgram
-from revcompile.runtime.backend import Backend, backend_of
-from revcompile.runtime.buffers import BuffersLike, buffers_of
+from revcompile.interop.pipelining import StageModule, pipeline_stages
+from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.plan.budget import MemoryPlan, Terms, budget, plan_memory
+from revcompile.plan.fit import fit_memory, in_a_row, prove
 from revcompile.runtime.checkpoint import export_weights, load_into
-from revcompile.runtime.distributed.share import whole
-from revcompile.runtime.distributed.start import many_ranks
+from revcompile.runtime.distributed.process_groups import many_ranks
+from revcompile.runtime.distributed.rank_weights import whole
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.objective import Loss
-from revcompile.runtime.pipelining import StageModule, pipeline_stages
-from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.scaling import LossScale, loss_scale_of
-from revcompile.runtime.settings import Settings
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory
+from revcompile.runtime.executor.captured import Backend, backend_of
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.activations import BuffersLike, buffers_of
+from revcompile.runtime.stage.loss_head import Loss
+from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
+from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Action, Keep, Method, actions, choose, delay
 
 __all__ = ["CompiledStage", "StagedModel"]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, RankError
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 STEPS: Final = 20
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {

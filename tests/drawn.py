@@ -17,7 +17,7 @@ from revcompile.inspect.drawing import picture
 from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.facts import Stage
-from revcompile.program import Partition, StageProgram
+from revcompile.ir.program import Partition, StageProgram
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from revcompile.precision import batch_kernels, batchnorms, kernels, norms
-from revcompile.precision.gradients import GradientSum
+from revcompile.kernels import batch_norm as batchnorms
+from revcompile.kernels import layer_norm as norms
+from revcompile.kernels import triton_batch_norm as batch_kernels
+from revcompile.kernels import triton_kernels as kernels
+from revcompile.kernels.gradient_sum import GradientSum
 
 STEPS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 """One rounding, relatively; the interpreter cuts a bfloat16 off where a GPU rounds it."""

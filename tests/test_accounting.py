@@ -16,8 +16,8 @@ from benchmarks.stages.accounting import ROWS, revnet50, table3
 from revcompile.compiler.cost import MemoryModel, StageMemory, stage_memory
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition
-from revcompile.ir import Cost, Coupling, Opaque, ResidualKind, TensorType
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Coupling, Opaque, ResidualKind, TensorType
 from revcompile.schedule import Keep, Method, Weights, choose, window
 
 EMPTY = fx.Graph()

@@ -10,9 +10,9 @@ from torch import distributed
 
 from revcompile.errors import RankError
 from revcompile.runtime.distributed import transport
-from revcompile.runtime.distributed.alarm import Alarm, FirstCause, RollCall
-from revcompile.runtime.distributed.layout import Layout
-from revcompile.runtime.distributed.start import Ranks
+from revcompile.runtime.distributed.liveness import Alarm, FirstCause, RollCall
+from revcompile.runtime.distributed.placement import Layout
+from revcompile.runtime.distributed.process_groups import Ranks
 from revcompile.runtime.distributed.transport import Distributed
 
 CLOSED = "RuntimeError: Connection closed by peer"

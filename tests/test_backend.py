@@ -13,15 +13,23 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from revcompile.errors import InputError, NonFiniteError, VerificationError
-from revcompile.runtime.backend import Backend, backend_of, engine, fast
-from revcompile.runtime.backend.boxes import Box, Leaving, Post, Recycled, fill_all
-from revcompile.runtime.backend.engine import Engine
-from revcompile.runtime.backend.flags import Statistics, judge
-from revcompile.runtime.backend.fuse import Fused
-from revcompile.runtime.backend.recorders import CannotRecord, Direct
-from revcompile.runtime.backend.stretches import stretches
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.transport import Channel, Message
+from revcompile.runtime.executor.captured import Backend, backend_of
+from revcompile.runtime.executor.captured import runner as fast
+from revcompile.runtime.executor.captured import step as engine
+from revcompile.runtime.executor.captured.found_inf import Statistics, judge
+from revcompile.runtime.executor.captured.fusion import Fused
+from revcompile.runtime.executor.captured.fusion_regions import stretches
+from revcompile.runtime.executor.captured.graphs import CannotRecord, Direct
+from revcompile.runtime.executor.captured.static_buffers import (
+    Box,
+    Leaving,
+    Post,
+    Recycled,
+    fill_all,
+)
+from revcompile.runtime.executor.captured.step import Engine
+from revcompile.runtime.executor.transport import Channel, Message
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.training import (
     SCHEDULES,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import Loose, even
 from tests.test_updates import CASES, OPTIMIZERS, assert_alike

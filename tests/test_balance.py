@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from revcompile.compiler.balance import balance, largest
+from revcompile.compiler.partition.balance import balance, largest
 from revcompile.errors import InputError
 
 Ends = tuple[int, ...]

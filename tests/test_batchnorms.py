@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.precision import batchnorms
-from revcompile.precision.batchnorms import clipped_norm
-from revcompile.runtime.clipped import clipped
+from revcompile.kernels import batch_norm as batchnorms
+from revcompile.kernels.batch_norm import clipped_norm
+from revcompile.runtime.reversible.fuse_bn_relu import clipped
 from tests.helpers import gradients, worst
 
 LAST = torch.channels_last

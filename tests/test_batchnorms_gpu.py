@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.one_device.whole import record
-from revcompile.precision import batch_kernels, batchnorms
-from revcompile.precision.batchnorms import clipped_norm
-from revcompile.precision.kernels import FEW
+from revcompile.kernels import batch_norm as batchnorms
+from revcompile.kernels import triton_batch_norm as batch_kernels
+from revcompile.kernels.batch_norm import clipped_norm
+from revcompile.kernels.triton_kernels import FEW
 from tests.helpers import worst
 from tests.test_batchnorms import _Convs
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import revcompile
 from revcompile.errors import ModifiedError
-from revcompile.tree import copied
+from revcompile.ir.module_tree import copied
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -23,13 +23,13 @@ import revcompile
 from benchmarks.harness import LiveStorages
 from benchmarks.stages.holding import Bytes, CpuMeter, Watch
 from benchmarks.stages.stage_memory import images
-from revcompile.compiler import budget as budgets
-from revcompile.compiler.budget import Choice, MemoryPlan, Terms, choices, on_device, plan_memory
 from revcompile.compiler.cost import StageMemory
 from revcompile.errors import InputError
-from revcompile.program import Partition
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.update import state_copies
+from revcompile.ir.program import Partition
+from revcompile.plan import budget as budgets
+from revcompile.plan.budget import Choice, MemoryPlan, Terms, choices, on_device, plan_memory
+from revcompile.runtime.stage.update import state_copies
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 

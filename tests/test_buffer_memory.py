@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from benchmarks.stages.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
 from revcompile.compiler.cost import MemoryModel
-from revcompile.runtime.backend.boxes import Box
-from revcompile.runtime.buffers import Buffers, BuffersLike
-from revcompile.runtime.transport import Channel
+from revcompile.runtime.executor.captured.static_buffers import Box
+from revcompile.runtime.executor.transport import Channel
+from revcompile.runtime.stage.activations import Buffers, BuffersLike
 from revcompile.schedule import choose, window
 from tests.test_accounting import BATCH as FEW
 from tests.test_accounting import COSTS, MIDDLE, SIDED, STREAM, TYPES

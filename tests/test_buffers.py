@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.buffers import Buffers, Scaled, narrowed, widened
-from revcompile.runtime.shelf import Away, Shelf
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.stage.activations import Buffers, Scaled, narrowed, widened
+from revcompile.runtime.stage.pinned_pool import Away, Shelf
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import FULL, even, is_active, made, odd
 from tests.training import plain_sgd, same, through_a_file, weights

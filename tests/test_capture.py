@@ -22,9 +22,9 @@ from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, check_capture
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import CaptureError, InputError
-from revcompile.ir import TYPE, Captured, Frontend
-from revcompile.ops import store_buffer
-from revcompile.runtime.code import compile_graph
+from revcompile.ir.ops import store_buffer
+from revcompile.ir.types import TYPE, Captured, Frontend
+from revcompile.runtime.reversible.graph_code import compile_graph
 from tests import zoo
 
 FX = functools.partial(capture, frontend=Frontend.FX)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from revcompile.runtime import stage
-from revcompile.runtime.casts import Casts
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.stage import stage
+from revcompile.runtime.stage.cast_weights import Casts
+from revcompile.runtime.trainer.trainer import Trainer
 from tests.test_backend import Loose
 from tests.training import (
     METHODS,

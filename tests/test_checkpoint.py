@@ -36,7 +36,7 @@ from revcompile.runtime.checkpoint import (
     save_training,
     until_signal,
 )
-from revcompile.runtime.checkpoint.trees import put_together, take_apart
+from revcompile.runtime.checkpoint.nested import put_together, take_apart
 from tests.training import (
     SCHEDULES,
     Batch,

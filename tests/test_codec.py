@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from revcompile.errors import InputError
-from revcompile.runtime import codec
-from revcompile.runtime.codec import as_text, decode, encode
+from revcompile.runtime.checkpoint import codec
+from revcompile.runtime.checkpoint.codec import as_text, decode, encode
 
 VALUES: list[Any] = [
     None,

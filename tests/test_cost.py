@@ -14,8 +14,8 @@ import revcompile
 from revcompile.compiler.cost import costs, piece_costs, sum_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
-from revcompile.ir import Cost, Coupling, Opaque, Rewired, Segment
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment
 from revcompile.schedule import Keep
 
 WORD = 4  # bytes of a float32

@@ -157,6 +157,6 @@ def test_other_uses_of_sets_are_not(source: str) -> None:
 
 
 def test_a_name_set_keeps_its_order() -> None:
-    names = revcompile.ir.NameSet(["c", "a", "b"])
-    assert list(names | revcompile.ir.NameSet(["d", "a"])) == ["c", "a", "b", "d"]
-    assert names == {"a", "b", "c"} and hash(names) == hash(revcompile.ir.NameSet("abc"))
+    names = revcompile.ir.types.NameSet(["c", "a", "b"])
+    assert list(names | revcompile.ir.types.NameSet(["d", "a"])) == ["c", "a", "b", "d"]
+    assert names == {"a", "b", "c"} and hash(names) == hash(revcompile.ir.types.NameSet("abc"))

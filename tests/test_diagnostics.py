@@ -17,9 +17,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.diagnostics import GradientReport, Similarity
-from revcompile.runtime.stage import Stage
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.trainer.gradient_probes import GradientReport, Similarity
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import choose, window
 
 EXACT: Final = 1e-10

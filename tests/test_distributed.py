@@ -21,8 +21,8 @@ from distributed_worker import Run, batches, fed, free_port, launch, looked_at, 
 from torch import Tensor
 
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.distributed.collect import compare
-from revcompile.runtime.distributed.layout import Layout, pipeline_ranks, plan
+from revcompile.runtime.distributed.collectives import compare
+from revcompile.runtime.distributed.placement import Layout, pipeline_ranks, plan
 from revcompile.schedule import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore")

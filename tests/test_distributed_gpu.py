@@ -13,7 +13,7 @@ from distributed_memory import holdings, resume, steady
 from distributed_worker import Run, launch, trained, trainer_of
 from helpers import worst
 
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import METHODS
 
 pytestmark = [

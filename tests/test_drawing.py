@@ -27,7 +27,7 @@ from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.svg import width_of
 from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.drawing.timeline import timeline_svg
-from revcompile.ir import TensorType
+from revcompile.ir.types import TensorType
 from revcompile.schedule import Costs, choose
 
 LIMIT = 5 * 2**20

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from revcompile.compiler.capture import capture
-from revcompile.compiler.capture.effects import is_effect
 from revcompile.compiler.capture.functional import Entangled, forbid_inplace, functionalize
-from revcompile.ir import TYPE, Frontend
+from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.ir.types import TYPE, Frontend
 from tests.tracing import Function, lines, outputs, traced
 
 X = torch.randn(2, 6)

@@ -24,9 +24,9 @@ from benchmarks.fuzz.module import arguments, build, source
 from benchmarks.fuzz.net import CATALOGUE, Net, Part, draw_net, simpler
 from benchmarks.fuzz.oracle import METHODS, Report, examine
 from benchmarks.fuzz.shrink import script, shrink
-from revcompile.coupling import Chain
 from revcompile.errors import InputError
-from revcompile.runtime.reversible import Reversible
+from revcompile.runtime.reversible.coupling import Chain
+from revcompile.runtime.reversible.module import Reversible
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile import coupling, gradcheck, steps
+from revcompile import gradcheck
 from revcompile.compiler.capture import capture
 from revcompile.compiler.find import find
 from revcompile.compiler.lower import lower
@@ -18,7 +18,9 @@ from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_programs, verify_rewired
 from revcompile.errors import VerificationError
-from revcompile.ir import Policy
+from revcompile.ir import stage_ops
+from revcompile.ir.types import Policy
+from revcompile.runtime.reversible import coupling
 from revcompile.schedule import choose
 from tests.test_values import Chunk, example, made, spectrum
 
@@ -104,12 +106,12 @@ def test_wrong_gradients_of_a_chain_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = steps.pull_back
+    right = stage_ops.pull_back
 
     def doubled(*args: Any) -> Any:
         return tuple(None if g is None else 2 * g for g in right(*args))
 
-    monkeypatch.setattr(steps, "pull_back", doubled)
+    monkeypatch.setattr(stage_ops, "pull_back", doubled)
     with pytest.raises(VerificationError, match=r"(?s)petrafy: .*stages \(backprop\).*differs by"):
         revcompile.petrafy(made(Chunk), 3, example())
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.compiler.find import find
+from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import CaptureError, GuardError, InputError
-from revcompile.ir import Frontend, Policy
-from revcompile.recapture import Recompiler
-from revcompile.runtime.guards import GuardChecker
-from revcompile.runtime.reversible import Reversible
+from revcompile.ir.types import Frontend, Policy
+from revcompile.runtime.reversible.guards import GuardChecker
+from revcompile.runtime.reversible.module import Reversible
 from tests.helpers import gradients, worst
 
 WIDTH = 8

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.check import run_graph
-from revcompile.compiler.capture.effects import is_effect
+from revcompile.compiler.capture.side_effects import is_effect
 from revcompile.errors import CaptureError
-from revcompile.ir import Frontend
+from revcompile.ir.types import Frontend
 
 Forward = Callable[["Net", Tensor], Tensor]
 

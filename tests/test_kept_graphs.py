@@ -26,10 +26,10 @@ from transcription import Row, Transcription
 import revcompile
 from benchmarks.stages.holding import saved_by
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.buffers import Buffers
-from revcompile.runtime.settings import Settings
-from revcompile.runtime.stash import as_of
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.stage.activations import Buffers
+from revcompile.runtime.stage.weight_stash import as_of
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741

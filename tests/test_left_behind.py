@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
+from revcompile.compiler.capture.leaked_tensors import LeftBehind
 from revcompile.errors import InputError
-from revcompile.leftbehind import LeftBehind
 
 X = torch.randn(3, 8)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile import ops
-from revcompile.program import StageProgram
-from revcompile.runtime.code import compile_graph
+from revcompile.ir import ops
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.schedule import METHODS, Keep, choose
 
 

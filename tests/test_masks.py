@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import revcompile
-from revcompile import replay
-from revcompile.masks import Masks
+from revcompile.runtime.reversible import replay
+from revcompile.runtime.reversible.masks import Masks
 from tests.helpers import gradients, worst
 
 

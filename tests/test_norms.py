@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.ops import is_autocasting
-from revcompile.precision import norms
-from revcompile.precision.gradients import GradientSum
-from revcompile.precision.norms import is_layer_norm, layer_norm, norm_of
-from revcompile.runtime.narrow import narrowed
+from revcompile.kernels import layer_norm as norms
+from revcompile.kernels.autocast import is_autocasting
+from revcompile.kernels.gradient_sum import GradientSum
+from revcompile.kernels.layer_norm import is_layer_norm, layer_norm, norm_of
+from revcompile.runtime.reversible.cast_down import narrowed
 from tests.helpers import gradients, worst
 
 

@@ -14,10 +14,13 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.one_device.whole import record
-from revcompile import coupling
-from revcompile.precision import gradients, grid, kernels, norms
-from revcompile.precision.gradients import GradientSum
-from revcompile.precision.norms import layer_norm, norm_of
+from revcompile.kernels import exact_sum as grid
+from revcompile.kernels import gradient_sum as gradients
+from revcompile.kernels import layer_norm as norms
+from revcompile.kernels import triton_kernels as kernels
+from revcompile.kernels.gradient_sum import GradientSum
+from revcompile.kernels.layer_norm import layer_norm, norm_of
+from revcompile.runtime.reversible import coupling
 from tests.helpers import worst
 
 pytestmark = [

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.testing import assert_close
 
-from revcompile.optim import LeadAdamW, LeadSGD, lead_of, memory_of
+from revcompile.optim.delay_aware import LeadAdamW, LeadSGD, lead_of, memory_of
 from revcompile.schedule import choose, mean_delay
 from tests.training import Plain, batches, fresh, weights
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import revcompile
 from benchmarks.one_device.memory import memory_of
 from benchmarks.stacks import KINDS, Sizes, batch_of
-from revcompile.overlap import SMALL, Overlap
+from revcompile.runtime.reversible.overlap import SMALL, Overlap
 from tests.helpers import gradients
 
 DEPTH = 6
@@ -201,7 +201,7 @@ def test_small_kernels_of_a_recorded_step_overlap_by_themselves(
 ) -> None:
     small, large = torch.empty(1), torch.empty(SMALL + 1, device="meta")
     assert not Overlap.AUTO.applies_to(small)
-    monkeypatch.setattr("revcompile.overlap.is_recorded", lambda device: True)
+    monkeypatch.setattr("revcompile.runtime.reversible.overlap.is_recorded", lambda device: True)
     assert Overlap.AUTO.applies_to(small)
     assert not Overlap.AUTO.applies_to(large)
     assert Overlap.ON.applies_to(large) and not Overlap.OFF.applies_to(small)

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.one_device.whole import record
 from benchmarks.stacks import KINDS, Sizes, batch_of
-from revcompile import overlap
-from revcompile.overlap import Overlap
-from revcompile.precision import grid, kernels
+from revcompile.kernels import exact_sum as grid
+from revcompile.kernels import triton_kernels as kernels
+from revcompile.runtime.reversible import overlap
+from revcompile.runtime.reversible.overlap import Overlap
 from tests.helpers import gradients, worst
 
 pytestmark = [

@@ -16,8 +16,8 @@ import revcompile
 from revcompile.compiler.cost import MemoryModel
 from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
 from revcompile.errors import InputError
-from revcompile.ir import Cost, TensorType
-from revcompile.program import Partition, Piece
+from revcompile.ir.program import Partition, Piece
+from revcompile.ir.types import Cost, TensorType
 from revcompile.schedule import Keep, choose
 
 EVEN: Final = 1.15

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.ir import Rewired
-from revcompile.planning import (
+from revcompile.ir.types import Rewired
+from revcompile.plan.forecast import (
     Device,
     Forecast,
     Seconds,

@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
-from revcompile import coupling
-from revcompile.ops import as_read
-from revcompile.precision import gradients as sums
-from revcompile.precision import grid, kernels
-from revcompile.runtime import reversible
-from revcompile.runtime.narrow import narrowed
-from revcompile.tree import reads_cast
+from revcompile.ir.module_tree import reads_cast
+from revcompile.ir.ops import as_read
+from revcompile.kernels import exact_sum as grid
+from revcompile.kernels import gradient_sum as sums
+from revcompile.kernels import triton_kernels as kernels
+from revcompile.runtime.reversible import coupling
+from revcompile.runtime.reversible import module as reversible
+from revcompile.runtime.reversible.cast_down import narrowed
 from tests.helpers import gradients, worst
 
 

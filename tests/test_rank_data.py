@@ -19,7 +19,7 @@ from rank_data import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from revcompile.runtime.fingerprints import Fingerprint, compared, fingerprint
+from revcompile.runtime.executor.fingerprints import Fingerprint, compared, fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GENERATOR = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from revcompile.compiler.capture import capture
 from revcompile.compiler.find import Found, find
-from revcompile.ir import ResidualKind
+from revcompile.ir.types import ResidualKind
 
 Forward = Callable[["Model", Tensor], Tensor]
 

@@ -34,12 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.runtime.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    load_training,
-    load_weights,
-)
+from revcompile.runtime.checkpoint import Checkpoint, find_checkpoint, load_training, load_weights
 from tests.training import same
 
 Lines = list[dict[str, Any]]

@@ -18,8 +18,8 @@ from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
-from revcompile.ir import Body, Captured, Coupling, Growth, Opaque, Rewired
-from revcompile.runtime.code import compile_graph
+from revcompile.ir.types import Body, Captured, Coupling, Growth, Opaque, Rewired
+from revcompile.runtime.reversible.graph_code import compile_graph
 from tests.helpers import gradients, worst
 
 PAPER = {"resnet18": (12.2, 10, 5), "resnet34": (22.3, 18, 13), "resnet50": (30.4, 18, 12)}

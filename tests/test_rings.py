@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from revcompile.runtime.backend.rings import Belt, Ring
+from revcompile.runtime.executor.captured.ring_buffers import Belt, Ring
 
 
 @dataclass

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.scaling import LOWEST, LossScale, Scaling
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling
+from revcompile.runtime.trainer.trainer import Trainer
 from tests.helpers import worst
 from tests.test_trainer import Deep
 from tests.training import (

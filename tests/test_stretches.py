@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import revcompile
-from revcompile import ops, steps
-from revcompile.precision.grid import make_grid, rounded
-from revcompile.runtime.backend.fuse import Fused, fuse
-from revcompile.runtime.backend.stretches import stretches, take_sums_in
-from revcompile.runtime.code import compile_graph
+from revcompile.ir import ops, stage_ops
+from revcompile.kernels.exact_sum import make_grid, rounded
+from revcompile.runtime.executor.captured.fusion import Fused, fuse
+from revcompile.runtime.executor.captured.fusion_regions import stretches, take_sums_in
+from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.staged import StagedModel
 
 KEY = 7
@@ -42,7 +42,7 @@ def test_sums_become_a_part_of_their_branch() -> None:
     forward, backward = fuse(program.forward, program.backward, net.model, Fused(_same))
     assert _calls(forward) == _calls(backward) == ["compiled_0_and_sum"]
     targets = {node.target for graph in (forward, backward) for node in graph.nodes}
-    assert not targets & {steps.plus, steps.minus}
+    assert not targets & {stage_ops.plus, stage_ops.minus}
 
 
 def test_the_first_block_of_a_chain_rebuilds_nothing() -> None:
@@ -58,7 +58,7 @@ def test_both_directions_or_neither() -> None:
     program = net._programs(net.method)[4]
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.backward, {}))
-    minus = next(node for node in graph.nodes if node.target is steps.minus)
+    minus = next(node for node in graph.nodes if node.target is stage_ops.minus)
     with graph.inserting_after(minus):
         graph.call_function(operator.neg, (minus.args[1],))
     found = stretches(program.forward, net.model), stretches(graph, net.model)

@@ -12,7 +12,7 @@ from nets import ResNet, ViT, Words
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.ir import Opaque
+from revcompile.ir.types import Opaque
 from revcompile.schedule import choose, delay, window
 from revcompile.staged import StagedModel
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from revcompile.compiler.capture.blame import Untraceable
 from revcompile.compiler.capture.copies import fake_copy
 from revcompile.compiler.capture.example import make_example
+from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.compiler.capture.tracer import trace
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 from tests.tracing import lines, traced
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from revcompile.errors import InputError, RevcompileError, TrainerStoppedError
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from tests.training import Plain, batches, fresh, same, trainer_of
 
 X, Y = batches(1)[0]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import revcompile
 from revcompile.compiler.capture.check import model_unchanged
 from revcompile.errors import CaptureError, ModifiedError
-from revcompile.ir import Frontend
-from revcompile.replay import StatefulBuffers
+from revcompile.ir.types import Frontend
+from revcompile.runtime.reversible.replay import StatefulBuffers
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 

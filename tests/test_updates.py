@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import NonFiniteError
 from revcompile.optim import LeadAdamW, LeadSGD
-from revcompile.runtime.backend import actors
-from revcompile.runtime.backend.flags import noted, put_back
-from revcompile.runtime.backend.updates import RecordedUpdater, unfit
-from revcompile.runtime.update import COUNTERS, Updater
+from revcompile.runtime.executor.captured import stages as actors
+from revcompile.runtime.executor.captured.found_inf import noted, put_back
+from revcompile.runtime.executor.captured.optimizers import RecordedUpdater, unfit
+from revcompile.runtime.stage.update import COUNTERS, Updater
 from tests.training import Batch, Plain, batches, fresh, same, weights
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {

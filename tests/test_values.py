@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import revcompile
 from benchmarks.compiler.families import Recorder
-from revcompile.compiler.flow import holds_tensor, is_plain, tensor_type
-from revcompile.ir import TensorType
+from revcompile.compiler.dataflow import holds_tensor, is_plain, tensor_type
+from revcompile.ir.types import TensorType
 from tests.helpers import gradients, worst
 
 WIDTH, BLOCKS = 8, 3

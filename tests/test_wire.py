@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed.link import Parcel
-from revcompile.runtime.distributed.packets import PacketReceiver, PacketSender
-from revcompile.runtime.distributed.wire import (
+from revcompile.runtime.distributed.channel import Parcel
+from revcompile.runtime.distributed.gloo import PacketReceiver, PacketSender
+from revcompile.runtime.distributed.message_format import (
     Describer,
     Description,
     Flag,
@@ -20,7 +20,7 @@ from revcompile.runtime.distributed.wire import (
     Header,
     described,
 )
-from revcompile.runtime.transport import Channel, Message
+from revcompile.runtime.executor.transport import Channel, Message
 
 CPU: Final = torch.device("cpu")
 

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from revcompile.ir import Coupling, Live, Opaque
-from revcompile.program import Part, Partition, Piece
+from revcompile.ir.program import Part, Partition, Piece
+from revcompile.ir.types import Coupling, Live, Opaque
 
 Values = dict[str, Any]
 Gradients = dict[str, Tensor]

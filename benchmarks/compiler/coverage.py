@@ -31,7 +31,7 @@ from revcompile.compiler.cost import costs
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
-from revcompile.ir import Coupling
+from revcompile.ir.types import Coupling
 
 
 def smallest_of_each_family() -> dict[str, str]:

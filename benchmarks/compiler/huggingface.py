@@ -39,8 +39,8 @@ from revcompile.compiler.cost import costs
 from revcompile.compiler.find import Found
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import GuardError
-from revcompile.ir import Coupling
-from revcompile.runtime.reversible import Reversible
+from revcompile.ir.types import Coupling
+from revcompile.runtime.reversible.module import Reversible
 
 TOLERANCE = 1e-10
 EXAMPLE = (2, 8)

@@ -27,8 +27,8 @@ from benchmarks.fuzz.compare import Call, Seen, Values, dense, difference, loss,
 from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.errors import InputError, RevcompileError, VerificationError
-from revcompile.runtime.binding import bind
-from revcompile.runtime.guards import GuardChecker
+from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.guards import GuardChecker
 
 __all__ = ["METHODS", "PHASES", "Finding", "Refusal", "Report", "examine", "programs"]
 
@@ -182,7 +182,7 @@ class Examination:
 
     # -- capture ------------------------------------------------------------------------------
 
-    def capture(self) -> revcompile.ir.Captured:
+    def capture(self) -> revcompile.ir.types.Captured:
         """The graph against the original, in both modes."""
         call = self.calls[0]
         with self.watched("capture"):
@@ -270,7 +270,7 @@ class Examination:
 
     # -- other sizes and attributes -----------------------------------------------------------
 
-    def other_cases(self, captured: revcompile.ir.Captured, net: nn.Module) -> None:
+    def other_cases(self, captured: revcompile.ir.types.Captured, net: nn.Module) -> None:
         """Calls that take another path through the net's Python: the new path, or an error."""
         for sizes in OTHERS:
             self._other_case(captured, net, f"size {sizes}", sizes, lambda module: None)
@@ -283,7 +283,7 @@ class Examination:
 
     def _other_case(
         self,
-        captured: revcompile.ir.Captured,
+        captured: revcompile.ir.types.Captured,
         net: nn.Module,
         name: str,
         sizes: Sizes,
@@ -312,7 +312,7 @@ class Examination:
 
     def _graph_agrees(
         self,
-        captured: revcompile.ir.Captured,
+        captured: revcompile.ir.types.Captured,
         call: Call,
         want: Seen,
         change: Callable[[nn.Module], None],
@@ -402,7 +402,7 @@ class Examination:
         return [Seen({}, {**every, **step}, buffers) for step in steps]
 
 
-def graph_of(captured: revcompile.ir.Captured, root: nn.Module) -> Callable[..., Any]:
+def graph_of(captured: revcompile.ir.types.Captured, root: nn.Module) -> Callable[..., Any]:
     """The captured graph, called as the original is."""
     training = root.training
     graph, spec = captured.graph, captured.signature.out_spec
@@ -420,7 +420,7 @@ def graph_of(captured: revcompile.ir.Captured, root: nn.Module) -> Callable[...,
 
 
 def meant_for(
-    captured: revcompile.ir.Captured, root: nn.Module, calls: Sequence[Call]
+    captured: revcompile.ir.types.Captured, root: nn.Module, calls: Sequence[Call]
 ) -> list[Call]:
     """The calls up to the first that the graph is not for: those are captured anew, or refused."""
     checker, found = GuardChecker(captured.guards), list[Call]()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from revcompile.runtime.stage import Stage
+from revcompile.runtime.stage.stage import Stage
 
 
 def rebuild_with_latest(stage: Stage) -> None:

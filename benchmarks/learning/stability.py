@@ -19,7 +19,7 @@ import torch
 from benchmarks.harness import show
 from benchmarks.learning.pictures import draw_stability
 from benchmarks.registry import Benchmark, Row
-from revcompile.optim import lead_of, memory_of
+from revcompile.optim.delay_aware import lead_of, memory_of
 
 Momentum = Callable[[int], tuple[float, float]]
 """From a delay in updates to how long the mean of gradients is, and how far to look ahead."""

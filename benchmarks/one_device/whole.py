@@ -30,7 +30,7 @@ from benchmarks.harness import autocast, interleave, ratio, show
 from benchmarks.one_device import hotspots
 from benchmarks.one_device.memory import memory_of
 from benchmarks.registry import Benchmark, Row
-from revcompile.overlap import Overlap
+from revcompile.runtime.reversible.overlap import Overlap
 
 OFF, ON = "reversify, overlap off", "reversify, overlap on"
 PLAIN_BAR, SMALL_BAR, CHECKPOINT_BAR, FIT_BAR = 1.33, 1.15, 1.0, 5.0

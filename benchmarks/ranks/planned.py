@@ -31,8 +31,8 @@ from benchmarks.models import Case
 from benchmarks.ranks.launch import RANKS, on_ranks
 from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
-from revcompile.planning import Seconds, stage_costs, update_speed
-from revcompile.program import Partition
+from revcompile.ir.program import Partition
+from revcompile.plan.forecast import Seconds, stage_costs, update_speed
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.schedule import Costs, Wire, choose, in_one_process, period
 from revcompile.staged import StagedModel

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.runtime.checkpoint.trees import take_apart
+from revcompile.runtime.checkpoint.nested import take_apart
+from revcompile.runtime.checkpoint.state import referenced
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.distributed.weights import homes
-from revcompile.runtime.state import referenced
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.distributed.weight_owners import homes
+from revcompile.runtime.trainer.trainer import Trainer
 
 __all__ = [
     "EVERY",

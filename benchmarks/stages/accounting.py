@@ -31,8 +31,8 @@ from benchmarks.harness import show
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
 from revcompile.compiler.cost import MemoryModel, costs
-from revcompile.ir import Rewired
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Rewired
 from revcompile.schedule import Keep, Method, Weights, choose
 
 STAGES: Final = 18

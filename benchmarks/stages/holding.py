@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.harness import LiveStorages
 from revcompile.compiler.cost import StageMemory
-from revcompile.runtime.stage import InFlight, Stage
-from revcompile.runtime.stash import as_of
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.transport import InProcess, Message
-from revcompile.runtime.worker import Actor
+from revcompile.runtime.executor.stage_executor import Actor
+from revcompile.runtime.executor.transport import InProcess, Message
+from revcompile.runtime.stage.stage import InFlight, Stage
+from revcompile.runtime.stage.weight_stash import as_of
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Action
 
 __all__ = ["Bytes", "CpuMeter", "CudaMeter", "Meter", "Watch", "held_by", "saved_by"]

@@ -27,9 +27,9 @@ from benchmarks.models import create
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
 from revcompile.compiler.cost import MemoryModel, StageMemory
-from revcompile.ir import TensorType
-from revcompile.program import Partition
-from revcompile.runtime.buffers import BuffersLike, buffers_of
+from revcompile.ir.program import Partition
+from revcompile.ir.types import TensorType
+from revcompile.runtime.stage.activations import BuffersLike, buffers_of
 from revcompile.schedule import Method, Weights, choose, window
 from revcompile.staged import StagedModel
 

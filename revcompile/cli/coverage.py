@@ -13,7 +13,7 @@ from revcompile.cli.models import add_model, load, rewired
 from revcompile.cli.output import say, say_json
 
 if TYPE_CHECKING:
-    from revcompile.ir import Cost, Rewired
+    from revcompile.ir.types import Cost, Rewired
 
 __all__ = ["add", "run"]
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(found: Rewired, priced: tuple[Cost, ...]) -> dict[str, Any]:
-    from revcompile.ir import Opaque
+    from revcompile.ir.types import Opaque
 
     segments = [
         {

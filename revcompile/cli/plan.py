@@ -19,8 +19,8 @@ from revcompile.cli.output import say, say_json
 from revcompile.cli.units import bandwidth, count, rate, seconds, size
 
 if TYPE_CHECKING:
-    from revcompile.planning import Forecast, Seconds
-    from revcompile.program import Partition
+    from revcompile.ir.program import Partition
+    from revcompile.plan.forecast import Forecast, Seconds
 
 __all__ = ["add", "run"]
 
@@ -65,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecasts; exit code 1 if a memory limit was given and nothing fits."""
-    from revcompile.planning import METHODS, plan
+    from revcompile.plan.forecast import METHODS, plan
     from revcompile.schedule import Wire
 
     measured = args.cost != "analytic"
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _seconds(args: argparse.Namespace) -> Seconds:
-    from revcompile.planning import Device, Seconds, update_speed
+    from revcompile.plan.forecast import Device, Seconds, update_speed
 
     if args.cost != "analytic":
         return Seconds.measured(update_speed(args.device))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from revcompile.errors import InputError
-from revcompile.quantities import BINARY, DECIMAL, parsed, size_of
+from revcompile.units import BINARY, DECIMAL, parsed, size_of
 
 __all__ = ["bandwidth", "count", "rate", "seconds", "shape", "size"]
 

@@ -9,14 +9,14 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from revcompile.compiler.flow import holds_tensor, is_plain
+from revcompile.compiler.dataflow import holds_tensor, is_plain
+from revcompile.compiler.gradient_paths import lost_in_programs, lost_in_rewired
 from revcompile.compiler.partition.cuts import graphs_of, parameter_names
-from revcompile.compiler.reach import lost_in_programs, lost_in_rewired
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
-from revcompile.ir import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
-from revcompile.ops import store_buffer
-from revcompile.program import Part, Partition, StageProgram
+from revcompile.ir.ops import store_buffer
+from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.ir.types import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
 
 __all__ = ["verify_partition", "verify_programs", "verify_rewired"]
 

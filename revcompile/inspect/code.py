@@ -8,8 +8,8 @@ from typing import Final
 
 from torch import fx
 
-from revcompile.ir import PATH
-from revcompile.program import StageProgram
+from revcompile.ir.program import StageProgram
+from revcompile.ir.types import PATH
 from revcompile.schedule import Action, Keep, Op
 
 __all__ = ["ActionList", "action_list", "code_text"]

@@ -12,7 +12,8 @@ from revcompile.errors import InputError
 from revcompile.inspect.facts import modules_of
 from revcompile.inspect.stages import short_range
 from revcompile.inspect.words import bytes_of, size
-from revcompile.ir import (
+from revcompile.ir.program import Part, Partition, Piece, StageProgram
+from revcompile.ir.types import (
     PATH,
     SOURCE,
     Coupling,
@@ -24,7 +25,6 @@ from revcompile.ir import (
     Rewired,
     TensorType,
 )
-from revcompile.program import Part, Partition, Piece, StageProgram
 from revcompile.schedule import Keep, delay, window
 
 __all__ = ["Explanation", "Story", "explain"]

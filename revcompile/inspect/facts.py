@@ -9,8 +9,8 @@ from itertools import islice, pairwise
 from typing import Any, Protocol
 
 from revcompile.inspect.words import bytes_of
-from revcompile.ir import PATH, Coupling, Opaque, TensorType
-from revcompile.program import Part, Partition, Piece, Port, StageProgram
+from revcompile.ir.program import Part, Partition, Piece, Port, StageProgram
+from revcompile.ir.types import PATH, Coupling, Opaque, TensorType
 from revcompile.schedule import delay, window
 
 __all__ = ["Block", "Memory", "Stage", "modules_of", "stages_of"]

@@ -14,8 +14,8 @@ from rich.table import Table
 from revcompile.inspect.facts import Memory, stages_of
 from revcompile.inspect.tables import refusals, render
 from revcompile.inspect.words import amount, bytes_of, counted, size, span
-from revcompile.ir import Growth, Rewired
-from revcompile.program import Partition, StageProgram
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.types import Growth, Rewired
 
 __all__ = ["StageFacts", "short_range", "stage_facts", "stage_table"]
 

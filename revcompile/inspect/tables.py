@@ -10,7 +10,7 @@ from typing import Final
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 
 __all__ = [
     "invertibility_table",

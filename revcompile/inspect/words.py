@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from revcompile.ir import TensorType
-from revcompile.quantities import readable as size
+from revcompile.ir.types import TensorType
+from revcompile.units import readable as size
 
 __all__ = ["amount", "bytes_of", "counted", "dtype", "listed", "shape", "share", "size", "span"]
 

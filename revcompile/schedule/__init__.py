@@ -25,7 +25,7 @@ from revcompile.schedule.methods import (
     mean_delay,
     window,
 )
-from revcompile.schedule.plan import (
+from revcompile.schedule.periods import (
     Wire,
     busy_share,
     hiding_alpha,

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from revcompile.compiler.capture.blame import user_line
-from revcompile.guards import AttributeGuard, frozen
+from revcompile.compiler.capture.trace_errors import user_line
+from revcompile.ir.guards import AttributeGuard, frozen
 
 __all__ = ["AttributeLog", "attributes_logged", "state_of"]
 

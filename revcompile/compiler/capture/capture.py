@@ -29,16 +29,16 @@ from revcompile.compiler.capture.example import (
 from revcompile.compiler.capture.exported import export_capture
 from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
 from revcompile.compiler.capture.guards import make_guards
-from revcompile.compiler.capture.leaves import is_leaf
+from revcompile.compiler.capture.leaf_modules import is_leaf
+from revcompile.compiler.capture.leaked_tensors import put_in_place
 from revcompile.compiler.capture.modes import first_difference, merge_modes
 from revcompile.compiler.capture.proxy import BATCH_DECIDES
 from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.tracer import Traced, Untraceable, trace
 from revcompile.errors import CaptureError, InputError
-from revcompile.guards import ModeGuards
-from revcompile.ir import PATH, SOURCE, Captured, Frontend
-from revcompile.leftbehind import put_in_place
+from revcompile.ir.guards import ModeGuards
+from revcompile.ir.types import PATH, SOURCE, Captured, Frontend
 
 __all__ = [
     "Example",

@@ -18,14 +18,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.copies import copy_model, set_mode
-from revcompile.compiler.capture.draws import draws_left_out
-from revcompile.compiler.capture.effects import overwrites_unseen
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.memory import tensors_in
+from revcompile.compiler.capture.random_draws import draws_left_out
 from revcompile.compiler.capture.rng import rng_kept, seed_all
+from revcompile.compiler.capture.side_effects import overwrites_unseen
 from revcompile.errors import InputError
-from revcompile.ir import SOURCE, Captured
-from revcompile.ops import batch_norm, select, store_buffer
+from revcompile.ir.ops import batch_norm, select, store_buffer
+from revcompile.ir.types import SOURCE, Captured
 
 __all__ = [
     "Check",

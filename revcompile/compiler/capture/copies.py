@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from revcompile.compiler.capture.blame import Untraceable
+from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError
-from revcompile.tree import copied
+from revcompile.ir.module_tree import copied
 
 __all__ = [
     "attributes_kept",

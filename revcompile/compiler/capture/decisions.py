@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from revcompile.ir import TYPE, TensorType
-from revcompile.ops import out_of_place
+from revcompile.ir.ops import out_of_place
+from revcompile.ir.types import TYPE, TensorType
 
 __all__ = ["DECIDES", "Ties", "Watch", "decision"]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from revcompile.arguments import check_examples
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
-from revcompile.ir import Signature
+from revcompile.ir.types import Signature
 
 __all__ = ["Example", "make_example", "regrown", "resized", "signature_of"]
 

@@ -12,7 +12,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from revcompile.compiler.capture.example import Example
-from revcompile.guards import SizeGuard, SizeGuards
+from revcompile.ir.guards import SizeGuard, SizeGuards
 
 __all__ = ["exported_guards", "free_dimensions"]
 

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.attributes import AttributeLog, attributes_logged, state_of
-from revcompile.compiler.capture.blame import PythonState, Unseen, blame
 from revcompile.compiler.capture.copies import (
     attributes_kept,
     copy_model,
@@ -28,7 +27,6 @@ from revcompile.compiler.capture.copies import (
     keep_constant,
     set_mode,
 )
-from revcompile.compiler.capture.draws import draws_decided
 from revcompile.compiler.capture.example import Example, signature_of
 from revcompile.compiler.capture.export_guards import exported_guards, free_dimensions
 from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
@@ -37,13 +35,15 @@ from revcompile.compiler.capture.memory import mark_state, watched_memory
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.patches import unseen_refused
 from revcompile.compiler.capture.proxy import Values
+from revcompile.compiler.capture.random_draws import draws_decided
 from revcompile.compiler.capture.rng import rng_kept
 from revcompile.compiler.capture.simplify import simplify
 from revcompile.compiler.capture.structures import STRUCTURE, structure_of
+from revcompile.compiler.capture.trace_errors import PythonState, Unseen, blame
 from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
-from revcompile.guards import AttributeGuard, ModeGuards
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
-from revcompile.ops import attribute, batch_norm, device_of
+from revcompile.ir.guards import AttributeGuard, ModeGuards
+from revcompile.ir.ops import attribute, batch_norm, device_of
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
 
 __all__ = ["export_capture"]
 

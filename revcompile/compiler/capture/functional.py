@@ -24,24 +24,17 @@ from typing import Any
 from torch import fx, nn
 from torch.nn import functional
 
-from revcompile.compiler.capture.effects import (
+from revcompile.compiler.capture.memory import MEMORY, PLACES, STATE, WRITES, Place
+from revcompile.compiler.capture.out_of_place import promotes, twin_of, written_argument
+from revcompile.compiler.capture.side_effects import (
     eliminate_dead_code,
     is_effect,
     overwrites_unseen,
     works_in_place,
 )
-from revcompile.compiler.capture.memory import MEMORY, PLACES, STATE, WRITES, Place
-from revcompile.compiler.capture.twins import promotes, twin_of, written_argument
 from revcompile.compiler.capture.views import Call, View, is_structured, place_of, view_of
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE
-from revcompile.ops import (
-    attribute,
-    batch_norm,
-    read_buffer,
-    store_buffer,
-    with_item,
-    with_view,
-)
+from revcompile.ir.ops import attribute, batch_norm, read_buffer, store_buffer, with_item, with_view
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
 __all__ = ["Entangled", "forbid_inplace", "functionalize", "written_inputs"]
 

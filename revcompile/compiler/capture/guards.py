@@ -17,8 +17,8 @@ from revcompile.compiler.capture.copies import copy_model, empty_like_on
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.modes import flags_selected
-from revcompile.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
-from revcompile.ir import PATH
+from revcompile.ir.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
+from revcompile.ir.types import PATH
 
 __all__ = [
     "Reading",

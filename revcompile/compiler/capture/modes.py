@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.ir import PATH, SOURCE, TYPE
-from revcompile.ops import select
+from revcompile.ir.ops import select
+from revcompile.ir.types import PATH, SOURCE, TYPE
 
 __all__ = ["first_difference", "flags_selected", "merge_modes"]
 

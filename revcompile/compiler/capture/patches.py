@@ -13,14 +13,9 @@ from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
-from revcompile.compiler.capture.blame import Unseen
 from revcompile.compiler.capture.guards import is_torch_code
-from revcompile.compiler.capture.proxy import (
-    ASSIGNED,
-    ShapedProxy,
-    ShapedTracer,
-    contains_proxy,
-)
+from revcompile.compiler.capture.proxy import ASSIGNED, ShapedProxy, ShapedTracer, contains_proxy
+from revcompile.compiler.capture.trace_errors import Unseen
 
 __all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched", "unseen_refused"]
 

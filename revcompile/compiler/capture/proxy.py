@@ -1,7 +1,7 @@
 """Proxies that know the value they stand for at two batch sizes.
 
 What is equal at both may steer Python control flow (`if H % 7`, `range(depth)`, `len(xs)`): the
-graph is then the model only where it is equal again, and the tracer is told so (see `guards.py`).
+graph is then the model only where it is equal again, and the tracer notes a guard (`ir/guards.py`).
 What differs stays symbolic in the graph, so that no batch size is ever baked in.
 """
 
@@ -17,11 +17,15 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute, TraceError
 
-from revcompile.compiler.capture.blame import Unseen, compares_types_by_identity, in_bare_call
-from revcompile.compiler.capture.draws import decided_draw
-from revcompile.compiler.capture.effects import INPLACE_OPERATORS
 from revcompile.compiler.capture.guards import Reading
-from revcompile.ir import TensorType
+from revcompile.compiler.capture.random_draws import decided_draw
+from revcompile.compiler.capture.side_effects import INPLACE_OPERATORS
+from revcompile.compiler.capture.trace_errors import (
+    Unseen,
+    compares_types_by_identity,
+    in_bare_call,
+)
+from revcompile.ir.types import TensorType
 
 __all__ = [
     "ASSIGNED",

@@ -26,10 +26,10 @@ from torch import fx
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler.capture.cleanup import NO_GRAD
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.proxy import ShapedProxy
-from revcompile.compiler.capture.tidy import NO_GRAD
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE, TensorType
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
 
 __all__ = [
     "STRUCTURE",

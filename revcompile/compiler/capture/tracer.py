@@ -24,20 +24,12 @@ from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.attributes import AttributeLog, attributes_logged, state_of
-from revcompile.compiler.capture.blame import (
-    PythonState,
-    Refused,
-    Unrecorded,
-    Untraceable,
-    blame,
-    user_line,
-)
+from revcompile.compiler.capture.cleanup import NO_GRAD, detach_no_grad, tidy
 from revcompile.compiler.capture.copies import attributes_kept, fake_copy
 from revcompile.compiler.capture.decisions import DECIDES, Watch
-from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.guards import Reading, Record, is_torch_code, size_guards
-from revcompile.compiler.capture.leaves import is_leaf
+from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.capture.memory import (
     MEMORY,
     WRITES,
@@ -45,12 +37,7 @@ from revcompile.compiler.capture.memory import (
     tensors_in,
     watched_memory,
 )
-from revcompile.compiler.capture.patches import (
-    AUTOCAST,
-    autocast_state,
-    is_grad_enabled,
-    patched,
-)
+from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled, patched
 from revcompile.compiler.capture.proxy import (
     ShapedProxy,
     ShapedTracer,
@@ -58,6 +45,7 @@ from revcompile.compiler.capture.proxy import (
     size_of_values,
     type_of_values,
 )
+from revcompile.compiler.capture.real_values import NEEDS_DATA, fold, run_on_data
 from revcompile.compiler.capture.rng import foreign_state, rng_kept
 from revcompile.compiler.capture.structures import (
     STRUCTURE,
@@ -65,10 +53,17 @@ from revcompile.compiler.capture.structures import (
     refuse_what_cannot_be_taken_apart,
     structure_of,
 )
-from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
-from revcompile.guards import FlagGuard, ModeGuards
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE
-from revcompile.ops import attribute, store_buffer
+from revcompile.compiler.capture.trace_errors import (
+    PythonState,
+    Refused,
+    Unrecorded,
+    Untraceable,
+    blame,
+    user_line,
+)
+from revcompile.ir.guards import FlagGuard, ModeGuards
+from revcompile.ir.ops import attribute, store_buffer
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
 __all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from revcompile.compiler.capture.memory import MEMORY, PLACES, Place
-from revcompile.ir import TYPE
+from revcompile.ir.types import TYPE
 
 __all__ = ["Call", "View", "is_structured", "place_of", "view_of"]
 

@@ -23,18 +23,11 @@ from torch.utils.flop_counter import flop_registry
 
 from revcompile.compiler.capture.copies import copy_model, set_mode
 from revcompile.compiler.capture.rng import rng_kept
-from revcompile.compiler.cost.run import (
-    Code,
-    Given,
-    Ran,
-    bare,
-    example_batch,
-    walk,
-)
+from revcompile.compiler.cost.run import Code, Given, Ran, bare, example_batch, walk
 from revcompile.errors import InputError
-from revcompile.ir import Cost, Rewired, TensorType
-from revcompile.program import Piece
-from revcompile.tree import device_of_model, parameters_read
+from revcompile.ir.module_tree import device_of_model, parameters_read
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Rewired, TensorType
 
 __all__ = ["FLOPS_PER_BYTE", "analytic_costs"]
 

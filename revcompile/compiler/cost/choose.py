@@ -11,8 +11,8 @@ from revcompile.arguments import check_cost
 from revcompile.compiler.cost.analytic import analytic_costs
 from revcompile.compiler.cost.measured import Clock, measured_costs
 from revcompile.errors import InputError
-from revcompile.ir import Cost, Rewired
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Rewired
 
 __all__ = ["How", "costs", "piece_costs", "sum_costs"]
 

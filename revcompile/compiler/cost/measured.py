@@ -21,17 +21,11 @@ from torch import Tensor, fx, nn
 from revcompile.compiler.capture.check import model_unchanged
 from revcompile.compiler.capture.copies import attributes_kept, set_mode
 from revcompile.compiler.capture.rng import seed_all
-from revcompile.compiler.cost.run import (
-    Code,
-    Given,
-    Ran,
-    bare,
-    walk,
-)
+from revcompile.compiler.cost.run import Code, Given, Ran, bare, walk
 from revcompile.errors import InputError
-from revcompile.ir import Cost, Rewired, TensorType
-from revcompile.program import Piece
-from revcompile.tree import device_of_model, parameters_read
+from revcompile.ir.module_tree import device_of_model, parameters_read
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Rewired, TensorType
 
 __all__ = ["Clock", "measured_costs"]
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from revcompile.compiler.cost.reads import Reads, running, runs_of, size_at
-from revcompile.ir import TYPE, Cost, Coupling
-from revcompile.program import Partition, Piece
+from revcompile.ir.program import Partition, Piece
+from revcompile.ir.types import TYPE, Cost, Coupling
 from revcompile.schedule import Keep, Method, Weights, delay, window
 
 __all__ = ["MemoryModel", "StageMemory", "stage_memory"]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from revcompile.ir import Coupling, TensorType
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Coupling, TensorType
 
 __all__ = ["Reads", "running", "runs_of", "size_at"]
 

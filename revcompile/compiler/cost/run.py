@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
-from revcompile.ir import Coupling, Opaque, Rewired, TensorType
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Coupling, Opaque, Rewired, TensorType
 
 __all__ = ["Code", "Given", "Ran", "bare", "example_batch", "walk"]
 

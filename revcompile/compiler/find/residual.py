@@ -15,16 +15,16 @@ import torch
 from torch import fx
 
 from revcompile.compiler.capture.decisions import decision
-from revcompile.compiler.find.together import (
+from revcompile.compiler.dataflow import Flow, cuts_gradient, is_add, tensor_type
+from revcompile.compiler.find.conflicts import (
     absorb_activations,
     drop_entangled,
     drop_overlapping,
     drop_useless,
     resolve_nesting,
 )
-from revcompile.compiler.flow import Flow, cuts_gradient, is_add, tensor_type
-from revcompile.ir import PATH, VALUE, Captured, NameSet, Refusal, Residual, ResidualKind
-from revcompile.ops import read_buffer
+from revcompile.ir.ops import read_buffer
+from revcompile.ir.types import PATH, VALUE, Captured, NameSet, Refusal, Residual, ResidualKind
 
 __all__ = ["Found", "find"]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from revcompile import steps
 from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.lower.forward import graph_of, leaf_of, shapes_of
 from revcompile.compiler.lower.units import Group
-from revcompile.ir import Coupling
-from revcompile.program import Part, Partition, Piece
+from revcompile.ir import stage_ops
+from revcompile.ir.program import Part, Partition, Piece
+from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
 __all__ = ["Backward", "backward"]
@@ -89,7 +89,7 @@ class _Walk:
         """The sum of all gradients that have come back for a value."""
         found = self.gradients.get(name, [])
         if len(found) > 1:
-            total = self.emitter.call(steps.total, *found, name=f"grad_{name}")
+            total = self.emitter.call(stage_ops.total, *found, name=f"grad_{name}")
             self.gradients[name] = found = [total]
         return found[0] if found else None
 
@@ -136,7 +136,7 @@ class _Walk:
     def _pull_back(self, unit: Group, ends: dict[str, fx.Node], leaves: dict[str, fx.Node]) -> None:
         emitter = self.emitter
         found = emitter.call(
-            steps.pull_back,
+            stage_ops.pull_back,
             tuple(ends.values()),
             tuple(self.gradient(name) for name in ends),
             tuple(leaves.values()),
@@ -165,10 +165,10 @@ class _Walk:
         emitter.reseed(unit, piece)
         ends = emitter.branch(piece, leaf, list({**sides, **leaves}.values()))
         emitter.record(False)
-        a = emitter.call(steps.minus, y, ends[0], grid, name=segment.streams_in[0])
+        a = emitter.call(stage_ops.minus, y, ends[0], grid, name=segment.streams_in[0])
         of_y = self.gradient(segment.streams_out[1])
         found = emitter.call(
-            steps.pull_back,
+            stage_ops.pull_back,
             ends,
             (of_y, *(self.gradient(name) for name in segment.extras)),
             (leaf, *leaves.values()),
@@ -181,7 +181,7 @@ class _Walk:
             a,
             b,
             of_y,
-            of_b[0] if len(of_b) == 1 else emitter.call(steps.total, *of_b, name=name),
+            of_b[0] if len(of_b) == 1 else emitter.call(stage_ops.total, *of_b, name=name),
         )
         if segment.link is not None:
             shapes = self.keep(shapes_of(piece.name))
@@ -197,7 +197,7 @@ class _Walk:
         self._of_parameters(unit, found, 1 + len(leaves))
 
     def _there(self, gradient: fx.Node, stream: fx.Node) -> fx.Node:
-        return self.emitter.call(steps.no_gradient_as_zeros, gradient, stream)
+        return self.emitter.call(stage_ops.no_gradient_as_zeros, gradient, stream)
 
     def _unlink(self, piece: Piece, stream: fx.Node | None, shapes: fx.Node) -> fx.Node | None:
         """A link only moves elements, so a gradient goes back the way the values do."""
@@ -219,7 +219,7 @@ class _Walk:
         for name in names:
             of_one = self.of_parameters.get(name, [])
             found.append(
-                emitter.call(steps.total, *of_one, name=f"grad_{name}")
+                emitter.call(stage_ops.total, *of_one, name=f"grad_{name}")
                 if len(of_one) > 1
                 else of_one[0]
                 if of_one

@@ -10,11 +10,12 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revcompile import ops, steps
 from revcompile.compiler.lower.units import Group
-from revcompile.ir import TYPE, Coupling, Link, TensorType
-from revcompile.program import Partition, Piece
-from revcompile.tree import LOW_PRECISION, convolves
+from revcompile.ir import ops, stage_ops
+from revcompile.ir.module_tree import convolves
+from revcompile.ir.program import Partition, Piece
+from revcompile.ir.types import TYPE, Coupling, Link, TensorType
+from revcompile.kernels.autocast import LOW_PRECISION
 
 __all__ = ["Emitter", "legal"]
 
@@ -22,10 +23,10 @@ __all__ = ["Emitter", "legal"]
 _REMOVABLE: Final = frozenset(
     [
         operator.getitem,
-        steps.detached,
-        steps.leaf,
-        steps.minus,
-        steps.total,
+        stage_ops.detached,
+        stage_ops.leaf,
+        stage_ops.minus,
+        stage_ops.total,
         torch.permute,
         torch.reshape,
         torch.roll,
@@ -79,15 +80,15 @@ class Emitter:
     def reseed(self, group: Group, piece: Piece) -> None:
         """Random numbers depend on the piece's place in its stage, not on how it is grouped."""
         if piece.name in group.random:
-            self.call(steps.reseed, self.key, self.places[id(piece)], name="_")
+            self.call(stage_ops.reseed, self.key, self.places[id(piece)], name="_")
 
     def record(self, on: bool) -> None:
         """From here on autograd records, or does not."""
-        self.call(steps.recording, on, name="_")
+        self.call(stage_ops.recording, on, name="_")
 
     def leaf(self, name: str, value: fx.Node) -> fx.Node:
         """A value as the beginning of a graph."""
-        return self.call(steps.leaf, value, name=f"{name}_leaf")
+        return self.call(stage_ops.leaf, value, name=f"{name}_leaf")
 
     def item(self, values: fx.Node, index: int, name: str | None = None) -> fx.Node:
         """One of several results."""
@@ -124,7 +125,7 @@ class Emitter:
                 args = fx.map_arg(node.args, copies.__getitem__)
                 kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
                 new = self.graph.create_node(
-                    "call_function", steps.normalised, (layer, *args), kwargs, name=node.name
+                    "call_function", stage_ops.normalised, (layer, *args), kwargs, name=node.name
                 )
                 new.meta = dict(node.meta)
                 return new
@@ -167,7 +168,7 @@ class Emitter:
         a, b = map(self.value, segment.streams_in)
         if piece.opens:
             cast, is_conv = self.cast(piece), convolves(segment.branch, self.root)
-            entered = self.call(steps.enter_chain, a, b, cast, is_conv, name="entered")
+            entered = self.call(stage_ops.enter_chain, a, b, cast, is_conv, name="entered")
             names = (*segment.streams_in, piece.grid)
             a, b, self.values[piece.grid] = (
                 self.item(entered, index, name=name) for index, name in enumerate(names)
@@ -177,7 +178,9 @@ class Emitter:
             a, shapes = self.link(segment.link, a)
             b, _ = self.link(segment.link, b)
         addend, *extras = self.branch(piece, b, [self.value(side) for side in segment.sides])
-        y = self.call(steps.plus, a, addend, self.value(piece.grid), name=segment.streams_out[1])
+        y = self.call(
+            stage_ops.plus, a, addend, self.value(piece.grid), name=segment.streams_out[1]
+        )
         self.values |= dict(zip(segment.streams_out, (b, y), strict=True))
         self.values |= dict(zip(segment.extras, extras, strict=True))
         return shapes

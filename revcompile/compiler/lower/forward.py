@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from revcompile import steps
 from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.lower.units import Group
-from revcompile.program import Part, Partition
+from revcompile.ir import stage_ops
+from revcompile.ir.program import Part, Partition
 from revcompile.schedule import Keep
 
 __all__ = ["forward_graph", "graph_of", "leaf_of", "shapes_of"]
@@ -64,7 +64,7 @@ def _recorded(emitter: Emitter, unit: Group, index: int) -> dict[str, fx.Node]:
         if emitter.graded(name):
             stored[graph_of(name)] = emitter.value(name)
             emitter.values[name] = emitter.call(
-                steps.detached, emitter.value(name), name=f"{name}_out"
+                stage_ops.detached, emitter.value(name), name=f"{name}_out"
             )
     emitter.values |= {name: outside[name] for name in unit.inputs}
     return stored

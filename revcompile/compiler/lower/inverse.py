@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from revcompile import steps
 from revcompile.compiler.lower.backward import Backward
 from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.lower.forward import shapes_of
 from revcompile.compiler.lower.units import Group
-from revcompile.ir import Coupling
-from revcompile.program import Part, Partition
+from revcompile.ir import stage_ops
+from revcompile.ir.program import Part, Partition
+from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
 __all__ = ["inverse_graph"]
@@ -41,7 +41,7 @@ def inverse_graph(
         emitter.reseed(unit, piece)
         addend, *_ = emitter.branch(piece, b, [emitter.value(side) for side in segment.sides])
         a = emitter.call(
-            steps.minus, y, addend, emitter.value(piece.grid), name=segment.streams_in[0]
+            stage_ops.minus, y, addend, emitter.value(piece.grid), name=segment.streams_in[0]
         )
         streams = (a, b)
         if segment.link is not None:

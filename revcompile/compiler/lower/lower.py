@@ -12,8 +12,8 @@ from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.lower.forward import forward_graph
 from revcompile.compiler.lower.inverse import inverse_graph
 from revcompile.compiler.lower.units import groups
-from revcompile.ir import TensorType
-from revcompile.program import Partition, Port, StageProgram
+from revcompile.ir.program import Partition, Port, StageProgram
+from revcompile.ir.types import TensorType
 from revcompile.schedule import Keep, Method
 
 __all__ = ["lower"]

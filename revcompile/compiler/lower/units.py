@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from revcompile.compiler.flow import draws_random
+from revcompile.compiler.dataflow import draws_random
 from revcompile.compiler.partition.cuts import graphs_of, parameter_names
-from revcompile.program import Part, Partition, Piece, Unit
+from revcompile.ir.program import Part, Partition, Piece, Unit
 from revcompile.schedule import Keep
 
 __all__ = ["Group", "groups"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from revcompile.ir import Coupling, Live, Rewired, Segment, TensorType
-from revcompile.ops import read_buffer, store_buffer
-from revcompile.program import Piece
-from revcompile.tree import parameters_read
+from revcompile.ir.module_tree import parameters_read
+from revcompile.ir.ops import read_buffer, store_buffer
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Coupling, Live, Rewired, Segment, TensorType
 
 __all__ = ["crossing", "graphs_of", "parameter_names", "size_of", "updated_buffers"]
 

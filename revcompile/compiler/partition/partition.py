@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import networkx as nx
 
-from revcompile.compiler.balance import balance, largest
 from revcompile.compiler.cost import How, MemoryModel, piece_costs, sum_costs
+from revcompile.compiler.partition.balance import balance, largest
 from revcompile.compiler.partition.cuts import (
     crossing,
     graphs_of,
@@ -25,8 +25,8 @@ from revcompile.compiler.partition.cuts import (
 )
 from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
 from revcompile.errors import InputError
-from revcompile.ir import Cost, Rewired
-from revcompile.program import Part, Partition, Piece
+from revcompile.ir.program import Part, Partition, Piece
+from revcompile.ir.types import Cost, Rewired
 from revcompile.schedule import Method, Tie
 
 __all__ = ["Limits", "partition"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from revcompile.compiler.flow import Flow, is_plain, tensor_type
+from revcompile.compiler.dataflow import Flow, is_plain, tensor_type
 from revcompile.compiler.rewire.region import ORIGIN
-from revcompile.ir import TYPE, Body, Coupling, Opaque, Rewired
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired
 
 __all__ = ["torn_pieces", "whole_pieces"]
 

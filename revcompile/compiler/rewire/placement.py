@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from revcompile.compiler.flow import Flow, tensor_type
-from revcompile.compiler.rewire.links import build_link, link_source
+from revcompile.compiler.dataflow import Flow, tensor_type
+from revcompile.compiler.rewire.rearrange import build_link, link_source
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.sizes import WrittenSizes
-from revcompile.ir import TYPE, VALUE, Link, Live, Residual, ResidualKind
-from revcompile.ops import fuse_mean, read_buffer, shape
+from revcompile.ir.ops import fuse_mean, read_buffer, shape
+from revcompile.ir.types import TYPE, VALUE, Link, Live, Residual, ResidualKind
 
 __all__ = ["Pair", "Placement"]
 

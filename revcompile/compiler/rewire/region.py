@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.capture.effects import is_effect
-from revcompile.compiler.flow import Flow
-from revcompile.ir import PATH, SOURCE, TYPE
+from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.compiler.dataflow import Flow
+from revcompile.ir.types import PATH, SOURCE, TYPE
 
 __all__ = ["ORIGIN", "Region"]
 

@@ -13,18 +13,18 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.capture.effects import is_effect
 from revcompile.compiler.capture.functional import forbid_inplace
+from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.compiler.dataflow import Flow
+from revcompile.compiler.find.conflicts import ready_times
 from revcompile.compiler.find.residual import Found, find
-from revcompile.compiler.find.together import ready_times
-from revcompile.compiler.flow import Flow
-from revcompile.compiler.rewire.border import enter_widened, leave_concatenated
+from revcompile.compiler.rewire.module_editor import Surgeon, own_copy
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.rules import RULES, Streams
 from revcompile.compiler.rewire.sizes import guards_with
-from revcompile.compiler.rewire.surgery import Surgeon, own_copy
-from revcompile.ir import (
+from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
+from revcompile.ir.types import (
     PATH,
     TYPE,
     Body,

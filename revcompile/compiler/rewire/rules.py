@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from revcompile.compiler.find.together import is_flat_at_zero
-from revcompile.compiler.flow import Flow, tensor_type
+from revcompile.compiler.dataflow import Flow, tensor_type
+from revcompile.compiler.find.conflicts import is_flat_at_zero
+from revcompile.compiler.rewire.module_editor import Surgeon
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
-from revcompile.compiler.rewire.surgery import Surgeon
-from revcompile.ir import Coupling, Link, NameSet, Opaque, Residual, ResidualKind, Segment
+from revcompile.ir.types import Coupling, Link, NameSet, Opaque, Residual, ResidualKind, Segment
 
 __all__ = ["RULES", "Couple", "Rule", "Streams", "Transition"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from revcompile.compiler.capture.guards import Words, meta_copy, needed_for
-from revcompile.guards import Guards, SizeGuard, SizeGuards
-from revcompile.ir import SOURCE, VALUE, Captured
+from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
+from revcompile.ir.types import SOURCE, VALUE, Captured
 
 __all__ = ["WrittenSizes", "guards_with"]
 

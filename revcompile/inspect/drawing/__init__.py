@@ -18,7 +18,7 @@ from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.timeline import timeline_svg
 from revcompile.inspect.facts import Memory
-from revcompile.program import Partition, StageProgram
+from revcompile.ir.program import Partition, StageProgram
 from revcompile.schedule import Costs, Method
 
 __all__ = ["Memory", "Picture", "costs_of", "draw", "draw_schedule", "fragment", "picture"]

@@ -15,8 +15,8 @@ from revcompile.inspect.drawing.layout import placed
 from revcompile.inspect.drawing.orders import Rounds, action_rounds
 from revcompile.inspect.facts import Stage
 from revcompile.inspect.words import amount, listed, share, size, span
-from revcompile.ir import PATH
-from revcompile.program import Port, StageProgram
+from revcompile.ir.program import Port, StageProgram
+from revcompile.ir.types import PATH
 from revcompile.schedule import Tie
 
 __all__ = ["contents", "embedded", "sections"]

@@ -10,8 +10,8 @@ from typing import Any
 from revcompile.errors import InputError
 from revcompile.inspect.facts import Memory, Stage, stages_of
 from revcompile.inspect.words import bytes_of
-from revcompile.ir import Refusal, TensorType
-from revcompile.program import Part, Partition, StageProgram
+from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.ir.types import Refusal, TensorType
 
 __all__ = ["Picture", "Traveller", "Treaty", "picture"]
 

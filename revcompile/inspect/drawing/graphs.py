@@ -15,7 +15,7 @@ from typing import Any, Final
 import networkx as nx
 from torch import fx
 
-from revcompile.ir import PATH, TYPE, TensorType
+from revcompile.ir.types import PATH, TYPE, TensorType
 
 __all__ = ["MOST", "Drawn", "Vertex", "drawn_graph", "vertices"]
 

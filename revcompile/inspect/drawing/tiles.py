@@ -19,8 +19,8 @@ from revcompile.inspect.drawing.svg import comment, element, fitted, path, text,
 from revcompile.inspect.drawing.theme import LABEL, SMALL
 from revcompile.inspect.facts import Stage
 from revcompile.inspect.words import amount, dtype, listed, shape, share, size, span
-from revcompile.ir import TensorType
-from revcompile.program import Port
+from revcompile.ir.program import Port
+from revcompile.ir.types import TensorType
 
 __all__ = ["Tile", "Tiles"]
 

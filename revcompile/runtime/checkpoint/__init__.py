@@ -5,13 +5,9 @@ Trainer.state_dict() --save_training--> folder/step_00000120 --load_training--> 
                                                load_weights --> a state dict of the model
 """
 
-from revcompile.runtime.checkpoint.files import Checkpoint, find_checkpoint, save_checkpoint
 from revcompile.runtime.checkpoint.signals import until_signal
-from revcompile.runtime.checkpoint.training import (
-    load_training,
-    save_training,
-    set_generators,
-)
+from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint, save_checkpoint
+from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
 from revcompile.runtime.checkpoint.weights import export_weights, load_into, load_weights
 
 __all__ = [

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.files import (
+from revcompile.ir.module_tree import device_of_model
+from revcompile.runtime.checkpoint.codec import located
+from revcompile.runtime.checkpoint.nested import put_together, take_apart
+from revcompile.runtime.checkpoint.storage import (
     Barrier,
     Checkpoint,
     attend_save,
     find_checkpoint,
     save_checkpoint,
 )
-from revcompile.runtime.checkpoint.trees import put_together, take_apart
 from revcompile.runtime.checkpoint.weights import aliases, with_aliases
-from revcompile.runtime.codec import located
-from revcompile.tree import device_of_model
 
 __all__ = ["load_training", "save_training", "set_generators"]
 

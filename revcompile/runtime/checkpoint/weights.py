@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.files import (
+from revcompile.runtime.checkpoint.codec import located
+from revcompile.runtime.checkpoint.state import model_misfits, summed_up
+from revcompile.runtime.checkpoint.storage import (
     Checkpoint,
     find_checkpoint,
     read_tensor,
     write_tensors,
 )
-from revcompile.runtime.codec import located
-from revcompile.runtime.state import model_misfits, summed_up
 
 __all__ = ["aliases", "export_weights", "load_into", "load_weights"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from revcompile.errors import InputError
-from revcompile.runtime.fingerprints import Fingerprint
-from revcompile.runtime.inputs import batch_pair
-from revcompile.runtime.transport import Channel, Message, Transport
-from revcompile.runtime.worker import Actor
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.stage_executor import Actor
+from revcompile.runtime.executor.transport import Channel, Message, Transport
+from revcompile.runtime.trainer.inputs import batch_pair
 
 __all__ = ["Batches", "Passing"]
 

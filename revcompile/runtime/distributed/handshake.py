@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from revcompile.program import Partition, StageProgram
-from revcompile.runtime.code import source_of
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.runtime.reversible.graph_code import source_of
 
 __all__ = ["facts"]
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from revcompile.runtime.distributed.alarm import told
-from revcompile.runtime.distributed.start import Ranks, new_group
-from revcompile.tree import LOW_PRECISION
+from revcompile.kernels.autocast import LOW_PRECISION
+from revcompile.runtime.distributed.liveness import told
+from revcompile.runtime.distributed.process_groups import Ranks, new_group
 
 __all__ = ["Copies", "open_copies"]
 

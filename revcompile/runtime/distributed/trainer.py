@@ -17,29 +17,29 @@ from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
-from revcompile.ir import Live
-from revcompile.program import Partition, StageProgram
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.types import Live
 from revcompile.runtime.checkpoint import until_signal
-from revcompile.runtime.diagnostics import Probe
-from revcompile.runtime.distributed.collect import compare, gather_plain
+from revcompile.runtime.checkpoint.state import check_savable
+from revcompile.runtime.distributed.checkpoints import Votes, load_together, save_together
+from revcompile.runtime.distributed.collectives import compare, gather_plain
 from revcompile.runtime.distributed.evaluation import Batches, Passing
 from revcompile.runtime.distributed.handshake import facts
-from revcompile.runtime.distributed.layout import pipeline_ranks, plan
+from revcompile.runtime.distributed.placement import pipeline_ranks, plan
+from revcompile.runtime.distributed.process_groups import Ranks, join, open_links
+from revcompile.runtime.distributed.rank_weights import deal, last_device
 from revcompile.runtime.distributed.replicas import open_copies
-from revcompile.runtime.distributed.saving import Votes, load_together, save_together
-from revcompile.runtime.distributed.share import deal, last_device
-from revcompile.runtime.distributed.start import Ranks, join, open_links
 from revcompile.runtime.distributed.transport import Distributed
-from revcompile.runtime.distributed.weights import check_buffers
-from revcompile.runtime.evaluating import iterated
-from revcompile.runtime.fingerprints import Fingerprint, compared, mixed_up
-from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
-from revcompile.runtime.objective import Loss
-from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.settings import Settings
-from revcompile.runtime.state import check_savable
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.update import OptimizerFactory
+from revcompile.runtime.distributed.weight_owners import check_buffers
+from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.loss_head import Loss
+from revcompile.runtime.stage.update import OptimizerFactory
+from revcompile.runtime.trainer.evaluation import iterated
+from revcompile.runtime.trainer.gradient_probes import Probe
+from revcompile.runtime.trainer.metrics import Evaluation, Means, Metric, Metrics
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.trainer import Trainer
 
 __all__ = ["DistributedTrainer"]
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.errors import RankError
-from revcompile.runtime.distributed.alarm import Alarm, FirstCause, RollCall, own_store, told
-from revcompile.runtime.distributed.collect import gather_plain
-from revcompile.runtime.distributed.link import Arrival, Link
-from revcompile.runtime.distributed.links import Incoming, Outgoing
-from revcompile.runtime.distributed.packets import PacketReceiver
+from revcompile.runtime.distributed.channel import Arrival, Link
+from revcompile.runtime.distributed.channel_threads import Incoming, Outgoing
+from revcompile.runtime.distributed.collectives import gather_plain
+from revcompile.runtime.distributed.gloo import PacketReceiver
+from revcompile.runtime.distributed.liveness import Alarm, FirstCause, RollCall, own_store, told
+from revcompile.runtime.distributed.process_groups import Ranks
 from revcompile.runtime.distributed.replicas import Copies
-from revcompile.runtime.distributed.start import Ranks
-from revcompile.runtime.transport import Channel, Message, mean_of
+from revcompile.runtime.executor.transport import Channel, Message, mean_of
 
 __all__ = ["Distributed"]
 

@@ -1,0 +1,171 @@
+"""The rules where streams begin and end: a layer twice as wide, a head of twice the inputs.
+
+Both look for the nearest dense layer through operations that treat every channel alone. Where
+none is found the streams start as two copies and end as their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from torch import fx, nn
+
+from revcompile.compiler.dataflow import Flow, tensor_type
+from revcompile.compiler.find.conflicts import is_activation
+from revcompile.compiler.rewire.module_editor import Surgeon
+from revcompile.ir.ops import attribute
+from revcompile.ir.types import Residual
+
+__all__ = ["enter_widened", "leave_concatenated"]
+
+_CHANNELWISE: Final = (
+    nn.Identity,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool2d,
+    nn.Dropout,
+    nn.Dropout2d,
+    nn.Flatten,
+)
+_CHANNELWISE_FUNCTIONS: Final = frozenset(
+    ["dropout", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_avg_pool1d"]
+)
+
+
+def enter_widened(flow: Flow, surgeon: Surgeon, x: fx.Node) -> int | None:
+    """Double the last dense layer before `x`; returns the dimension to split, or None."""
+    norms: list[str] = []
+    node = x
+    while True:
+        target = str(node.target)
+        if node is not x and len(node.users) != 1:
+            return None
+        if not _called_once(flow, node):
+            return None
+        if node.op == "call_module" and surgeon.can_widen(target):
+            break
+        if node.op == "call_module" and surgeon.can_widen_norm(target):
+            norms.append(target)
+        elif not _is_channelwise(flow, node) or _rank(node) != _rank(x):
+            return None
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            return None
+        node = source
+    layer = surgeon.root.get_submodule(str(node.target))
+    if isinstance(layer, nn.Linear) and norms:
+        return None
+    surgeon.widen(str(node.target))
+    for norm in norms:
+        surgeon.widen_norm(norm)
+    return -1 if isinstance(layer, nn.Linear) else 1
+
+
+def leave_concatenated(
+    flow: Flow,
+    surgeon: Surgeon,
+    blocks: Sequence[Residual],
+    inside: set[fx.Node],
+    *,
+    inner: bool,
+    last: bool,
+) -> dict[fx.Node, int]:
+    """Ends of chains whose next dense layer takes both streams: value -> concat dimension."""
+    ends: dict[fx.Node, int] = {}
+    starts = [flow.by_name[block.x] for block in blocks]
+    for out in flow.in_order(block.out for block in blocks):
+        users = [u for u in flow.users(out) if u.op != "output"]
+        if len(users) != 1 or users[0] in inside or len(flow.users(out)) != 1:
+            continue
+        is_last = not any(flow.depends(x, out) or x is out for x in starts)
+        if not (last if is_last else inner):
+            continue
+        dimension = _double_consumer(flow, surgeon, users[0])
+        if dimension is not None:
+            ends[out] = dimension
+    return ends
+
+
+def _double_consumer(flow: Flow, surgeon: Surgeon, node: fx.Node) -> int | None:
+    """Double the inputs of the first dense layer at or after `node`, if one is in reach."""
+    norms: list[str] = []
+    while True:
+        target = str(node.target)
+        if not _called_once(flow, node):
+            return None
+        if node.op == "call_module" and surgeon.can_widen(target):
+            break
+        if node.op == "call_module" and surgeon.can_widen_norm(target):
+            norms.append(target)
+        elif not _is_channelwise(flow, node) and not _is_spatial(node):
+            return None
+        users = flow.users(node)
+        if len(users) != 1 or users[0].op == "output":
+            return None
+        node = users[0]
+    layer = surgeon.root.get_submodule(str(node.target))
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if isinstance(layer, nn.Linear) and _rank(source) != 2:
+        return None
+    for norm in norms:
+        surgeon.widen_norm(norm)
+    surgeon.double_inputs(str(node.target))
+    return 1
+
+
+def _rank(node: fx.Node) -> int:
+    kind = tensor_type(node)
+    return -1 if kind is None else len(kind.shape)
+
+
+def _called_once(flow: Flow, node: fx.Node) -> bool:
+    """Is this call the only place where the layer's parameters are read?"""
+    if node.op != "call_module":
+        return True
+    own = {id(p) for p in flow.root.get_submodule(str(node.target)).parameters()}
+    if not own:
+        return True
+    calls = [n for n in flow.nodes if n.op == "call_module" and n.target == node.target]
+    read = (attribute(flow.root, str(n.target)) for n in flow.nodes if n.op == "get_attr")
+    prefix = f"{node.target}."
+    tied = any(
+        id(p) in own and not name.startswith(prefix)
+        for name, p in flow.root.named_parameters(remove_duplicate=False)
+    )
+    return len(calls) == 1 and not tied and not any(id(value) in own for value in read)
+
+
+def _is_channelwise(flow: Flow, node: fx.Node) -> bool:
+    """Does the node treat every channel of `[N, C, ...]` alone?"""
+    if is_activation(node, flow.root):
+        is_prelu = node.op == "call_module" and isinstance(
+            flow.root.get_submodule(str(node.target)), nn.PReLU
+        )
+        return not is_prelu
+    if node.op == "call_module":
+        return type(flow.root.get_submodule(str(node.target))) in _CHANNELWISE
+    name = getattr(node.target, "__name__", str(node.target))
+    return name in _CHANNELWISE_FUNCTIONS and len(node.all_input_nodes) == 1
+
+
+def _is_spatial(node: fx.Node) -> bool:
+    """`flatten(1)` and means over the spatial dimensions: they keep channels in order."""
+    name = getattr(node.target, "__name__", str(node.target))
+    arguments = (*node.args[1:], *node.kwargs.values())
+    if name == "flatten":
+        return arguments[:1] in ((1,), (1, -1)) or arguments == (1, -1)
+    if name == "mean":
+        dims = arguments[0] if arguments else None
+        listed = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
+        return listed in ((2, 3), (-2, -1), (-1, -2), (2, 3, 4)) and _rank(node) == 2
+    return False

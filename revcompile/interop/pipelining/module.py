@@ -1,0 +1,136 @@
+"""One stage as a module that torch's schedules can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.errors import InputError
+from revcompile.ir.types import Body, Rewired
+from revcompile.runtime.reversible.coupling import Chain
+from revcompile.runtime.reversible.module import Reversible, _Step
+from revcompile.runtime.reversible.probes import Tolerance
+
+__all__ = ["StageModule"]
+
+
+class StageModule(Reversible):
+    """One stage: `forward(*tensors)` gives the tensors of the next stage, differentiably.
+
+    It takes what the stage before it gives (the first: the model's tensors in order). All but
+    the last return a tuple; the last returns the model's output if that is one tensor, and
+    otherwise its tensors in order.
+    """
+
+    def __init__(self, rewired: Rewired, tolerance: Tolerance, description: str) -> None:
+        super().__init__(rewired, tolerance)
+        self.__dict__["_description"] = description
+
+    _description: str
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Run the stage on what the stage before it gave."""
+        if self.rewired.eval_body is not None and not self.training:
+            raise InputError(
+                f"{self.rewired.name}: the model returns something else in eval mode than in "
+                "training, and stages are cut for training; evaluate net.module()"
+            )
+        found = super().forward(*map(_crossing, tensors))
+        return tuple(map(_crossing, found)) if isinstance(found, tuple) else found
+
+    def extra_repr(self) -> str:
+        """What goes in and out."""
+        return self._description
+
+    def _steps(self, body: Body) -> tuple[_Step, ...]:
+        return tuple(map(_guarded, super()._steps(body)))
+
+
+# -- crossing a boundary --------------------------------------------------------------------------
+
+
+class _Crossing(torch.autograd.Function):
+    """The identity, as a value and as a gradient that can be sent.
+
+    Transports carry contiguous tensors only, which a stream that is half of a wider one is not,
+    and torch's zero-bubble schedules detach what a stage gives in place, which views forbid.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def _crossing(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not value.requires_grad:
+        return value.detach().contiguous()
+    sent: Tensor = _Crossing.apply(value)
+    return sent
+
+
+# -- chains ---------------------------------------------------------------------------------------
+
+
+class _OnceChain(Chain):
+    """A chain that refuses to be differentiated in parts.
+
+    A block gets its output from the block after it, which has just reconstructed it. Zero-bubble
+    schedules come back for the weights later, block by block, when there is nothing to get.
+    """
+
+    def reversible(
+        self,
+        root: nn.Module,
+        a: Tensor,
+        b: Tensor,
+        sides: Sequence[Any],
+        cast: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The chain keeping only its output for the one backward pass."""
+        found = super().reversible(root, a, b, sides, cast)
+        node = found[0].grad_fn
+        for _ in self.blocks:
+            if node is None:
+                break
+            node.register_prehook(_Once())
+            node = node.next_functions[0][0]
+        return found
+
+
+class _Once:
+    """A hook that lets a node run once."""
+
+    def __init__(self) -> None:
+        self.ran = False
+
+    def __call__(self, gradients: tuple[Tensor, ...]) -> None:
+        if self.ran:
+            raise InputError(
+                "to_pipeline_stages: this schedule computes the gradients of inputs and weights "
+                "in two passes, but a reversible stage reconstructs its values once; use "
+                "to_pipeline_stages(reversible=False), or a schedule like Schedule1F1B"
+            )
+        self.ran = True
+
+
+def _guarded(step: _Step) -> _Step:
+    """The step, its chain guarded.
+
+    Torch learns shapes by running a stage on memory as it finds it: the first call is not asked
+    whether its input can be reconstructed.
+    """
+    chain = step.run
+    if not isinstance(chain, Chain):
+        return step
+    settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
+    return replace(step, run=_OnceChain(*settings, _calls=1))

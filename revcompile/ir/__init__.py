@@ -1,0 +1,1 @@
+"""What travels between passes: graph facts, segments, programs, the ops of generated code."""

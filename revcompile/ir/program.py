@@ -1,0 +1,185 @@
+"""Stages as the compiler cuts them and as the runtime executes them.
+
+    Rewired --partition--> Part (pieces) --lower--> StageProgram (generated code) --run-->
+
+A program is all a device needs to know of the model: what arrives, what it computes, what it
+keeps, what it sends on and what it sends back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.schedule import Keep, Method, Tie
+
+__all__ = ["Part", "Partition", "Piece", "Port", "StageProgram", "Unit"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment, or a part of an opaque one: what is never torn.
+
+    Couplings of one chain share a `grid` (see `precision.grid`), a value that the chain's first
+    coupling makes (`opens`) and that travels with the streams.
+    """
+
+    segment: Segment
+    grid: str | None = None
+    opens: bool = False
+
+    @property
+    def name(self) -> str:
+        """The segment's name."""
+        return self.segment.name
+
+    @property
+    def reversible(self) -> bool:
+        """Is the piece a coupling?"""
+        return isinstance(self.segment, Coupling)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every live value the piece reads."""
+        shared = (self.grid,) if self.grid and not self.opens else ()
+        return (*self.segment.inputs, *shared)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Every live value the piece defines."""
+        made = (self.grid,) if self.grid and self.opens else ()
+        return (*self.segment.outputs, *made)
+
+    def recomputed(self, keep: Keep, is_last: bool) -> bool:
+        """Is the piece computed again in the backward pass of a stage that keeps this?
+
+        Where nothing is kept, opaque pieces of the last stage keep their graph: backward follows
+        at once.
+        """
+        kept = keep is Keep.GRAPH or (keep is Keep.NOTHING and is_last and not self.reversible)
+        return not kept
+
+    def work(self, cost: Cost, keep: Keep, is_last: bool) -> float:
+        """Both passes, 4N, or 3N if nothing is computed again; and an update."""
+        spared = 0.0 if self.recomputed(keep, is_last) else cost.forward
+        return cost.forward + cost.backward - spared + cost.update
+
+
+@dataclass(frozen=True)
+class Part:
+    """The pieces of one stage, and the live values that enter and leave it."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    costs: tuple[Cost, ...] = ()
+
+    @property
+    def reversible(self) -> bool:
+        """Can the stage's input be rebuilt from its output?"""
+        return all(piece.reversible for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A rewired model cut into stages. `types` knows every live value, the cut ones included."""
+
+    rewired: Rewired
+    parts: tuple[Part, ...]
+    types: Mapping[str, Any]
+    ties: Mapping[Tie, tuple[str, ...]]
+    """Parameters (by name) that two stages share."""
+    keep: Keep = Keep.NOTHING
+    """What stages were expected to keep when they were balanced."""
+
+    def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
+        """All work of each piece of a stage that keeps this; without it, what was expected."""
+        kept, is_last = keep or self.keep, part.index == len(self.parts) - 1
+        return tuple(
+            piece.work(cost, kept, is_last)
+            for piece, cost in zip(part.pieces, part.costs, strict=False)
+        )
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Where each stage's pieces begin and end, counted through all stages."""
+        counts = (len(part.pieces) for part in self.parts)
+        return tuple(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+
+
+@dataclass(frozen=True)
+class Port:
+    """A value that crosses a boundary. `type` is None for sizes and other plain values.
+
+    `graded`: does a gradient come back for it?
+    """
+
+    name: str
+    type: TensorType | None
+    graded: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type or 'plain'}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is differentiated at once: a coupling, a run of opaque pieces, or a whole stage."""
+
+    name: str
+    pieces: tuple[str, ...]
+    reversible: bool
+    keep: Keep
+    random: bool
+    inputs: tuple[str, ...] = ()
+    """Live values it reads."""
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One stage for one method.
+
+    `forward(key, *inputs) -> (outputs, kept)` and
+    `backward(key, *kept, *wanted, *gradients) -> (returned, input gradients, parameter gradients)`
+    are graphs whose code runs as it reads. `inverse(key, *kept, *wanted) -> its input streams` is
+    there for stages that are reversible as a whole. `key` identifies stage and micro-batch to
+    whatever draws random numbers.
+    """
+
+    index: int
+    stages: int
+    method: Method
+    units: tuple[Unit, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    kept: tuple[str, ...]
+    """Values kept from forward to backward, for each micro-batch in flight."""
+    wanted: tuple[str, ...]
+    """Outputs whose value must come back with their gradient."""
+    returned: tuple[str, ...]
+    """Inputs whose value is sent back: what the stage before wants."""
+    parameters: tuple[str, ...]
+    forward: fx.Graph
+    backward: fx.Graph
+    inverse: fx.Graph | None = None
+
+    @property
+    def graded_outputs(self) -> tuple[str, ...]:
+        """Outputs for which a gradient arrives."""
+        return tuple(port.name for port in self.outputs if port.graded)
+
+    @property
+    def graded_inputs(self) -> tuple[str, ...]:
+        """Inputs for which a gradient is sent back."""
+        return tuple(port.name for port in self.inputs if port.graded)
+
+    @property
+    def reversible(self) -> bool:
+        """Does the stage keep nothing between forward and backward?"""
+        return all(unit.reversible and unit.keep is Keep.NOTHING for unit in self.units)

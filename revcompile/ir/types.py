@@ -1,0 +1,480 @@
+"""The immutable values that travel between the passes.
+
+    nn.Module --capture--> Captured --find--> Residual, Refusal --rewire--> Rewired (Segments)
+
+Graphs are `torch.fx.Graph`s. Once a pass has handed one over nobody changes it any more: the
+next pass builds its own. Facts about a node live in its `meta` under the keys named here.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from revcompile.ir.guards import NO_GUARDS, Guards
+
+__all__ = [
+    "PATH",
+    "SOURCE",
+    "TYPE",
+    "VALUE",
+    "Body",
+    "Captured",
+    "Cost",
+    "Coupling",
+    "Enter",
+    "Frontend",
+    "Fuse",
+    "Growth",
+    "Growths",
+    "Leave",
+    "Link",
+    "Live",
+    "NameSet",
+    "Opaque",
+    "Policy",
+    "Refusal",
+    "Residual",
+    "ResidualKind",
+    "Rewired",
+    "Segment",
+    "Signature",
+    "TensorType",
+]
+
+TYPE: Final = "revcompile_type"
+"""`node.meta` key: the node's `TensorType`, or a tuple/dict of them, or None for plain values."""
+
+VALUE: Final = "revcompile_value"
+"""`node.meta` key: a size's values at the example's batch size and at one more."""
+
+PATH: Final = "revcompile_path"
+"""`node.meta` key: the dotted path of the module whose `forward` created the node."""
+
+SOURCE: Final = "revcompile_source"
+"""`node.meta` key: `file:line` of the user's code that created the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and dtype of a value, with the batch left free.
+
+    `shape` is the shape at the example's batch size, `per_sample` how much each dimension grows
+    when the batch grows by one (0 where it does not).
+
+    >>> t = TensorType((2, 196, 768), (1, 0, 0), torch.float32, batch=2)
+    >>> t.at(5)
+    (5, 196, 768)
+    >>> print(t)
+    float32[B, 196, 768]
+    """
+
+    shape: tuple[int, ...]
+    per_sample: tuple[int, ...]
+    dtype: torch.dtype
+    batch: int
+
+    @property
+    def differentiable(self) -> bool:
+        """Can the value have a gradient: is it made of real or complex numbers?"""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def at(self, batch: int) -> tuple[int, ...]:
+        """The shape at another batch size."""
+        grown = batch - self.batch
+        return tuple(n + s * grown for n, s in zip(self.shape, self.per_sample, strict=True))
+
+    def numel(self) -> int:
+        """Number of elements at the example's batch size."""
+        return torch.Size(self.shape).numel()
+
+    def nbytes(self, batch: int | None = None) -> int:
+        """Bytes at a batch size; without it, at the example's."""
+        shape = self.shape if batch is None else self.at(batch)
+        return torch.Size(shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dims = []
+        for size, step in zip(self.shape, self.per_sample, strict=True):
+            rest = size - step * self.batch
+            scaled = {0: "", 1: "B"}.get(step, f"{step}B")
+            dims.append(f"{scaled}{rest:+d}" if scaled and rest else scaled or str(size))
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
+
+
+class Frontend(enum.Enum):
+    """Which tracer made the graph."""
+
+    FX = "torch.fx"
+    EXPORT = "torch.export"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a call of the model maps to the graph's placeholders and back.
+
+    Arguments are flattened as a pytree: tensors become placeholders in order, everything else
+    was fixed when the model was captured and is only compared. `eval_out_spec` is there only if
+    the model returns another structure in eval mode.
+    """
+
+    forward: inspect.Signature
+    given: tuple[str, ...]
+    in_spec: pytree.TreeSpec
+    fixed: tuple[tuple[int, Any], ...]
+    placeholders: tuple[str, ...]
+    labels: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    eval_out_spec: pytree.TreeSpec | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
+        """Nothing in it changes; and copying a `TreeSpec` makes torch 2.11 warn about itself."""
+        return self
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as a graph. `root` is a private copy of the model that owns the parameters.
+
+    `graph` is the model in training mode; what differs in eval mode is selected inside the
+    graph by `self.training`. Only where the two differ in structure (auxiliary heads) does
+    `eval_graph` hold a graph of its own.
+    """
+
+    name: str
+    root: nn.Module
+    graph: fx.Graph
+    eval_graph: fx.Graph | None
+    signature: Signature
+    frontend: Frontend
+    leaves: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    guards: Guards = NO_GUARDS
+    draws: frozenset[str] = frozenset()
+    """`file:line` of random numbers that decide nothing: the graph does not draw them."""
+    stateful: tuple[str, ...] = ()
+    """Modules kept as one piece whose next call computes something else, and why."""
+
+
+class NameSet(Set[str]):
+    """A set of names that is gone through in the order it was given, in every process alike.
+
+    >>> NameSet(["w2", "w1"]) | NameSet(["w3", "w2"])
+    NameSet(['w2', 'w1', 'w3'])
+    """
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __hash__(self) -> int:
+        return self._hash()
+
+    def __repr__(self) -> str:
+        return f"NameSet({list(self._names)})"
+
+
+class ResidualKind(enum.Enum):
+    """What kind of additive shortcut a block is."""
+
+    IDENTITY = "identity"
+    POST_ACTIVATION = "post-activation"
+    PROJECTED = "projected"
+    PARALLEL = "parallel"
+
+
+@dataclass(frozen=True)
+class Residual:
+    """An additive shortcut that rewiring can use: `out = post(shortcut(x) + branch(x, sides))`.
+
+    `x`, `out` and `terms` name nodes of the captured graph. `branch` holds every node between
+    `x` and the sum; `shortcut` those of a projected shortcut; `extras` are values of the branch
+    that are also read outside the block. Sets of names are in the graph's order.
+    """
+
+    path: str
+    kind: ResidualKind
+    x: str
+    total: str
+    out: str
+    terms: tuple[str, ...]
+    adds: NameSet
+    branch: NameSet
+    shortcut_term: str
+    shortcut: NameSet = field(default_factory=NameSet)
+    post: tuple[str, ...] = ()
+    sides: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.path or '(top level)'}: {self.kind.value}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A sum that is not rewired, and why, in words a user can act on."""
+
+    path: str
+    node: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path or '(top level)'}: {self.reason}"
+
+
+class Enter(enum.Enum):
+    """How one value becomes two streams.
+
+    >>> Policy(enter=Enter.DUPLICATE).enter.value
+    'duplicate'
+    """
+
+    WIDEN = "widen"
+    DUPLICATE = "duplicate"
+
+
+class Fuse(enum.Enum):
+    """How two streams become one value inside the model.
+
+    >>> Policy().fuse is Fuse.MEAN
+    True
+    """
+
+    MEAN = "mean"
+    CONCAT = "concat"
+
+
+class Leave(enum.Enum):
+    """How the last two streams reach the head.
+
+    >>> Policy.named("pretrained").leave is Leave.MEAN
+    True
+    """
+
+    CONCAT = "concat"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The free choices of rewiring. Where a choice cannot be met the safe one is taken and noted.
+
+    `Policy.named("paper")` builds PETRA's RevNets; `Policy.named("pretrained")` adds no
+    parameter and keeps the head's weights as they are.
+
+    >>> Policy.named("paper").leave.value
+    'concat'
+    """
+
+    enter: Enter = Enter.WIDEN
+    fuse: Fuse = Fuse.MEAN
+    leave: Leave = Leave.CONCAT
+
+    @staticmethod
+    def named(name: str | Policy) -> Policy:
+        """Look up a preset, or pass a `Policy` through."""
+        from revcompile.errors import PolicyError
+
+        if isinstance(name, Policy):
+            return name
+        presets = {
+            "paper": Policy(),
+            "pretrained": Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN),
+        }
+        if not isinstance(name, str) or name not in presets:
+            known = ", ".join(repr(p) for p in presets)
+            raise PolicyError(
+                f"policy: expected {known} or a revcompile.Policy, got {name!r}; for single "
+                "choices write e.g. revcompile.Policy(enter=Enter.DUPLICATE)"
+            )
+        return presets[name]
+
+
+class Growth(enum.Enum):
+    """How a tensor added or enlarged by rewiring starts from the original's weights."""
+
+    TILE = "tile"
+    """`[W, W]` along dim 0: both streams start equal."""
+    HALVE = "halve"
+    """`[W/2, W/2]` along dim 1: the head of two equal streams gives what it gave for one."""
+    COPY = "copy"
+    """a second tensor equal to the first."""
+    WAKE = "wake"
+    """1 where the original is 0 throughout: behind a ReLU nothing would ever move it."""
+
+
+Growths = Mapping[str, tuple[str, Growth]]
+"""Name of each tensor rewiring made -> (name in the original state dict, how it grew)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A reference to a named live value, in a place where constants may stand too."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A segment that is not reversible: a graph from live values to live values."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: fx.Graph
+    reason: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """The same elements in another arrangement (NCHW to tokens, windows), and the way back.
+
+    `forward` maps `(stream, *sides)` to `(arranged, shapes)`; `inverse` maps
+    `(arranged, shapes)` to the stream. `sides` are sizes only.
+    """
+
+    forward: fx.Graph
+    inverse: fx.Graph
+    sides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """A reversible segment: `(a, b) -> (b, a + F(b, *sides))`, PETRA Fig. 2.
+
+    `branch` is F; where values inside it are read elsewhere it returns `(F(b), *extras)`. Where
+    the block works on another arrangement of the stream than the block before it, `link` is
+    applied to both streams first.
+    """
+
+    name: str
+    kind: ResidualKind
+    streams_in: tuple[str, str]
+    streams_out: tuple[str, str]
+    sides: tuple[str, ...]
+    branch: fx.Graph
+    link: Link | None = None
+    extras: tuple[str, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """What the segment computes, as an opaque one calls it: `branch`."""
+        return self.branch
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every live value the segment reads."""
+        link_sides = self.link.sides if self.link else ()
+        return tuple(dict.fromkeys((*self.streams_in, *self.sides, *link_sides)))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Every live value the segment defines."""
+        return (*self.streams_out, *self.extras)
+
+
+Segment = Coupling | Opaque
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one segment, or a part of one, costs at the example's batch size.
+
+    >>> Cost(flops=20, parameters=4, saved=800, shared=200, batch=2).saved_at(batch=8)
+    3200
+    """
+
+    flops: int
+    """Of the forward pass."""
+    parameters: int
+    """How many; each counts where it is used first."""
+    forward: float = 0.0
+    """Work of the forward pass: FLOPs and bytes moved in one unit, seconds, or the user's unit."""
+    backward: float = 0.0
+    """Work of computing forward again (or inverting) and differentiating, in the same unit."""
+    update: float = 0.0
+    """Work of an update of its parameters, where it was measured, in the same unit."""
+    saved: int = 0
+    """Bytes autograd holds for one run with gradients: each storage once, no parameters."""
+    shared: int = 0
+    """Of `saved`, what the piece before saves as well: two in one graph hold it once."""
+    passing: int = 0
+    """The most bytes that one operation and its operands take, parameters aside."""
+    weights: int = 0
+    """Bytes of the parameters."""
+    trained: int = 0
+    """Bytes of those parameters that receive gradients."""
+    batch: int = 1
+    """The example's batch size."""
+
+    unsaved: int = 0
+    """Bytes of its outputs that it has not saved itself."""
+
+    def saved_at(self, batch: int) -> int:
+        """`saved` at another batch size, as if all of it grew with the batch."""
+        return self.saved * batch // self.batch
+
+    def shared_at(self, batch: int) -> int:
+        """`shared` at another batch size."""
+        return self.shared * batch // self.batch
+
+    def unsaved_at(self, batch: int) -> int:
+        """`unsaved` at another batch size."""
+        return self.unsaved * batch // self.batch
+
+    def passing_at(self, batch: int) -> int:
+        """`passing` at another batch size."""
+        return self.passing * batch // self.batch
+
+
+@dataclass(frozen=True)
+class Body:
+    """Segments in order over named live values, and where the model's flat outputs are."""
+
+    segments: tuple[Segment, ...]
+    result: tuple[Any, ...]
+    types: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rewired:
+    """The two-stream model. `root` owns the parameters under their original names.
+
+    `eval_body` is there only if the model has another structure in eval mode.
+    """
+
+    name: str
+    root: nn.Module
+    body: Body
+    eval_body: Body | None
+    signature: Signature
+    policy: Policy
+    residuals: tuple[Residual, ...]
+    refusals: tuple[Refusal, ...]
+    growths: Growths
+    notes: tuple[str, ...] = ()
+    guards: Guards = NO_GUARDS
+    stateful: tuple[str, ...] = ()
+    """As in `Captured`: such modules may run only once for each micro-batch."""
+
+    @property
+    def couplings(self) -> tuple[Coupling, ...]:
+        """The reversible segments."""
+        return tuple(s for s in self.body.segments if isinstance(s, Coupling))

@@ -1,0 +1,5 @@
+"""Optimizers that know how late their gradients are."""
+
+from revcompile.optim.delay_aware import LeadAdamW, LeadSGD
+
+__all__ = ["LeadAdamW", "LeadSGD"]

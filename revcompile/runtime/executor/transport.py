@@ -1,0 +1,134 @@
+"""How messages get from stage to stage."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import VerificationError
+from revcompile.runtime.executor.fingerprints import Fingerprint
+
+__all__ = ["Channel", "InProcess", "Message", "Transport", "mean_of"]
+
+
+class Channel(enum.Enum):
+    """What a message is about. Messages of one channel between two stages keep their order."""
+
+    X = "x"
+    DY = "dy"
+    TIED_GRAD = "tied grad"
+    TIED_WEIGHT = "tied weight"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values and gradients by name; `index` is the micro-batch or the update they belong to.
+
+    A `void` message says that its micro-batch was lost on the way; `bad`, a flag on the device,
+    says it where nobody waits for the device to find out. `scale` belongs to the scaling of the
+    loss: on the way back, what the gradients are multiplied with; on the way forward, the least
+    scale at which gradients have overflowed since the message before. `fingerprint` goes forward
+    with a micro-batch from rank to rank: what its data were where the inputs are read.
+    """
+
+    index: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    void: bool = False
+    bad: Tensor | None = None
+    scale: float | None = None
+    fingerprint: Fingerprint | None = None
+
+
+class Transport(Protocol):
+    """Delivers messages in order. What is not there yet is `None`."""
+
+    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Hand a message over; returns at once."""
+        ...
+
+    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+        """The next message, if it has arrived."""
+        ...
+
+    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Have a message of a checkpoint wait for its receiver, as if it had just arrived."""
+        ...
+
+    def mean(
+        self, stage: int, gradients: dict[str, Tensor], count: int
+    ) -> dict[str, Tensor] | None:
+        """A stage's gradient from the sums over `count` micro-batches, over all its copies."""
+        ...
+
+    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """Add a stage's squared gradient norm to an update's; the sum once all have added."""
+        ...
+
+    def wait(self, what: str) -> None:
+        """No stage here can go on: wait for a message. `what` says who waits for what."""
+        ...
+
+
+def mean_of(sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Sums divided by their number, in place."""
+    if count > 1 and sums:
+        torch._foreach_div_(list(sums.values()), float(count))
+    return sums
+
+
+class InProcess:
+    """All stages in one process: messages are references, nothing is copied."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.queues: dict[tuple[int, int, Channel], deque[Message]] = {}
+        self._norms: dict[int, dict[int, Tensor]] = {}
+
+    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Put a message at the end of its queue."""
+        self.queues.setdefault((source, target, channel), deque()).append(message)
+
+    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+        """Take the first message of the queue."""
+        queue = self.queues.get((source, target, channel))
+        return queue.popleft() if queue else None
+
+    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+        """Put a message of a checkpoint at the end of its queue."""
+        self.send(source, target, channel, message)
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        self.queues.clear()
+        self._norms.clear()
+
+    def mean(
+        self, stage: int, gradients: dict[str, Tensor], count: int
+    ) -> dict[str, Tensor] | None:
+        """There is one copy of every stage."""
+        return mean_of(gradients, count)
+
+    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """The sum over all stages, once the last one has come."""
+        norms = self._norms.setdefault(update, {})
+        norms[stage] = squared
+        if len(norms) < self.stages:
+            return None
+        self._norms = {u: n for u, n in self._norms.items() if u >= update}
+        # In the order of the stages, whoever came first: sums of floats depend on it.
+        total = norms[0]
+        for index in range(1, self.stages):
+            total = total + norms[index].to(total.device)
+        return total
+
+    def wait(self, what: str) -> None:
+        """Nobody else is there who could send something."""
+        raise VerificationError(f"the stages wait for each other: {what}")

@@ -1,0 +1,348 @@
+"""A rewired model as an ordinary `nn.Module` that trains without storing activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.ir.module_tree import convolves, reads_cast, tensors_read
+from revcompile.ir.ops import attribute
+from revcompile.ir.types import Body, Coupling, Growth, Live, Opaque, Rewired
+from revcompile.ir.weight_expansion import grow
+from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
+from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.captures import Cases, Recapture
+from revcompile.runtime.reversible.cast_down import narrowed
+from revcompile.runtime.reversible.coupling import Block, Chain
+from revcompile.runtime.reversible.fuse_bn_relu import clipped
+from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.runtime.reversible.inlined_modules import Inlined
+from revcompile.runtime.reversible.match_dtypes import matched
+from revcompile.runtime.reversible.original import Original, OriginalSurface
+from revcompile.runtime.reversible.overlap import Overlap
+from revcompile.runtime.reversible.probes import Tolerance
+from revcompile.runtime.reversible.replay import Circumstances, StatefulBuffers
+from revcompile.runtime.reversible.sharding import Unit, enter, leave, units_of
+
+__all__ = ["Reversible"]
+
+_RESERVED = frozenset(
+    {
+        "rewired",
+        "tolerance",
+        "reversible",
+        "check_every",
+        "overlap",
+        "inversion_errors",
+        "inlined_hooks",
+        "summary",
+        "rewired_tensors",
+        "_original",
+        "_cases",
+        "_plans",
+        "_inlined",
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An opaque segment's code, or a chain; `drop` are values nobody reads afterwards."""
+
+    run: Callable[..., Any] | Chain
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    drop: tuple[str, ...]
+    bindings: tuple[Bindings, ...]
+    """What its graphs find in the module tree."""
+    units: tuple[Unit, ...] = ()
+    """Of an opaque segment: FSDP2 units that its layers belong to."""
+
+
+def _changed(step: _Step) -> bool:
+    return any(bindings.change() is not None for bindings in step.bindings)
+
+
+class Reversible(OriginalSurface):
+    """Runs a `Rewired` model. Parameters and buffers keep the original's names.
+
+    In training mode with gradients on, chains of couplings keep only their output; in eval mode
+    or under `no_grad` everything is a plain forward.
+    """
+
+    def __init__(
+        self,
+        rewired: Rewired,
+        tolerance: Tolerance = None,
+        overlap: Overlap = Overlap.OFF,
+    ) -> None:
+        super().__init__()
+        root = rewired.root
+        taken = _RESERVED & {*root._modules, *root._parameters, *root._buffers}
+        if taken:
+            raise InputError(
+                f"reversify: {rewired.name} has a member called {sorted(taken)[0]!r}, a name the "
+                "reversible module needs for itself; rename it in the model"
+            )
+        for name, child in root._modules.items():
+            self.add_module(name, child)
+        for name, parameter in root._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, buffer in root._buffers.items():
+            persistent = name not in root._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent=persistent)
+        for name, value in root.__dict__.items():
+            if name not in self.__dict__ and isinstance(value, Tensor):
+                self.register_buffer(name, value, persistent=False)
+        self.training = root.training
+        self.__dict__["rewired"] = replace(rewired, root=self)
+        self.__dict__["tolerance"] = tolerance
+        self.__dict__["reversible"] = True
+        self.__dict__["check_every"] = 50
+        self.__dict__["overlap"] = overlap
+        self.__dict__["_plans"] = {}
+        self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
+        self.__dict__["_inlined"] = Inlined(rewired, self)
+        self.__dict__["_cases"] = Cases(self.rewired)
+        self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
+
+    rewired: Rewired
+    tolerance: Tolerance
+    """Of reconstruction, relative; "auto": by the type of the streams; None: not compared."""
+    reversible: bool
+    """Set to False to run chains as plain operations: the reference with stored activations."""
+    check_every: int
+    """How often, in forward passes, a chain compares its reconstructed input with the original."""
+    overlap: Overlap
+    """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
+    _plans: dict[int, tuple[_Step, ...]]
+    _inlined: Inlined
+    _cases: Cases
+
+    def on_new_case(self, recapture: Recapture) -> None:
+        """Have a call that breaks a guard captured anew; without this it is refused."""
+        self._cases.recapture = recapture
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model with the original's calling convention."""
+        rewired, values = self._case(args, kwargs)
+        body, out_spec = rewired.body, rewired.signature.out_spec
+        if rewired.eval_body is not None and not self.training:
+            body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
+        values = self._run(body, values)
+        flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
+        return pytree.tree_unflatten(flat, out_spec)
+
+    @property
+    def inlined_hooks(self) -> tuple[str, ...]:
+        """Modules whose hooks were traced with their forward, and do not run any more."""
+        return self._inlined.hooked
+
+    def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
+        """Forward and back through every chain: each block's relative reconstruction error."""
+        errors: list[tuple[str, float]] = []
+        rewired, values = self._case(args, kwargs)
+        with torch.no_grad():
+            self._run(rewired.body, values, errors)
+        return errors
+
+    def rewired_tensors(self) -> dict[int, str]:
+        """What couplings compute with, and what rewiring has enlarged: id of a tensor -> name."""
+        bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
+        branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
+        found = {id(attribute(self, name)): name for name in self.rewired.growths}
+        for name, value in itertools.chain.from_iterable(tensors_read(b, self) for b in branches):
+            found.setdefault(id(value), name)
+        return found
+
+    def _case(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Rewired, dict[str, Any]]:
+        """The graph whose guards hold for a call, and its inputs."""
+        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
+        return self._cases.fitting(self, values, args, kwargs), values
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Capturing anew needs the original's class, which pickle finds by its name or not at all.
+        recapture = self._cases.recapture if self._original.is_importable else None
+        cases = Cases(self.rewired, recapture)
+        return {**self.__dict__, "_plans": {}, "_cases": cases}
+
+    def _run(
+        self,
+        body: Body,
+        values: dict[str, Any],
+        errors: list[tuple[str, float]] | None = None,
+    ) -> dict[str, Any]:
+        stores_nothing = self.reversible and self.training and torch.is_grad_enabled()
+        for step in self._plan(body):
+            inputs = [values[name] for name in step.inputs]
+            if isinstance(step.run, Chain):
+                a, b, cast, narrow = _widened_streams(inputs[0], inputs[1])
+                del inputs[:2]
+                if errors is not None:
+                    (a, b, *extras), found = step.run.inspect(self, a, b, inputs, cast)
+                    errors += found
+                else:
+                    run = step.run.reversible if stores_nothing else step.run.plain
+                    for name in step.drop:
+                        values.pop(name, None)
+                    a, b, *extras = run(self, a, b, inputs, cast)
+                if narrow is not None:
+                    a, b = a.to(narrow), b.to(narrow)
+                outputs: Sequence[Any] = (a, b, *extras)
+            else:
+                for name in step.drop:
+                    values.pop(name, None)
+                inputs = list(enter(step.units, tuple(inputs)))
+                outputs = leave(step.units, tuple(step.run(self, *inputs)))
+            del inputs
+            values.update(zip(step.outputs, outputs, strict=True))
+        return values
+
+    def _plan(self, body: Body) -> tuple[_Step, ...]:
+        """The body's steps, compiled on first use, and anew when modules or their hooks change."""
+        self._inlined.check()
+        key = id(body)
+        found = self._plans.get(key)
+        if found is None or any(_changed(step) for step in found):
+            found = self._plans[key] = self._steps(body)
+        return found
+
+    def _steps(self, body: Body) -> tuple[_Step, ...]:
+        return _steps(body, self)
+
+
+def _widened_streams(
+    a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, torch.dtype | None, torch.dtype | None]:
+    """Residual streams in float32, whatever the branches compute in: bf16 streams drift.
+
+    Also returns what branches are to be given and what the streams are to be cast back to;
+    under autocast neither is needed.
+    """
+    if a.dtype not in LOW_PRECISION:
+        return a, b, None, None
+    narrow = None if is_autocasting(a.device) else a.dtype
+    return a.float(), b.float(), narrow, narrow
+
+
+def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
+    """Group couplings into chains, compile everything, and find when values die."""
+    runs = _chains(body)
+    last_use: dict[str, int] = {}
+    for index, run in enumerate(runs):
+        for segment in run:
+            for name in segment.inputs:
+                last_use[name] = index
+    kept = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
+    steps: list[_Step] = []
+    for index, run in enumerate(runs):
+        first = run[0]
+        if isinstance(first, Opaque):
+            inputs, outputs = first.inputs, first.outputs
+            graph = clipped(matched(first.graph), root)
+            code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
+            bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
+            units = _units(bindings[0])
+        else:
+            couplings = [s for s in run if isinstance(s, Coupling)]
+            sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
+            inputs, units = (*first.streams_in, *sides), ()
+            outputs = couplings[-1].outputs
+            position = {name: i for i, name in enumerate(sides)}
+            blocks = tuple(_block(c, root, position) for c in couplings)
+            bindings = tuple(block.bindings for block in blocks)
+            has_convolutions = any(convolves(c.branch, root) for c in couplings)
+            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
+        drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
+        steps.append(_Step(code, inputs, outputs, drop, bindings, units))
+    return tuple(steps)
+
+
+def _side_names(coupling: Coupling) -> tuple[str, ...]:
+    return (*coupling.sides, *(coupling.link.sides if coupling.link else ()))
+
+
+def _chains(body: Body) -> list[list[Coupling | Opaque]]:
+    """Runs of couplings whose streams nobody else reads; opaque segments alone."""
+    readers: dict[str, int] = {}
+    for segment in body.segments:
+        for name in segment.inputs:
+            readers[name] = readers.get(name, 0) + 1
+    for leaf in body.result:
+        if isinstance(leaf, Live):
+            readers[leaf.name] = readers.get(leaf.name, 0) + 1
+    runs: list[list[Coupling | Opaque]] = []
+    for segment in body.segments:
+        previous = runs[-1][-1] if runs else None
+        if (
+            isinstance(segment, Coupling)
+            and isinstance(previous, Coupling)
+            and previous.streams_out == segment.streams_in
+            and not previous.extras
+            and all(readers.get(name, 0) == 1 for name in previous.streams_out)
+        ):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs
+
+
+def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
+    bindings = Bindings(coupling.branch, root)
+    link = coupling.link
+    return Block(
+        name=coupling.name,
+        branch=compile_graph(_prepared(coupling.branch, root), coupling.name),
+        sides=tuple(position[name] for name in coupling.sides),
+        link=compile_graph(link.forward, coupling.name) if link else None,
+        unlink=compile_graph(link.inverse, coupling.name) if link else None,
+        has_extras=bool(coupling.extras),
+        link_sides=tuple(position[name] for name in link.sides) if link else (),
+        bindings=bindings,
+        units=_units(bindings),
+        circumstances=_circumstances(list(bindings.modules)),
+        reads_cast=reads_cast(coupling.branch, root),
+    )
+
+
+def _units(bindings: Bindings) -> tuple[Unit, ...]:
+    """FSDP2 units, outermost first: modules around the called ones, those, and modules inside."""
+    return units_of((*bindings.around.items(), *bindings.modules.items()))
+
+
+def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A branch as it runs: joined kernels, and casts where autocast asks for them."""
+    return clipped(narrowed(matched(branch), root), root)
+
+
+def _circumstances(modules: Sequence[nn.Module]) -> Circumstances:
+    norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
+    others = [m for m in modules if not isinstance(m, _BatchNorm)]
+    buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
+    return Circumstances(norms, StatefulBuffers(buffers))
+
+
+def _grow_state_dict(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
+) -> None:
+    """Let a state dict of the original load: enlarge what rewiring enlarged."""
+    assert isinstance(module, Reversible)
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    grown: dict[str, Tensor] = {}
+    for name, (source, how) in module.rewired.growths.items():
+        have, original = state.get(prefix + name), state.get(prefix + source)
+        fits = have is not None and have.shape == own[name].shape
+        if original is not None and (not fits or how is Growth.WAKE):
+            grown[prefix + name] = grow(original, how)
+    state.update(grown)

@@ -1,0 +1,1 @@
+"""One stage's numerics: programs, kept activations, weight versions, updates."""

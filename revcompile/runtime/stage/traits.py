@@ -1,0 +1,64 @@
+"""What a stage's program tells of its stage, before anything has run."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from revcompile.ir.ops import attribute
+from revcompile.ir.program import StageProgram
+from revcompile.schedule import Keep, Order, Weights
+
+__all__ = ["candidates", "moves_early", "outlives_updates", "statistics_of"]
+
+
+def outlives_updates(program: StageProgram) -> bool:
+    """Are parameters updated while graphs that use them are kept?"""
+    method, is_last = program.method, program.index == program.stages - 1
+    keeps = any(unit.keep is Keep.GRAPH for unit in program.units)
+    delayed = method.order is Order.CONTINUOUS and method.weights is Weights.LATEST
+    return keeps and delayed and not is_last
+
+
+def moves_early(program: StageProgram) -> bool:
+    """Do running statistics move in forward, or in a backward pass that may be taken back?"""
+    is_last = program.index == program.stages - 1
+    records = any(unit.keep is Keep.GRAPH for unit in program.units)
+    return is_last or records or program.method.order is Order.LOCKED
+
+
+def statistics_of(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Running statistics of the stage's batch norms."""
+    modules: dict[nn.Module, None] = {}
+    for node in program.forward.nodes:
+        if node.op == "call_module":
+            modules |= dict.fromkeys(root.get_submodule(str(node.target)).modules())
+        elif node.op == "get_attr":
+            found = attribute(root, str(node.target))
+            owner = root.get_submodule(str(node.target).rpartition(".")[0])
+            modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
+    norms = (module for module in modules if isinstance(module, _BatchNorm))
+    return [(norm, name) for norm in norms for name in norm._buffers]
+
+
+def candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Buffers the stage might write into, other than batch norms' statistics."""
+    found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+    for node in program.forward.nodes:
+        target = str(node.target)
+        if node.op == "call_module":
+            modules = list(root.get_submodule(target).modules())
+        elif node.op == "get_attr" and not isinstance(attribute(root, target), nn.Module):
+            owner, _, name = target.rpartition(".")
+            module = root.get_submodule(owner)
+            if name in module._buffers and not isinstance(module, _BatchNorm):
+                found[id(module), name] = module, name
+            continue
+        else:
+            continue
+        for module in modules:
+            if not isinstance(module, _BatchNorm):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        found[id(module), name] = module, name
+    return list(found.values())

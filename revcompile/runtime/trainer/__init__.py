@@ -1,0 +1,1 @@
+"""What a user trains with, in one process."""

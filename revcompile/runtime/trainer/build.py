@@ -1,0 +1,77 @@
+"""An actor from a stage's program: its numerics, its optimizer, what it exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.executor.stage_executor import Actor
+from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.stage.gradient_predictor import Synthesiser
+from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_scale import scaling_of
+from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.update import OptimizerFactory, Updater
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.schedule import Order, Tie
+
+__all__ = ["make_actor"]
+
+
+def make_actor(
+    program: StageProgram,
+    model: nn.Module,
+    ties: Mapping[Tie, tuple[str, ...]],
+    optimizer: OptimizerFactory,
+    settings: Settings,
+    transport: Transport,
+    *,
+    seed: int,
+    delay: float,
+    objective: Objective | None,
+    guarded: bool,
+) -> Actor:
+    """The actor of one stage, whose gradients are so many updates late.
+
+    The last one is given the objective.
+    """
+    index = program.index
+    held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
+    owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
+    replicas = [name for names in held.values() for name in names]
+    stage = Stage(
+        program,
+        model,
+        seed=seed,
+        autocast=settings.autocast,
+        replicas=replicas,
+        check_finite=settings.check_finite,
+        buffers=settings.buffers,
+    )
+    stage.sums_in_place = guarded
+    own = {n: p for n, p in stage.parameters.items() if n not in replicas}
+    updater = Updater(
+        f"stage {index}",
+        own,
+        optimizer,
+        groups=settings.param_groups,
+        lr_schedule=settings.lr_schedule,
+        delay=delay,
+    )
+    synthesiser = None
+    if program.method.order is Order.SYNTHETIC and objective is None:
+        synthesiser = Synthesiser(index, program.outputs, optimizer, stage._device())
+    return Actor(
+        stage,
+        updater,
+        transport,
+        objective=objective,
+        synthesiser=synthesiser,
+        clip_grad_norm=settings.clip_grad_norm,
+        held=held,
+        owned=owned,
+        guarded=guarded,
+        scaling=scaling_of(settings.loss_scale, program.method),
+    )
