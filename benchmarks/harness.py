@@ -257,7 +257,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def slope(depths: Sequence[float], values: Sequence[float]) -> float:
-    """Growth per added block: the least-squares line through all depths.
+    """WeightExpansion per added block: the least-squares line through all depths.
 
     >>> slope([2, 4, 8], [7.0, 11.0, 19.0])
     2.0

@@ -69,7 +69,10 @@ def bytes_of(row: Row) -> float | None:
 
 
 def _print(
-    title: str, found: Sequence[Growth], values: Sequence[int], unit: Callable[[float], str]
+    title: str,
+    found: Sequence[Growth],
+    values: Sequence[int],
+    unit: Callable[[float], str],
 ) -> None:
     rows = []
     for one in found:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from revcompile.optim import LeadAdamW, LeadSGD
+from revcompile.optim import DelayAwareAdamW, DelayAwareSGD
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
     "adamw": AdamW,
     "nadam": partial(NAdam, betas=(0.99, 0.999), decoupled_weight_decay=True),
-    "lead-sgd": LeadSGD,
-    "lead-adamw": LeadAdamW,
+    "lead-sgd": DelayAwareSGD,
+    "lead-adamw": DelayAwareAdamW,
 }
 """The last two look as far ahead as a stage's gradients lag behind."""

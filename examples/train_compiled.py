@@ -153,7 +153,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--stages", type=int, default=4, help="how many stages to cut it into")
     add = parser.add_argument_group("method").add_argument
     add("--method", default="petra", help="petra, backprop, 1f1b, pipedream, ...")
-    add("--order", help='"half" the paper\'s delay (the default) or "paper"')
+    add("--order", help='"1f1b" (the default: half the delay of the paper) or "paper"')
     add("--accumulate", type=int, default=1, help="micro-batches an update")
     add = parser.add_argument_group("data").add_argument
     add("--data", choices=DATASETS, default="digits")

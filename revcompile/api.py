@@ -162,7 +162,7 @@ def petrafy(
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
     cost: How = "analytic",
-    memory_limit: int | None = None,
+    memory_budget: int | None = None,
     batch_size: int | None = None,
     optimizer_copies: int = 1,
     keep: str = "nothing",
@@ -172,7 +172,7 @@ def petrafy(
     Arguments up to `tolerance` are those of `reversify`. `cost` says how work is measured:
     "analytic" (FLOPs and bytes), "measured" on the device the model is on, updates included,
     "replayed" (kernels alone, as recorded rounds on a GPU take them), or given as a mapping or
-    function from a block's name to a number. `memory_limit` is what one device can hold, in
+    function from a block's name to a number. `memory_budget` is what one device can hold, in
     bytes, with `batch_size` samples a micro-batch (the example's if not given) and
     `optimizer_copies` numbers of optimizer state a parameter (SGD with momentum 1, Adam 2).
     `keep` is what stages will keep of a micro-batch, and so what they have to compute again:
@@ -189,7 +189,7 @@ def petrafy(
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     kept = Keep(one_of("petrafy", "keep", keep, [one.value for one in Keep]))
     check_cost(cost)
-    for name, given in (("memory_limit", memory_limit), ("batch_size", batch_size)):
+    for name, given in (("memory_budget", memory_budget), ("batch_size", batch_size)):
         if given is not None:
             whole_number("petrafy", name, given, 1)
     net, compared = _reversified(
@@ -204,8 +204,8 @@ def petrafy(
     _refuse_state_in_python(net.rewired)
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
     method, limits = choose("petra"), None
-    if memory_limit is not None:
-        limits = Limits(memory_limit, batch_size or _example_batch(net), optimizer_copies)
+    if memory_budget is not None:
+        limits = Limits(memory_budget, batch_size or _example_batch(net), optimizer_copies)
     expected = dataclasses.replace(method, keep=kept)
     cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
     verify_partition(cut)

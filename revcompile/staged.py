@@ -20,7 +20,7 @@ from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.plan.budget import MemoryPlan, Terms, budget, plan_memory
-from revcompile.plan.fit import fit_memory, in_a_row, prove
+from revcompile.plan.fit import assign_contiguous, check_schedule, plan_trainer_memory
 from revcompile.runtime.checkpoint import export_weights, load_into
 from revcompile.runtime.distributed.process_groups import many_ranks
 from revcompile.runtime.distributed.rank_weights import whole
@@ -210,7 +210,7 @@ class StagedModel:
         `optimizer` is a function from a list of parameters to a torch optimizer and is called
         once a stage (those of `revcompile.optim` make up for its delay); `lr_schedule` one from an
         optimizer to its schedule, stepped at every update. `method` is a row of the methods' table
-        ("petra", "backprop", "1f1b", "pipedream", ...); `order` "half" (the default) or "paper",
+        ("petra", "backprop", "1f1b", "pipedream", ...); `order` "1f1b" (the default) or "paper",
         the paper's, with twice the delay; `alpha` anything in between or beyond. `param_groups`
         turns a stage's named parameters into torch's parameter groups. `autocast` computes branches
         in torch.bfloat16 or torch.float16; with float16 the loss is scaled as torch.amp.GradScaler
@@ -257,8 +257,8 @@ class StagedModel:
             memory=None if memory is None else budget(memory),
         )
         chosen = choose(method, order=order, alpha=alpha)
-        prove(self.partition, chosen, accumulate)
-        plan = fit_memory(
+        check_schedule(self.partition, chosen, accumulate)
+        plan = plan_trainer_memory(
             self.partition,
             chosen,
             settings,
@@ -326,7 +326,7 @@ class StagedModel:
         return plan_memory(self.partition, budget(memory), terms, places)
 
     def _places(self, ranks: int) -> list[int]:
-        return in_a_row(self.partition, ranks)
+        return assign_contiguous(self.partition, ranks)
 
     def delays(self, accumulate: int = 1) -> tuple[int, ...]:
         """Updates between forward and backward at each stage, for the default method."""

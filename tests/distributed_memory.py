@@ -22,10 +22,10 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
     _, trainer = trainer_of(run, **how)
     peak = torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else 0
     alive = [p for ref in before if (p := ref()) is not None] + [*net.model.parameters()]
-    for actor in trainer.actors:
-        alive += actor.stage.parameters.values()
+    for executor in trainer.executors:
+        alive += executor.stage.parameters.values()
     held = {id(p): p for p in alive if not p.is_meta}
-    del before, alive, actor
+    del before, alive, executor
     for batch in batches(run):
         fed(trainer, batch)
     trainer.flush()

@@ -10,7 +10,7 @@ from torch import distributed
 
 from revcompile.errors import RankError
 from revcompile.runtime.distributed import transport
-from revcompile.runtime.distributed.liveness import Alarm, FirstCause, RollCall
+from revcompile.runtime.distributed.liveness import Alarm, LivenessCheck, RootCause
 from revcompile.runtime.distributed.placement import Layout
 from revcompile.runtime.distributed.process_groups import Ranks
 from revcompile.runtime.distributed.transport import Distributed
@@ -114,7 +114,7 @@ def test_without_a_store_and_without_a_word_the_lost_rank_is_named(
 
 def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     store, alarm = Silent(), Alarm()
-    first = FirstCause(store, alarm.sound)
+    first = RootCause(store, alarm.sound)
     assert first.agree("rank 1 is gone", 0.01) is None
     assert first.close(10) and alarm.cause is None
     store.let_go.set()
@@ -122,6 +122,6 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
 
 def test_the_roll_call_finds_who_does_not_answer() -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
-    assert RollCall(store, 2, 3).missing(0.01) == {0, 1}
-    assert RollCall(store, 0, 3).missing(0.01) == {1}
-    assert RollCall(Gone(), 0, 3).missing(0.01) == set()
+    assert LivenessCheck(store, 2, 3).missing(0.01) == {0, 1}
+    assert LivenessCheck(store, 0, 3).missing(0.01) == {1}
+    assert LivenessCheck(Gone(), 0, 3).missing(0.01) == set()

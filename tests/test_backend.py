@@ -19,16 +19,16 @@ from revcompile.runtime.executor.captured import step as engine
 from revcompile.runtime.executor.captured.found_inf import Statistics, judge
 from revcompile.runtime.executor.captured.fusion import Fused
 from revcompile.runtime.executor.captured.fusion_regions import stretches
-from revcompile.runtime.executor.captured.graphs import CannotRecord, Direct
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Direct
 from revcompile.runtime.executor.captured.static_buffers import (
-    Box,
-    Leaving,
+    InPlaceMessages,
     Post,
     Recycled,
+    StaticBuffers,
     fill_all,
 )
 from revcompile.runtime.executor.captured.step import Engine
-from revcompile.runtime.executor.transport import Channel, Message
+from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.training import (
@@ -247,8 +247,8 @@ def test_settings_that_change_are_noticed() -> None:
         net, trainer = made(backend)
         for index, batch in enumerate(even(2 * FULL)):
             if index == FULL + 3:
-                for actor in trainer.actors:
-                    actor.updater.optimizer.param_groups[0]["momentum"] = 0.5
+                for executor in trainer.executors:
+                    executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
             trainer.step(*batch)
         assert is_active(trainer) == (backend == "recorded")
         found.append(weights(net))
@@ -272,8 +272,8 @@ def test_settings_that_change_are_recorded_anew(monkeypatch: pytest.MonkeyPatch)
     before = Forgetful.forgotten
     trainer.step(*even(1)[0])
     assert Forgetful.forgotten == before
-    for actor in trainer.actors:
-        actor.updater.optimizer.param_groups[0]["momentum"] = 0.5
+    for executor in trainer.executors:
+        executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
     trainer.step(*even(1)[0])
     assert Forgetful.forgotten == before + 1
 
@@ -341,7 +341,7 @@ class Refusing(Direct):
     def run(self, kind: Any, body: Any, keys: Any) -> None:
         self.rounds += 1
         if self.rounds > 4:
-            raise CannotRecord("it waits for the device")
+            raise CaptureUnsupported("it waits for the device")
         super().run(kind, body, keys)
 
 
@@ -414,7 +414,7 @@ def test_blocks_of_one_shape_share_a_function() -> None:
 
 
 def test_boxes_filled_from_each_other_swap() -> None:
-    a, b = Box(torch.zeros(2)), Box(torch.zeros(2))
+    a, b = StaticBuffers(torch.zeros(2)), StaticBuffers(torch.zeros(2))
     a.fill(torch.ones(2)), b.fill(torch.full((2,), 2.0))
     fill_all([(a, b.value), (b, a.value)])
     assert same([a.value, b.value], [torch.full((2,), 2.0), torch.ones(2)])
@@ -422,17 +422,17 @@ def test_boxes_filled_from_each_other_swap() -> None:
 
 def test_a_message_never_overwrites_one_that_is_not_read() -> None:
     post = Post(2)
-    post.boxes[1, 0, Channel.DY] = [Box(({}, {"g": torch.zeros(2)}, None))]
-    post.send(1, 0, Channel.DY, Message(0, {}, {"g": torch.ones(2)}))
+    post.boxes[1, 0, MessageKind.DY] = [StaticBuffers(({}, {"g": torch.zeros(2)}, None))]
+    post.send(1, 0, MessageKind.DY, Message(0, {}, {"g": torch.ones(2)}))
     with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
-        post.send(1, 0, Channel.DY, Message(1, {}, {"g": torch.ones(2)}))
+        post.send(1, 0, MessageKind.DY, Message(1, {}, {"g": torch.ones(2)}))
 
 
 def test_messages_that_stay_hold_nothing_borrowed() -> None:
-    key, borrowed, own = (1, 0, Channel.DY), torch.zeros(2), torch.zeros(2)
+    key, borrowed, own = (1, 0, MessageKind.DY), torch.zeros(2), torch.zeros(2)
     message = Message(0, {"a": borrowed[:1], "b": own}, {"g": own.bfloat16()})
-    like = Box(({"a": torch.zeros(1), "b": own}, {"g": own}, None))
-    left = Leaving([borrowed]).note(key, message, like)
+    like = StaticBuffers(({"a": torch.zeros(1), "b": own}, {"g": own}, None))
+    left = InPlaceMessages([borrowed]).note(key, message, like)
     borrowed.fill_(7)
     assert same(left.values, {"a": torch.zeros(1), "b": own})
     assert left.values["b"] is own
@@ -480,7 +480,7 @@ def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
     for x, y in even(2 * FULL):
         trainer.step(x.float(), y), reference.step(x.float(), y)
     trainer.state_dict()  # nobody else has what is in flight
-    kept = [held.kept[0].dtype for held in trainer.actors[0].stage.in_flight.values()]
+    kept = [held.kept[0].dtype for held in trainer.executors[0].stage.in_flight.values()]
     assert kept == 2 * [torch.bfloat16]
     assert same(weights(net), weights(plain)) is False
     for name, tensor in weights(plain).items():

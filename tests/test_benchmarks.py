@@ -310,7 +310,7 @@ def test_a_gradient_that_is_not_a_number_is_not_equal() -> None:
     ):
         optimizer = types.SimpleNamespace(seen=[[seen]])
         updater = types.SimpleNamespace(optimizer=optimizer, parameters=["weight"])
-        trainer = types.SimpleNamespace(actors=[types.SimpleNamespace(updater=updater)])
+        trainer = types.SimpleNamespace(executors=[types.SimpleNamespace(updater=updater)])
         assert gradient_error(trainer, net, 0, good, torch.zeros(1)) == expected
 
 

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.stages.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
 from revcompile.compiler.cost import MemoryModel
-from revcompile.runtime.executor.captured.static_buffers import Box
-from revcompile.runtime.executor.transport import Channel
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.executor.transport import MessageKind
 from revcompile.runtime.stage.activations import Buffers, BuffersLike
 from revcompile.schedule import choose, window
 from tests.test_accounting import BATCH as FEW
@@ -54,11 +54,11 @@ def test_recorded_rounds_keep_what_is_accounted(name: str, buffers: torch.dtype 
         ring, count = engine._rings.get(index), window(net.method, net.num_stages, index)
         kept = bytes_in([*ring.slots, *ring.dues]) if ring is not None else 0
         assert memory.buffers == kept // count * (count - 1 + 4 // each)
-        boxes = engine._post.boxes[index + 1, index, Channel.DY]
+        boxes = engine._post.boxes[index + 1, index, MessageKind.DY]
         assert bytes_in(boxes) == memory.waiting + 4 * len(boxes)
 
 
-def bytes_in(boxes: Iterable[Box]) -> int:
+def bytes_in(boxes: Iterable[StaticBuffers]) -> int:
     return sum(t.numel() * t.element_size() for box in boxes for t in box.tensors)
 
 

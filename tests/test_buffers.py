@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.errors import InputError
 from revcompile.runtime.stage.activations import Buffers, Scaled, narrowed, widened
-from revcompile.runtime.stage.pinned_pool import Away, Shelf
+from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import FULL, even, is_active, made, odd
@@ -55,7 +55,7 @@ def test_nothing_and_what_is_not_finite_survive_eight_bits() -> None:
 
 
 def kept(trainer: Trainer, stage: int = 0) -> list[Any]:
-    return [held.kept[0] for held in trainer.actors[stage].stage.in_flight.values()]
+    return [held.kept[0] for held in trainer.executors[stage].stage.in_flight.values()]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -142,7 +142,7 @@ def test_inputs_of_what_is_not_reversible_wait_wherever_it_is_in_a_stage() -> No
     assert len(net.partition.parts[0].pieces) > 2
     trainer = net.trainer(plain_sgd, F.cross_entropy, buffers=torch.bfloat16)
     trainer.step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))
-    stage = trainer.actors[0].stage
+    stage = trainer.executors[0].stage
     (held,) = stage.in_flight.values()
     found = [value for value in held.kept if isinstance(value, Tensor)]
     assert sorted(value.shape[1] for value in found) == [5, 8, 8]  # before stem and transition
@@ -185,8 +185,8 @@ def test_digits_are_learned_with_inputs_in_eight_bits() -> None:
 
 def shelved(trainer: Trainer) -> Trainer:
     """As on a GPU: inputs really go and come back."""
-    for actor in trainer.actors:
-        actor.stage.keeper.shelf = Shelf(CPU)
+    for executor in trainer.executors:
+        executor.stage.keeper.shelf = PinnedPool(CPU)
     return trainer
 
 
@@ -199,7 +199,7 @@ def test_what_is_away_comes_back_as_it_was(settings: dict[str, Any]) -> None:
             shelved(trainer)
         losses = [trainer.step(*batch).loss for batch in [*even(FULL), odd(), *even(FULL)]]
         if buffers:
-            assert [type(value) for value in kept(trainer)][-1] is Away
+            assert [type(value) for value in kept(trainer)][-1] is OffloadedTensor
         trainer.flush()
         found.append((losses, weights(net)))
     assert same(*found)
@@ -210,7 +210,7 @@ def test_memory_for_what_is_away_is_used_again() -> None:
     rooms = []
     for batch in even(20):
         trainer.step(*batch)
-        rooms.append(trainer.actors[0].stage.keeper.shelf.rooms)
+        rooms.append(trainer.executors[0].stage.keeper.shelf.rooms)
     assert rooms[:4] == [1, 2, 3, 3] and set(rooms[2:]) == {3}
 
 
@@ -222,7 +222,7 @@ def test_what_is_due_next_is_on_its_way() -> None:
 
 
 def test_rooms_are_given_out_once() -> None:
-    shelf = Shelf(CPU)
+    shelf = PinnedPool(CPU)
     first, second = shelf.put(torch.ones(3)), shelf.put(torch.zeros(3))
     assert same(shelf.take(first), torch.ones(3))
     back = shelf.take(second)
@@ -238,7 +238,7 @@ def test_nothing_is_moved_on_the_cpu() -> None:
     _, trainer = made("eager", buffers="offload")
     trainer.step(*even(1)[0])
     assert isinstance(kept(trainer)[0], Tensor)
-    assert trainer.actors[0].stage.keeper.shelf is None
+    assert trainer.executors[0].stage.keeper.shelf is None
 
 
 def test_recorded_rounds_keep_everything_in_place() -> None:
@@ -256,7 +256,7 @@ def test_other_buffers_do_not_exist(given: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("order", ["half", "paper"])
+@pytest.mark.parametrize("order", ["1f1b", "paper"])
 def test_what_goes_to_the_host_comes_back_as_it_was(order: str) -> None:
     def trained(buffers: Any) -> tuple[StagedModel, list[int]]:
         torch.manual_seed(0)

@@ -74,9 +74,9 @@ def test_they_are_made_once_an_update(accumulate: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(Casts, "refresh", lambda casts: (made_by.append(casts), refresh(casts)))
     trainer = made(accumulate=accumulate, method="backprop")
     feed(trainer, DATA)
-    for actor in trainer.actors:
-        assert actor.stage.casts._names
-        assert made_by.count(actor.stage.casts) == 12 // accumulate
+    for executor in trainer.executors:
+        assert executor.stage.casts._names
+        assert made_by.count(executor.stage.casts) == 12 // accumulate
 
 
 def doubled(trainer: Trainer) -> None:
@@ -134,11 +134,11 @@ def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
 def test_weights_that_are_in_flight_are_read_as_they_were(method: str, copies: bool) -> None:
     trainer = made(method=method, accumulate=2)
     feed(trainer, DATA[:3])
-    assert (trainer.actors[0].stage.casts.read() is not None) == copies
+    assert (trainer.executors[0].stage.casts.read() is not None) == copies
 
 
 def test_a_model_without_autocast_has_no_copies() -> None:
     net = fresh(Loose, 3, torch.float32)
     trainer = net.trainer(momentum, F.cross_entropy)
     feed(trainer, DATA[:2])
-    assert all(actor.stage.casts.read() is None for actor in trainer.actors)
+    assert all(executor.stage.casts.read() is None for executor in trainer.executors)

@@ -56,8 +56,8 @@ from tests.training import (
 ROOT: Final = Path(__file__).parent.parent
 
 RUNS: Final[dict[str, dict[str, Any]]] = {
-    "petra": {"order": "half", "optimizer": momentum},
-    "petra, k=3": {"order": "half", "optimizer": adam, "accumulate": 3},
+    "petra": {"order": "1f1b", "optimizer": momentum},
+    "petra, k=3": {"order": "1f1b", "optimizer": adam, "accumulate": 3},
     "petra, the paper's order": {"order": "paper", "optimizer": adam},
     "petra, the paper's order, k=3": {"order": "paper", "optimizer": momentum, "accumulate": 3},
     "stashed weights": {"method": "pipedream", "optimizer": momentum},
@@ -508,9 +508,9 @@ def together(world: int, work: Callable[[int, Callable[[], Any]], Any]) -> list[
 def share(trainer: Any, stages: Sequence[int]) -> dict[str, Any]:
     """What a rank that holds some of the stages would save."""
     state = trainer.state_dict()
-    places = {n: a.index for a in reversed(trainer.actors) for n in a.program.parameters}
+    places = {n: a.index for a in reversed(trainer.executors) for n in a.program.parameters}
     first = {n: t for n, t in state["model"].items() if places.get(n, 0) in stages}
-    own = {n for j in stages for n in trainer.actors[j].updater.parameters}
+    own = {n for j in stages for n in trainer.executors[j].updater.parameters}
     return state | {
         "model": first,
         "optimizer": {n: s for n, s in state["optimizer"].items() if n in own},

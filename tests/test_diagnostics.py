@@ -152,7 +152,7 @@ def test_without_delay_all_gradients_agree(name: str, method: str) -> None:
     assert_all_one(report)
 
 
-@pytest.mark.parametrize("order", ["half", "paper"])
+@pytest.mark.parametrize("order", ["1f1b", "paper"])
 def test_the_last_stage_has_no_delay(order: str) -> None:
     report = watched(trainer_of("norms", "petra", order=order), batches(16), watch=7)
     last = report.stages[-1]
@@ -235,7 +235,7 @@ def assert_similar(pair: Similarity, x: Tensor, y: Tensor) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("order", ["half", "paper"])
+@pytest.mark.parametrize("order", ["1f1b", "paper"])
 @pytest.mark.parametrize("watch", [0, 7, 11], ids=lambda m: f"m{m}")
 def test_a_report_is_what_a_loop_by_hand_finds(order: str, accumulate: int, watch: int) -> None:
     """Filling, full, and drained by a flush: micro-batch 11 is among the last of 13."""
@@ -303,9 +303,9 @@ def test_a_flush_before_is_a_new_beginning() -> None:
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Parameters, buffers, optimizers' states and the random state."""
     found = dict(trainer.model.state_dict())
-    for actor in trainer.actors:
-        found |= {f"replica {actor.index} {n}": p for n, p in actor.stage.parameters.items()}
-        for name, state in actor.updater.state()["state"].items():
+    for executor in trainer.executors:
+        found |= {f"replica {executor.index} {n}": p for n, p in executor.stage.parameters.items()}
+        for name, state in executor.updater.state()["state"].items():
             found |= {f"{name} {key}": torch.as_tensor(value) for key, value in state.items()}
     return {n: t.detach().clone() for n, t in found.items()} | {"random": torch.get_rng_state()}
 
@@ -417,7 +417,7 @@ def test_a_backward_pass_that_is_taken_back_is_not_counted() -> None:
     trainer = trainer_of("norms", "backprop")
     trainer.step(*fed[0])
     probe = trainer.watch()
-    with overflowing(trainer.actors[1].stage), pytest.raises(NonFiniteError):
+    with overflowing(trainer.executors[1].stage), pytest.raises(NonFiniteError):
         trainer.step(2 * fed[1][0], fed[1][1])
     trainer.flush()  # drains nothing of it
     assert not probe.over
@@ -431,7 +431,7 @@ def test_a_micro_batch_that_is_left_out_has_no_report() -> None:
     trainer.step(*fed[0])
     trainer.step(*fed[1])
     # Stage 1 differentiates micro-batch 0.
-    with overflowing(trainer.actors[1].stage), pytest.raises(NonFiniteError):
+    with overflowing(trainer.executors[1].stage), pytest.raises(NonFiniteError):
         trainer.step(*fed[2])
     for inputs, target in fed[3:]:
         trainer.step(inputs, target)

@@ -19,7 +19,7 @@ from revcompile.errors import InputError
 from revcompile.inspect.code import code_text
 from revcompile.inspect.drawing import draw, draw_schedule, fragment, picture
 from revcompile.inspect.drawing.contents import contents, embedded
-from revcompile.inspect.drawing.facts import Traveller
+from revcompile.inspect.drawing.facts import SkipValue
 from revcompile.inspect.drawing.graphs import drawn_graph
 from revcompile.inspect.drawing.layout import HEIGHT, placed
 from revcompile.inspect.drawing.network import network_svg
@@ -135,7 +135,7 @@ def test_no_text_reaches_beyond_the_drawing() -> None:
     facts = compiled("hourglass", 5).picture()
     kind = TensorType((2, 1024, 128, 128), (1, 0, 0, 0), torch.float32, 2)
     for first, width in itertools.product(range(3), (430.0, 640.0, 1000.0)):
-        skip = Traveller(("left", "right"), kind, first, first + 2, frozenset({first + 2}))
+        skip = SkipValue(("left", "right"), kind, first, first + 2, frozenset({first + 2}))
         drawn = network_svg(dataclasses.replace(facts, travellers=(skip,)), width)
         root = ET.fromstring(drawn)
         for place in root.findall(f"{SVG}g[@transform]"):

@@ -116,9 +116,9 @@ def test_it_does_for_every_model_and_plan(
 
 def test_what_stages_keep_makes_a_difference() -> None:
     """Or the comparison above would compare nothing."""
-    found = [written_out("vit", keeps, "half", 1).parameters() for keeps in PLANS.values()]
-    stashed = spine.transcribed("vit", "STASH", "half", 1)[0]
-    replayed = spine.transcribed("vit", "REPLAY", "half", 1)[0]
+    found = [written_out("vit", keeps, "1f1b", 1).parameters() for keeps in PLANS.values()]
+    stashed = spine.transcribed("vit", "STASH", "1f1b", 1)[0]
+    replayed = spine.transcribed("vit", "REPLAY", "1f1b", 1)[0]
     for one, other in itertools.combinations([*found, stashed, replayed], 2):
         assert worst(one, other)[0] > 1e-6
 
@@ -192,7 +192,7 @@ def test_a_stage_returns_the_very_input_it_was_given() -> None:
     """No copy beside the one in the graph, and nothing rounded for the sake of buffers."""
     net = training.fresh(training.Plain, dtype=torch.float32)
     trainer = keeping(net, (N, G, N, G), training.momentum, buffers=Buffers(torch.bfloat16))
-    stage = trainer.actors[1].stage
+    stage = trainer.executors[1].stage
     for batch in training.batches(3, dtype=torch.float32):
         trainer.step(*batch)
     kept = dict(zip(stage.program.kept, next(iter(stage.in_flight.values())).kept, strict=True))
@@ -214,7 +214,7 @@ def low_precision(keeps: Keeps) -> tuple[Trainer, list[training.Batch]]:
 def test_weights_in_low_precision_are_made_once_an_update_and_are_the_latest() -> None:
     """A cast of autocast's would be the forward's weight, and a copy a micro-batch."""
     trainer, data = low_precision((G, G, G, G))
-    stage = trainer.actors[0].stage
+    stage = trainer.executors[0].stage
     for batch in data[:6]:
         trainer.step(*batch)
     assert len(stage.in_flight) == 3
@@ -244,7 +244,7 @@ def test_low_precision_gradients_are_those_of_casts_made_anew() -> None:
     assert training.same(*found)
 
 
-# -- circumstances --------------------------------------------------------------------------------
+# -- replay_context --------------------------------------------------------------------------------
 #
 # Net has dropout, batch norms and a layer that two distant stages share; every fifth micro-batch is
 # smaller.

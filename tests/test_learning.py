@@ -63,7 +63,7 @@ def test_parameters_buffered_inputs_rebuilt_with_the_latest() -> None:
         trainer = copy.deepcopy(net).trainer(
             lambda p: torch.optim.SGD(p, lr=0.0), F.mse_loss, method=method, seed=0
         )
-        first, stage, _ = (actor.stage for actor in trainer.actors)
+        first, stage, _ = (executor.stage for executor in trainer.executors)
         if variant == "mixed":
             rebuild_with_latest(stage)
         generator = torch.Generator().manual_seed(1)

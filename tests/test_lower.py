@@ -49,7 +49,9 @@ def sided() -> revcompile.StagedModel:
 def programs(method: str) -> tuple[StageProgram, ...]:
     net = sided()
     chosen = choose(method)
-    return tuple(actor.program for actor in net.trainer(sgd, F.mse_loss, method=chosen).actors)
+    return tuple(
+        executor.program for executor in net.trainer(sgd, F.mse_loss, method=chosen).executors
+    )
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -14,7 +14,12 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.testing import assert_close
 
-from revcompile.optim.delay_aware import LeadAdamW, LeadSGD, lead_of, memory_of
+from revcompile.optim.delay_aware import (
+    DelayAwareAdamW,
+    DelayAwareSGD,
+    averaging_horizon,
+    look_ahead,
+)
 from revcompile.schedule import choose, mean_delay
 from tests.training import Plain, batches, fresh, weights
 
@@ -44,7 +49,7 @@ def test_without_delay_it_is_nesterov_momentum() -> None:
     twins = copy.deepcopy(params)
     groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}]
     others = [{"params": twins[:1], "weight_decay": 0.0}, {"params": twins[1:]}]
-    found = _follow(LeadSGD(groups, 0.1, 0.8, weight_decay=0.1), params, 60)
+    found = _follow(DelayAwareSGD(groups, 0.1, 0.8, weight_decay=0.1), params, 60)
     torchs = SGD(others, 0.1, 0.8, nesterov=True, weight_decay=0.1)
     assert_close(found, _follow(torchs, twins, 60), rtol=0, atol=1e-13)
 
@@ -53,7 +58,7 @@ def test_momentum_may_change_as_in_torch() -> None:
     """As one-cycle schedules change it: what is kept is the distance to go."""
     params = _parameters()
     twins = copy.deepcopy(params)
-    pair = LeadSGD(params, 0.1, 0.95), SGD(twins, 0.1, 0.95, nesterov=True)
+    pair = DelayAwareSGD(params, 0.1, 0.95), SGD(twins, 0.1, 0.95, nesterov=True)
     for optimizer, mine in zip(pair, (params, twins), strict=True):
         _follow(optimizer, mine, 20)
         optimizer.param_groups[0]["momentum"] = 0.85
@@ -61,7 +66,7 @@ def test_momentum_may_change_as_in_torch() -> None:
     assert_close(params, twins, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("make", [LeadSGD, LeadAdamW])
+@pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
 def test_means_of_low_precision_parameters_do_not_freeze(make: Callable[..., Any]) -> None:
     """A mean over 820 updates moves by less than bfloat16 can tell."""
     found = {}
@@ -92,7 +97,7 @@ def test_the_step_goes_where_the_mean_will_be(delay: float) -> None:
             # One update moves the mean by rate (g - before); `lead` of them as far again.
             ahead = (mean - before) / rate * (1 - rate)
             p -= 0.1 / (1 - 0.9) * (mean + min(rate * (1 + 1.25 * delay), 1) * ahead)
-    optimizer = LeadSGD(params, 0.1)
+    optimizer = DelayAwareSGD(params, 0.1)
     optimizer.delay = delay
     assert_close(_follow(optimizer, params, 100), expected, rtol=0, atol=1e-11)
 
@@ -109,7 +114,7 @@ def test_the_same_by_the_size_of_gradients(delay: float) -> None:
         history.append(_gradients(step, params))
         rate = 1 / min(10 + step, 10 * (1 + delay**2))
         shares = torch.cat([shares * (1 - rate), shares.new_tensor([rate])])
-        fresh_share = min(rate * lead_of(delay), 1)
+        fresh_share = min(rate * look_ahead(delay), 1)
         for index, (p, square) in enumerate(zip(expected, squares, strict=True)):
             gradients = torch.stack([grads[index] for grads in history])
             mean = torch.einsum("t,tij->ij", shares / shares.sum(), gradients)
@@ -117,12 +122,12 @@ def test_the_same_by_the_size_of_gradients(delay: float) -> None:
             size = (square / (1 - 0.99 ** (step + 1))).sqrt() + 1e-8
             p *= 1 - 0.01 * 0.1
             p -= 0.01 * torch.lerp(mean, gradients[-1], fresh_share) / size
-    optimizer = LeadAdamW(params, 0.01, (0.9, 0.99), weight_decay=0.1)
+    optimizer = DelayAwareAdamW(params, 0.01, (0.9, 0.99), weight_decay=0.1)
     optimizer.delay = delay
     assert_close(_follow(optimizer, params, 100), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("make", [LeadSGD, LeadAdamW])
+@pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
 def test_a_step_as_it_is_recorded_is_the_same(make: Callable[..., Any]) -> None:
     """With counters and learning rate as tensors."""
     rate = torch.tensor(0.1, dtype=torch.float64)
@@ -149,7 +154,7 @@ def _reach(make: Callable[..., Any], delay: int, curved: float, steps: int = 400
     optimizer = make([p])
     optimizer.delay = delay
     late: deque[Tensor] = deque([torch.zeros_like(p)] * delay)
-    full = round(memory_of(delay))  # as long as the memory grows, so does a learning rate
+    full = round(averaging_horizon(delay))  # as long as the memory grows, so does a learning rate
     for step in range(steps):
         late.append(p.detach() * curved * 0.1 * (step >= full))
         p.grad = late.popleft()
@@ -172,11 +177,11 @@ def test_delay_makes_nesterov_momentum_swing(delay: int, most: float) -> None:
 
 @pytest.mark.parametrize("delay", [1, 2, 5, 9])
 def test_with_a_lead_it_stays_calm(delay: int) -> None:
-    calm = _reach(lambda p: LeadSGD(p, 1.0), delay, 4.0, 1000 * (1 + delay))
+    calm = _reach(lambda p: DelayAwareSGD(p, 1.0), delay, 4.0, 1000 * (1 + delay))
     assert calm < 1e-3 and _reach(_nesterov, delay, 4.0) == float("inf")
 
 
-@pytest.mark.parametrize("make", [LeadSGD, LeadAdamW])
+@pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
 def test_a_parameter_that_joins_later(make: Callable[..., Any]) -> None:
     """As if it had an optimizer of its own."""
     params = _parameters()
@@ -197,29 +202,29 @@ def test_a_parameter_that_joins_later(make: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("delay", [0.0, 2.0])
 def test_without_momentum(delay: float) -> None:
     params = _parameters()
-    optimizer = LeadAdamW(params, 0.1, betas=(0.0, 0.999))
+    optimizer = DelayAwareAdamW(params, 0.1, betas=(0.0, 0.999))
     optimizer.delay = delay
     assert all(p.isfinite().all() for p in _follow(optimizer, params, 20))
     params, twins = _parameters(), _parameters()
-    found = _follow(LeadSGD(params, 0.1, momentum=0.0), params, 20)
+    found = _follow(DelayAwareSGD(params, 0.1, momentum=0.0), params, 20)
     assert_close(found, _follow(SGD(twins, 0.1), twins, 20), rtol=0, atol=1e-13)
 
 
 def test_settings_that_make_no_sense() -> None:
     for bad in ({"lr": -1.0}, {"lr": 0.1, "momentum": 1.0}, {"lr": 0.1, "weight_decay": -1.0}):
         with pytest.raises(ValueError, match=r"expected a number"):
-            LeadSGD(_parameters(), **bad)
+            DelayAwareSGD(_parameters(), **bad)
     with pytest.raises(ValueError, match=r"beta=1.0: expected a number from 0 to below 1"):
-        LeadAdamW(_parameters(), betas=(0.9, 1.0))
+        DelayAwareAdamW(_parameters(), betas=(0.9, 1.0))
     with pytest.raises(ValueError, match=r"momentum=1.0: expected a number from 0 to below 1"):
-        LeadSGD([{"params": _parameters(), "momentum": 1.0}], lr=0.1)
-    assert memory_of(0, 0.5) == 2
+        DelayAwareSGD([{"params": _parameters(), "momentum": 1.0}], lr=0.1)
+    assert averaging_horizon(0, 0.5) == 2
 
 
 def test_a_group_has_betas_of_its_own() -> None:
     first, second = _parameters()[:2]
     groups = [{"params": [first], "betas": (0.5, 0.9)}, {"params": [second]}]
-    found = LeadAdamW(groups, betas=(0.8, 0.99)).param_groups
+    found = DelayAwareAdamW(groups, betas=(0.8, 0.99)).param_groups
     assert [(group["momentum"], group["beta"]) for group in found] == [(0.5, 0.9), (0.8, 0.99)]
     assert "betas" not in found[0]
 
@@ -232,7 +237,7 @@ def test_every_stage_is_told_its_delay() -> None:
     made: list[Any] = []
 
     def factory(params: Any) -> Optimizer:
-        made.append(LeadSGD(params, 0.1))
+        made.append(DelayAwareSGD(params, 0.1))
         return made[-1]
 
     trainer = net.trainer(factory, F.cross_entropy, accumulate=2)
@@ -252,7 +257,7 @@ def test_every_stage_is_told_its_delay() -> None:
 
 def test_without_delay_a_pipeline_trains_as_with_nesterov_momentum() -> None:
     found = []
-    for make in (lambda p: LeadSGD(p, 0.1), lambda p: SGD(p, 0.1, 0.9, nesterov=True)):
+    for make in (lambda p: DelayAwareSGD(p, 0.1), lambda p: SGD(p, 0.1, 0.9, nesterov=True)):
         net = fresh(Plain, 2)
         trainer = net.trainer(make, F.cross_entropy, method="1f1b", accumulate=2)
         for batch in batches(12):
@@ -265,4 +270,4 @@ def test_without_delay_a_pipeline_trains_as_with_nesterov_momentum() -> None:
 def test_others_are_told_nothing() -> None:
     net = fresh(Plain, 2)
     trainer = net.trainer(lambda p: AdamW(p), F.cross_entropy)
-    assert not any(hasattr(actor.updater.optimizer, "delay") for actor in trainer.actors)
+    assert not any(hasattr(executor.updater.optimizer, "delay") for executor in trainer.executors)

@@ -303,7 +303,7 @@ def test_a_memory_limit_moves_the_cuts() -> None:
     free = cut(Chain(), 2, x, cost=heavy, batch_size=64)
     largest = max(needs(free, 64))
     limit = largest - 1
-    bound = cut(Chain(), 2, x, cost=heavy, memory_limit=limit, batch_size=64)
+    bound = cut(Chain(), 2, x, cost=heavy, memory_budget=limit, batch_size=64)
     assert sizes(bound) != sizes(free)
     assert max(needs(bound, 64)) <= limit
     assert max(work(bound)) > max(work(free))
@@ -311,7 +311,7 @@ def test_a_memory_limit_moves_the_cuts() -> None:
 
 def test_a_memory_limit_that_cannot_be_met() -> None:
     with pytest.raises(InputError) as raised:
-        cut(Chain(), 2, torch.randn(2, 5), memory_limit=1000, batch_size=64)
+        cut(Chain(), 2, torch.randn(2, 5), memory_budget=1000, batch_size=64)
     said = str(raised.value)
     assert said.startswith("petrafy: Chain does not fit 2 devices of 0.00 GiB at 64 samples")
     assert "the most), and no other cut fits either. Use more stages" in said

@@ -18,7 +18,7 @@ from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
-from revcompile.ir.types import Body, Captured, Coupling, Growth, Opaque, Rewired
+from revcompile.ir.types import Body, Captured, Coupling, Opaque, Rewired, WeightExpansion
 from revcompile.runtime.reversible.graph_code import compile_graph
 from tests.helpers import gradients, worst
 
@@ -51,8 +51,12 @@ def test_a_transition_reuses_the_first_layer_or_copies_the_shortcut() -> None:
         x = torch.randn(2, 3, 64, 64)
         basic = revcompile.reversify(timm.create_model("resnet18"), x).rewired
         bottleneck = revcompile.reversify(timm.create_model("resnet50"), x).rewired
-    assert not any(how is Growth.COPY for _, how in basic.growths.values())
-    copies = {name for name, (_, how) in bottleneck.growths.items() if how is Growth.COPY}
+    assert not any(how is WeightExpansion.COPY for _, how in basic.weight_expansions.values())
+    copies = {
+        name
+        for name, (_, how) in bottleneck.weight_expansions.items()
+        if how is WeightExpansion.COPY
+    }
     assert "layer1.0.downsample.0_copy.weight" in copies
 
 
@@ -77,7 +81,11 @@ def test_blocks_that_start_as_their_shortcuts_train(name: str) -> None:
     net(x).square().sum().backward()
     weights = {n: p for n, p in net.named_parameters() if p.dim() > 1}
     assert [n for n, p in weights.items() if p.grad is None or not p.grad.any()] == []
-    woken = [n for n, (_, how) in net.rewired.growths.items() if how is Growth.WAKE]
+    woken = [
+        n
+        for n, (_, how) in net.rewired.weight_expansions.items()
+        if how is WeightExpansion.REVIVE_ZERO_INIT
+    ]
     assert woken
     for norm in woken:
         assert not model.get_parameter(norm).any(), "the user's model stays as it is"
@@ -101,8 +109,10 @@ def test_norms_are_left_alone_where_something_reaches_them() -> None:
     trained = timm.create_model("resnet18", num_classes=9, zero_init_last=False)
     before_the_sum = timm.create_model("resnetv2_50", num_classes=9)
     for model in (trained, before_the_sum):
-        growths = revcompile.reversify(model, x).rewired.growths
-        assert not any(how is Growth.WAKE for _, how in growths.values())
+        weight_expansions = revcompile.reversify(model, x).rewired.weight_expansions
+        assert not any(
+            how is WeightExpansion.REVIVE_ZERO_INIT for _, how in weight_expansions.values()
+        )
 
 
 def test_names_of_the_original_are_kept() -> None:
@@ -218,7 +228,7 @@ def test_a_chain_goes_on_through_rearrangements_of_the_stream() -> None:
 
     rewired = _rewire(Windows(), torch.randn(2, 4, 6, 6))
     first, second, third = (s for s in rewired.body.segments if isinstance(s, Coupling))
-    assert first.link is None and second.link is not None and third.link is not None
+    assert first.rearrange is None and second.rearrange is not None and third.rearrange is not None
     assert second.streams_in == first.streams_out and third.streams_in == second.streams_out
 
 
@@ -234,12 +244,12 @@ def test_a_link_and_its_inverse_are_each_others() -> None:
             return x + self.g(x)
 
     rewired = _rewire(Tokens(), torch.randn(2, 4, 6, 6))
-    link = rewired.couplings[1].link
-    assert link is not None and link.sides == ()
+    rearrange = rewired.couplings[1].rearrange
+    assert rearrange is not None and rearrange.sides == ()
     x = torch.randn(5, 4, 6, 6)
-    arranged, shapes = compile_graph(link.forward, "link")(None, x)
+    arranged, shapes = compile_graph(rearrange.forward, "rearrange")(None, x)
     assert arranged.shape == (20, 9, 4)
-    assert torch.equal(compile_graph(link.inverse, "back")(None, arranged, shapes), x)
+    assert torch.equal(compile_graph(rearrange.inverse, "back")(None, arranged, shapes), x)
 
 
 def test_the_verifier_names_what_is_missing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from revcompile.runtime.executor.captured.ring_buffers import Belt, Ring
+from revcompile.runtime.executor.captured.ring_buffers import Ring, RingBuffers
 
 
 @dataclass
@@ -89,7 +89,7 @@ COUNTS = {0: 1, 1: 2, 2: 3, 3: 7}
 def test_every_round_reads_the_oldest(favour: float, seed: int) -> None:
     device = Device()
     rings = {stage: ring_of(device, count) for stage, count in COUNTS.items()}
-    belt = Belt(rings, device)
+    belt = RingBuffers(rings, device)
     fresh = [{stage: Cell(device) for stage in rings} for _ in range(2)]
     read: dict[int, list[int | None]] = {stage: [] for stage in rings}
 

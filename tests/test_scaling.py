@@ -46,9 +46,9 @@ def overflowing(
     trainer: Trainer, stage: int, microbatches: Collection[int], above: float = 0.0
 ) -> None:
     """The stage's gradient is infinite for these, if the loss was scaled by more than this."""
-    for actor in trainer.actors:
-        if actor.index == stage:
-            actor.stage.backward = spoiled(actor.stage.backward, microbatches, above)
+    for executor in trainer.executors:
+        if executor.index == stage:
+            executor.stage.backward = spoiled(executor.stage.backward, microbatches, above)
 
 
 def spoiled(
@@ -108,8 +108,8 @@ def gradients(loss: Any, **settings: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     net = fresh(Deep, 3, torch.float32)
     trainer = trainer_of(net, plain_sgd, loss, **settings)
-    for actor in trainer.actors:
-        actor.updater.apply = lambda gradients, scale=None: found.update(gradients)
+    for executor in trainer.executors:
+        executor.updater.apply = lambda gradients, scale=None: found.update(gradients)
     trainer.step(*batches(1, dtype=torch.float32)[0])
     trainer.flush()
     return found
@@ -180,13 +180,13 @@ def test_one_that_overflows_at_the_last_stage_is_left_out_everywhere() -> None:
 def test_stages_behind_have_used_it(stage: int) -> None:
     steps = [0, 0, 0, 0]
     trainer = trainer_of(fresh(Plain), plain_sgd, loss_scale="dynamic")
-    for actor in trainer.actors:
-        assert actor.updater.optimizer is not None
+    for executor in trainer.executors:
+        assert executor.updater.optimizer is not None
 
-        def count(*_: Any, index: int = actor.index) -> None:
+        def count(*_: Any, index: int = executor.index) -> None:
             steps[index] += 1
 
-        actor.updater.optimizer.register_step_pre_hook(count)
+        executor.updater.optimizer.register_step_pre_hook(count)
     overflowing(trainer, stage, [2])
     feed(trainer, batches(6))
     trainer.flush()

@@ -144,7 +144,7 @@ def test_the_whole_list_of_every_stage(name: str) -> None:
 
 def test_petra_in_the_papers_order() -> None:
     assert text(actions(choose("petra", order="paper"), 3, 5)) == PAPER
-    assert text(actions(choose("dsp", order="half"), 3, 5)) == HALF
+    assert text(actions(choose("dsp", order="1f1b"), 3, 5)) == HALF
 
 
 def test_tied_parameters_travel_at_updates() -> None:
@@ -491,7 +491,7 @@ def test_a_thousand_stages() -> None:
 
 def test_methods_are_looked_up_by_name() -> None:
     assert choose("petra") is METHODS["petra"]
-    assert choose(METHODS["dsp"], order="half").alpha == 1
+    assert choose(METHODS["dsp"], order="1f1b").alpha == 1
     with pytest.raises(InputError, match="'petro' does not exist; did you mean 'petra'"):
         choose("petro")
     with pytest.raises(InputError, match=r"use one of: backprop, .*, dni"):
@@ -500,13 +500,13 @@ def test_methods_are_looked_up_by_name() -> None:
 
 def test_only_continuous_methods_have_another_order() -> None:
     with pytest.raises(InputError, match="'gpipe' has a fixed order; leave out order="):
-        choose("gpipe", order="half")
+        choose("gpipe", order="1f1b")
     with pytest.raises(InputError, match="'backprop' has a fixed order"):
         choose("backprop", alpha=2)
-    with pytest.raises(InputError, match=r'order=.full. does not exist; use "half" or "paper"'):
+    with pytest.raises(InputError, match=r'order=.full. does not exist; use "1f1b" or "paper"'):
         choose("petra", order="full")
     with pytest.raises(InputError, match="give one of them"):
-        choose("petra", order="half", alpha=1)
+        choose("petra", order="1f1b", alpha=1)
 
 
 @pytest.mark.parametrize("alpha", [0.99, 0, -1, math.inf, math.nan])

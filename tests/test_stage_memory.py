@@ -142,7 +142,7 @@ def test_stages_cut_for_a_memory_limit_fit_it() -> None:
         free.num_stages,
         torch.randn(2, 3, SIZE, SIZE),
         check="off",
-        memory_limit=limit,
+        memory_budget=limit,
         batch_size=BATCH,
     )
     assert cuts(bound) != cuts(free)
@@ -154,9 +154,9 @@ def test_a_limit_counts_the_batches_that_the_first_stage_keeps() -> None:
     """Two of them, of 96,000 bytes each; all else the stage holds are 145,584."""
     model = nn.Sequential(nn.Linear(1000, 4), nn.ReLU(), nn.Linear(4, 4))
     cut = functools.partial(revcompile.petrafy, model, 2, torch.randn(2, 1000), check="off")
-    assert cut(memory_limit=337_584, batch_size=BATCH).num_stages == 2
+    assert cut(memory_budget=337_584, batch_size=BATCH).num_stages == 2
     with pytest.raises(InputError, match="does not fit 2 devices"):
-        cut(memory_limit=337_583, batch_size=BATCH)
+        cut(memory_budget=337_583, batch_size=BATCH)
 
 
 # -- counting -------------------------------------------------------------------------------------

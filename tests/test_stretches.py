@@ -14,7 +14,7 @@ import revcompile
 from revcompile.ir import ops, stage_ops
 from revcompile.kernels.exact_sum import make_grid, rounded
 from revcompile.runtime.executor.captured.fusion import Fused, fuse
-from revcompile.runtime.executor.captured.fusion_regions import stretches, take_sums_in
+from revcompile.runtime.executor.captured.fusion_regions import fuse_residual_adds, stretches
 from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.staged import StagedModel
 
@@ -62,7 +62,7 @@ def test_both_directions_or_neither() -> None:
     with graph.inserting_after(minus):
         graph.call_function(operator.neg, (minus.args[1],))
     found = stretches(program.forward, net.model), stretches(graph, net.model)
-    take_sums_in(*found)
+    fuse_residual_adds(*found)
     assert [s.end for s in (*found[0], *found[1])] == [None, None]
 
 

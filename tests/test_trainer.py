@@ -357,7 +357,7 @@ def test_tied_copies_are_equal_after_a_flush(method: str) -> None:
     trainer = trainer_of(net, momentum, next_word, method=method)
     feed(trainer, sentences(7))
     trainer.flush()
-    owner, holder = (trainer.actors[index].stage.parameters["embed.weight"] for index in (0, 3))
+    owner, holder = (trainer.executors[index].stage.parameters["embed.weight"] for index in (0, 3))
     assert owner is not holder
     assert torch.equal(owner, holder)
     module = net.module()
@@ -509,7 +509,7 @@ def test_a_trainer_that_nobody_has_any_more_lets_go_of_its_micro_batches() -> No
     trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
     x = torch.randn(4, 5, 8)
     trainer.step(x, torch.zeros(4, 5, 8))
-    held = weakref.ref(next(iter(trainer.actors[0].stage.in_flight.values())))
+    held = weakref.ref(next(iter(trainer.executors[0].stage.in_flight.values())))
     gc.disable()
     try:
         del trainer

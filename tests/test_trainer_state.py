@@ -36,9 +36,9 @@ from tests.training import (
 )
 
 SAVED_IN_FLIGHT: Final = (
-    ("petra", "half"),
+    ("petra", "1f1b"),
     ("petra", "paper"),
-    ("petra_stashed", "half"),
+    ("petra_stashed", "1f1b"),
     ("features_replay", None),
     ("dsp", None),
     ("pipedream", None),
@@ -56,8 +56,8 @@ SAVED_IN_FLIGHT: Final = (
     [
         *((*method, "one cycle", momentum, 1) for method in SAVED_IN_FLIGHT),
         *((*method, "cosine", adam, 3) for method in SAVED_IN_FLIGHT),
-        ("petra", "half", "lambda", adam, 1),
-        ("petra", "half", "milestones", momentum, 2),
+        ("petra", "1f1b", "lambda", adam, 1),
+        ("petra", "1f1b", "milestones", momentum, 2),
         ("petra", "paper", "warm-up", momentum, 2),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_group_that_stages_had_otherwise_begins_as_it_does_here() -> None:
         other = trainer_of(fresh(Plain, stages), **settings)
         other.load_state_dict(through_a_file(trainer.state_dict()))
         feed(other, batches(4, seed=2))
-        rates[stages] = [actor.updater.lr for actor in other.actors]
+        rates[stages] = [executor.updater.lr for executor in other.executors]
     assert rates[2] == [rates[4][0], rates[4][-1]]
     assert rates[2][1] == pytest.approx(10 * (rates[2][0] or 0.0))
 
@@ -253,7 +253,7 @@ def test_what_modules_add_to_their_state_comes_back() -> None:
     [
         ({"method": "petra"}, 2),
         ({"method": "backprop", "accumulate": 3}, 2),  # gradients that are not applied yet
-        ({"method": "dni"}, 1),  # a synthesiser that has not learned from it yet
+        ({"method": "dni"}, 1),  # a gradient_predictor that has not learned from it yet
         ({"method": "backprop"}, 1),  # tied weights on their way
     ],
 )
@@ -581,7 +581,7 @@ def test_bad_arguments() -> None:
         ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
         ({"method": "petre"}, "did you mean 'petra'"),
         ({"method": "backprop", "order": "paper"}, "has a fixed order"),
-        ({"order": "third"}, 'use "half" or "paper"'),
+        ({"order": "third"}, 'use "1f1b" or "paper"'),
         ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
         ({"lr_schedule": lr_scheduler.ReduceLROnPlateau}, "needs a metric at every step"),
         ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
@@ -602,7 +602,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(InputError, match=r"num_stages=40, but Net has .* use num_stages <= "):
         revcompile.petrafy(Net(), 40, torch.zeros(4, 5), check="off")
     with pytest.raises(InputError, match=r"does not fit 2 devices of 0\.00 GiB"):
-        revcompile.petrafy(Net(), 2, torch.zeros(4, 5), check="off", memory_limit=1000)
+        revcompile.petrafy(Net(), 2, torch.zeros(4, 5), check="off", memory_budget=1000)
 
 
 def test_an_input_written_to_while_in_flight_is_noticed() -> None:

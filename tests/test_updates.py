@@ -17,10 +17,13 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import NonFiniteError
-from revcompile.optim import LeadAdamW, LeadSGD
-from revcompile.runtime.executor.captured import stages as actors
+from revcompile.optim import DelayAwareAdamW, DelayAwareSGD
+from revcompile.runtime.executor.captured import stages as executors
 from revcompile.runtime.executor.captured.found_inf import noted, put_back
-from revcompile.runtime.executor.captured.optimizers import RecordedUpdater, unfit
+from revcompile.runtime.executor.captured.optimizers import (
+    CapturedUpdater,
+    why_not_capturable_optimizer,
+)
 from revcompile.runtime.stage.update import COUNTERS, Updater
 from tests.training import Batch, Plain, batches, fresh, same, weights
 
@@ -35,8 +38,8 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
     "adadelta": lambda p: torch.optim.Adadelta(p, 1.0, weight_decay=0.1),
     "asgd": lambda p: torch.optim.ASGD(p, 1e-1, t0=5, weight_decay=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, 1e-3),
-    "lead sgd": lambda p: LeadSGD(p, 1e-2, weight_decay=0.1),
-    "lead adamw": lambda p: LeadAdamW(p, 1e-2, weight_decay=0.1),
+    "lead sgd": lambda p: DelayAwareSGD(p, 1e-2, weight_decay=0.1),
+    "lead adamw": lambda p: DelayAwareAdamW(p, 1e-2, weight_decay=0.1),
 }
 """Those whose kernels no flag can stop."""
 
@@ -110,7 +113,7 @@ def test_the_same_updates_to_the_bit(name: str, case: str) -> None:
     assert same(trained(name, "recorded", case), eager(name, case))
 
 
-class AsOnADevice(RecordedUpdater):
+class AsOnADevice(CapturedUpdater):
     """Takes the steps that are recorded on a GPU."""
 
     def __init__(self, updater: Updater) -> None:
@@ -120,7 +123,7 @@ class AsOnADevice(RecordedUpdater):
 
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors, "RecordedUpdater", AsOnADevice)
+    monkeypatch.setattr(executors, "CapturedUpdater", AsOnADevice)
     for name in ("nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop"):
         module = sys.modules[f"torch.optim.{name}"]
         supported = "_get_capturable_supported_devices"
@@ -244,7 +247,7 @@ class Own(torch.optim.NAdam):
     ],
 )
 def test_what_cannot_be_recorded_says_why(make: Callable[[Any], Optimizer], why: str) -> None:
-    assert re.search(why, unfit(make([torch.ones(2)])) or "")
+    assert re.search(why, why_not_capturable_optimizer(make([torch.ones(2)])) or "")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -253,4 +256,4 @@ def test_room_for_copies_is_that_of_weights_and_states(name: str) -> None:
     states = [value for state in updater.optimizer.state.values() for value in state.values()]
     written = [*updater.parameters.values(), *states]
     counts = 8 * len(COUNTERS) * len(updater.parameters)
-    assert RecordedUpdater(updater).set_aside == sum(t.nbytes for t in written) + counts
+    assert CapturedUpdater(updater).set_aside == sum(t.nbytes for t in written) + counts

@@ -173,10 +173,10 @@ def staged_gradients(
     trainer.step(x, torch.zeros(1))
     trainer.flush()
     found = {}
-    for actor in trainer.actors:
-        optimizer: Any = actor.updater.optimizer
+    for executor in trainer.executors:
+        optimizer: Any = executor.updater.optimizer
         if optimizer is not None:
-            found |= dict(zip(actor.updater.parameters, optimizer.seen[0], strict=True))
+            found |= dict(zip(executor.updater.parameters, optimizer.seen[0], strict=True))
     return found
 
 

@@ -20,7 +20,7 @@ from revcompile.runtime.distributed.message_format import (
     Header,
     described,
 )
-from revcompile.runtime.executor.transport import Channel, Message
+from revcompile.runtime.executor.transport import Message, MessageKind
 
 CPU: Final = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def through_the_wire(message: Message) -> Any:
         room = form.room(CPU)
         room.copy_(form.flat(tensor))
         rooms.append(room)
-    return Description(text).message(Header(Channel.X, message.index), rooms, CPU)
+    return Description(text).message(Header(MessageKind.X, message.index), rooms, CPU)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ class Ends:
     def __init__(self) -> None:
         self.tape = cast(Any, Tape())
         self.sender, self.receiver = PacketSender(self.tape), PacketReceiver(self.tape)
-        self.describers = {channel: Describer(CPU) for channel in Channel}
-        self.known: dict[Channel, Description] = {}
+        self.describers = {channel: Describer(CPU) for channel in MessageKind}
+        self.known: dict[MessageKind, Description] = {}
 
-    def passed(self, channel: Channel, message: Message) -> Any:
+    def passed(self, channel: MessageKind, message: Message) -> Any:
         """What arrives."""
         text, tensors = b"", list[Any]()
         if not message.void:
@@ -118,7 +118,7 @@ def test_from_the_third_message_of_a_form_on_one_packet_is_all() -> None:
     packets = []
     for index in range(5):
         ends.tape.sizes.clear()
-        ends.passed(Channel.X, values(index))
+        ends.passed(MessageKind.X, values(index))
         packets.append(len(ends.tape.sizes))
     assert packets == [3, 2, 1, 1, 1]  # header, description and tensors; header and tensors; one
 
@@ -128,7 +128,7 @@ def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
     """Forms that change, lost micro-batches, channels in turn: both ends always agree."""
     draw, ends, kept = random.Random(seed), Ends(), []
     for index in range(60):
-        channel = draw.choice((Channel.X, Channel.X, Channel.TIED_WEIGHT))
+        channel = draw.choice((MessageKind.X, MessageKind.X, MessageKind.TIED_WEIGHT))
         sent = values(index, rows=draw.choice((4, 4, 4, 2)))
         if draw.random() < 0.1:
             assert ends.passed(channel, Message(index, void=True)).void
@@ -146,7 +146,7 @@ def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
 def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
     ends = Ends()
     for index in range(3):
-        found = ends.passed(Channel.X, values(index))
+        found = ends.passed(MessageKind.X, values(index))
     version = found.gradients["dx"]._version
     found.values["x"].add_(1.0)
     assert found.gradients["dx"]._version == version

@@ -50,14 +50,14 @@ class Row(enum.Enum):
 
 
 ROWS: Final = {
-    "petra": (Row.RECONSTRUCT, "half"),
-    "petra_stashed": (Row.STASH, "half"),  # what is rebuilt is what would have been kept
-    "pipedream": (Row.STASH, "half"),
-    "ddg": (Row.STASH, "half"),
-    "features_replay": (Row.REPLAY, "half"),
+    "petra": (Row.RECONSTRUCT, "1f1b"),
+    "petra_stashed": (Row.STASH, "1f1b"),  # what is rebuilt is what would have been kept
+    "pipedream": (Row.STASH, "1f1b"),
+    "ddg": (Row.STASH, "1f1b"),
+    "features_replay": (Row.REPLAY, "1f1b"),
     "delayed": (Row.STASH, "paper"),
     "dsp": (Row.REPLAY, "paper"),
-    "dni": (Row.SYNTHETIC, "half"),
+    "dni": (Row.SYNTHETIC, "1f1b"),
 }
 """The methods whose stages do not wait for each other, and the order each is published in."""
 
@@ -96,7 +96,7 @@ class Mathematics:
         if isinstance(segment, Opaque):
             found = self.run(segment.graph, theta, *(values[name] for name in segment.inputs))
             return made | dict(zip(segment.outputs, found, strict=True))
-        a, b = (self.link(segment, values[n], values)[0] for n in segment.streams_in)
+        a, b = (self.rearrange(segment, values[n], values)[0] for n in segment.streams_in)
         addend, extras = self.branch(segment, b, values, theta)
         return made | dict(zip(segment.outputs, (b, a + addend, *extras), strict=True))
 
@@ -104,8 +104,8 @@ class Mathematics:
         """The streams a coupling had come from: `(b, y) -> (y - F(b), b)`."""
         b, y = (values[name] for name in segment.streams_out)
         a = y - self.branch(segment, b, values, theta)[0]
-        if segment.link is not None:
-            a, b = (self.run(segment.link.inverse, {}, stream, shapes) for stream in (a, b))
+        if segment.rearrange is not None:
+            a, b = (self.run(segment.rearrange.inverse, {}, stream, shapes) for stream in (a, b))
         return dict(zip(segment.streams_in, (a, b), strict=True))
 
     def branch(
@@ -115,12 +115,12 @@ class Mathematics:
         found = self.run(segment.branch, theta, b, *(values[name] for name in segment.sides))
         return (found[0], found[1:]) if segment.extras else (found, ())
 
-    def link(self, segment: Coupling, stream: Tensor, values: Values) -> tuple[Tensor, Any]:
+    def rearrange(self, segment: Coupling, stream: Tensor, values: Values) -> tuple[Tensor, Any]:
         """A stream in the arrangement of the block, and the shapes that lead back."""
-        if segment.link is None:
+        if segment.rearrange is None:
             return stream, None
-        sizes = (values[name] for name in segment.link.sides)
-        arranged, shapes = self.run(segment.link.forward, {}, stream, *sizes)
+        sizes = (values[name] for name in segment.rearrange.sides)
+        arranged, shapes = self.run(segment.rearrange.forward, {}, stream, *sizes)
         return arranged, tuple(shapes)
 
     def parameters(self, pieces: Sequence[Piece]) -> list[str]:
@@ -197,7 +197,7 @@ class Stage:
         self.written = {n: nn.Parameter(p.data, p.requires_grad) for n, p in self.theta.items()}
         own = [p for n, p in self.written.items() if n not in self.held and p.requires_grad]
         self.optimizer = factory(own) if own else None
-        self.synthesiser = self._synthesiser(factory)
+        self.gradient_predictor = self._synthesiser(factory)
         self.flight: dict[int, Kept] = {}
         self.sums: Gradients = {}
         self.count = 0
@@ -217,7 +217,7 @@ class Stage:
             for piece in self.part.pieces:
                 if isinstance(piece.segment, Coupling):
                     stream = values[piece.segment.streams_in[0]]
-                    shapes[piece.name] = self.do.link(piece.segment, stream, values)[1]
+                    shapes[piece.name] = self.do.rearrange(piece.segment, stream, values)[1]
                 values |= self.do.forward(piece, values, self.theta)
         kept = self.theta if self.row is Row.STASH else {}
         theta = {name: _copied(p) for name, p in kept.items()}
@@ -352,25 +352,25 @@ class Stage:
 
     # -- synthetic gradients --------------------------------------------------------------------
 
-    def _synthesiser(self, factory: Factory) -> Synthesiser | None:
+    def _synthesiser(self, factory: Factory) -> GradientPredictor | None:
         if self.row is not Row.SYNTHETIC or self.is_last:
             return None
         data = self.partition.rewired.signature.placeholders
         types = {n: self.partition.types.get(n) for n in self.part.outputs if n not in data}
-        return Synthesiser(
+        return GradientPredictor(
             {n: t.shape for n, t in types.items() if t is not None and t.dtype.is_floating_point},
             factory,
         )
 
     def predicted(self) -> Message:
         """The micro-batch in flight as if its gradient had come back."""
-        assert self.synthesiser is not None
+        assert self.gradient_predictor is not None
         ((microbatch, kept),) = self.flight.items()
-        self.synthesiser.seen[microbatch] = kept.values
-        return Message(microbatch, {}, self.synthesiser.predict(kept.values))
+        self.gradient_predictor.seen[microbatch] = kept.values
+        return Message(microbatch, {}, self.gradient_predictor.predict(kept.values))
 
 
-class Synthesiser:
+class GradientPredictor:
     """DNI: for every output a layer that is zero at first and learns the gradient of it."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], factory: Factory) -> None:
@@ -436,7 +436,7 @@ class Transcription:
         row, published = ROWS[method]
         rows = rows or [row] * len(partition.parts)
         self.order = order or published
-        assert self.order in ("half", "paper")
+        assert self.order in ("1f1b", "paper")
         mathematics = Mathematics(partition)
         self.placeholders = partition.rewired.signature.placeholders
         self.stages = [
@@ -498,7 +498,7 @@ class Transcription:
                 number = message.microbatch
                 target = None if number is None else targets[number]
                 self._send(down, j - 1, stage.conclude(message, target))
-            elif self.order == "half":
+            elif self.order == "1f1b":
                 self.up[j + 1] = stage.forward(message)
             else:
                 up[j + 1] = stage.forward(message)
@@ -512,12 +512,12 @@ class Transcription:
     def _back(self, j: int, stage: Stage, down: dict[int, Message]) -> None:
         """The backward half of a stage's tick."""
         message = self.down.pop(j, None)
-        if stage.synthesiser is None:
+        if stage.gradient_predictor is None:
             if message is not None:
                 self._send(down, j - 1, stage.backward(message))
             return
         if message is not None:
-            stage.synthesiser.train(message)
+            stage.gradient_predictor.train(message)
         if stage.flight:
             self._send(down, j - 1, stage.backward(stage.predicted()))
 

@@ -69,9 +69,9 @@ class Experiment:
 
 _Row = tuple[str, str | None, str]
 """Method, order and optimizer."""
-_HALF: Final[_Row] = ("petra", "half", "sgd")
+_HALF: Final[_Row] = ("petra", "1f1b", "sgd")
 _PAPER: Final[_Row] = ("petra", "paper", "sgd")
-_LEAD: Final[_Row] = ("petra", "half", "lead-sgd")
+_LEAD: Final[_Row] = ("petra", "1f1b", "lead-sgd")
 _BACKPROP: Final[_Row] = ("backprop", None, "sgd")
 
 PARAMETERS_BUFFERED = "params-buffer"
@@ -133,7 +133,7 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
         yield Experiment("backprop", None, 1, seed, epochs=epochs, batch=256, rate=0.1)
         for order, recipe in (
             ("paper", ""),
-            *(("half", recipe) for recipe in ("", "t1", "shrink", "cap", "steady", "short")),
+            *(("1f1b", recipe) for recipe in ("", "t1", "shrink", "cap", "steady", "short")),
         ):
             yield Experiment(
                 "petra", order, 1, seed, epochs=epochs, batch=256, rate=0.1, recipe=recipe
@@ -142,7 +142,7 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
     """Gradients compared through training: PETRA's Figures 5 and 6."""
-    for order in ("half", "paper"):
+    for order in ("1f1b", "paper"):
         yield Experiment("petra", order, 1, 0, epochs=epochs, watch=15)
 
 

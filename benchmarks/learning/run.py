@@ -104,8 +104,10 @@ class Staged:
             seed=experiment.seed,
         )
         if experiment.method == PARAMETERS_BUFFERED:
-            for actor in self.trainer.actors[:-1]:  # where nothing is late there is one version
-                rebuild_with_latest(actor.stage)
+            for executor in self.trainer.executors[
+                :-1
+            ]:  # where nothing is late there is one version
+                rebuild_with_latest(executor.stage)
 
     def epoch(self, epoch: int) -> dict[str, float]:
         """Train, then test."""

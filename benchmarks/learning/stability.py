@@ -19,7 +19,7 @@ import torch
 from benchmarks.harness import show
 from benchmarks.learning.pictures import draw_stability
 from benchmarks.registry import Benchmark, Row
-from revcompile.optim.delay_aware import lead_of, memory_of
+from revcompile.optim.delay_aware import averaging_horizon, look_ahead
 
 Momentum = Callable[[int], tuple[float, float]]
 """From a delay in updates to how long the mean of gradients is, and how far to look ahead."""
@@ -28,7 +28,7 @@ KINDS: Final[Mapping[str, Momentum]] = {
     "momentum 0.9, as Adam has it": lambda delay: (10, 0),
     "Nesterov momentum 0.9": lambda delay: (10, 1),
     "no momentum": lambda delay: (1, 0),
-    "with a lead": lambda delay: (memory_of(delay), lead_of(delay)),
+    "with a lead": lambda delay: (averaging_horizon(delay), look_ahead(delay)),
 }
 
 

@@ -32,7 +32,7 @@ CPU = {"transformer": Sizes(0, 64, 64, 16), "conv": Sizes(0, 16, 32, 8)}
 CUDA = {"transformer": Sizes(0, 768, 196, 64), "conv": Sizes(0, 128, 56, 64)}
 
 
-def memory_of(
+def averaging_horizon(
     net: nn.Module, x: Tensor, y: Tensor, device: torch.device, dtype: str = "fp32"
 ) -> Memory:
     """One training step of `net` in training mode."""
@@ -61,8 +61,8 @@ def against_depth(
     for depth in depths:
         plain = KINDS[kind](depth, sizes.width).to(device)
         net = revcompile.reversify(plain, x[:2], check="off", **options)
-        found["plain"].append(memory_of(plain, x, y, device, dtype))
-        found["reversify"].append(memory_of(net, x, y, device, dtype))
+        found["plain"].append(averaging_horizon(plain, x, y, device, dtype))
+        found["reversify"].append(averaging_horizon(net, x, y, device, dtype))
     return found
 
 
@@ -126,7 +126,7 @@ def of_model(
     found: dict[str, Memory] = {}
     for variant, make in makers.items():
         net = make().to(device)
-        found[variant] = memory_of(net, x, y, device, dtype)
+        found[variant] = averaging_horizon(net, x, y, device, dtype)
         del net
         gc.collect()
     return found

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.harness import autocast, interleave, ratio, show
 from benchmarks.one_device import hotspots
-from benchmarks.one_device.memory import memory_of
+from benchmarks.one_device.memory import averaging_horizon
 from benchmarks.registry import Benchmark, Row
 from revcompile.runtime.reversible.overlap import Overlap
 
@@ -126,7 +126,7 @@ def timed(
     for name, net in nets.items():
         if name == "checkpoint" and setting.recorded:
             continue  # it reads the generator's state, which a recording forbids
-        peaks[name] = memory_of(net, x, y, setting.device, setting.dtype).peak
+        peaks[name] = averaging_horizon(net, x, y, setting.device, setting.dtype).peak
         steps[name] = step_of(net, x, y, setting)
         if setting.recorded:
             steps[name] = record(steps[name], net)

@@ -116,7 +116,7 @@ class Bench:
         found["petra"] = self._ours("petra")
         ours = (name for name in found if name != budgeted.IDEAL)
         for name, trainer in zip(ours, self.trainers, strict=True):
-            stage = trainer.actors[0].stage
+            stage = trainer.executors[0].stage
             self.spent[name] = budgeted.Spent(stage, "forward", "backward")
         found[budgeted.TORCH] = self._torch(Schedule1F1B, False)
         passes = ("forward_one_chunk", "backward_one_chunk")
@@ -170,8 +170,8 @@ class Bench:
 
     def _alone(self, trainer: DistributedTrainer) -> Turn:
         """A rank's own stage on messages made up once: no waiting, nothing sent."""
-        (actor,) = trainer.actors
-        stage, program, state = actor.stage, actor.program, {"m": 1_000_000}
+        (executor,) = trainer.executors
+        stage, program, state = executor.stage, executor.program, {"m": 1_000_000}
         inputs: dict[str, Any] = {}
         for port in program.inputs:
             kind = port.type
@@ -182,15 +182,15 @@ class Bench:
         def one() -> None:
             m = state["m"] = state["m"] + 1
             outputs = stage.forward(m, inputs)
-            if actor.objective is not None:
+            if executor.objective is not None:
                 trainer.objective.targets[m] = self.y
-                gradients = actor.objective(m, outputs)
+                gradients = executor.objective(m, outputs)
                 trainer.objective.losses.pop(m)
                 trainer.objective.outputs.pop(m)
             else:
                 gradients = {n: outputs[n] for n in program.graded_outputs}
             stage.backward(m, outputs, gradients)
-            actor.updater.apply({n: g * 1e-9 for n, g in stage.take_gradients().items()})
+            executor.updater.apply({n: g * 1e-9 for n, g in stage.take_gradients().items()})
             stage.updated()
 
         def turn() -> None:

@@ -129,16 +129,16 @@ def digests(trainer: Trainer) -> dict[str, str]:
     """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
     state, found = trainer.model.state_dict(), {}
     home = homes(trainer.model, trainer.programs)
-    for actor in trainer.actors:
-        own = {name: state[name] for name in home if home[name] == actor.index and name in state}
-        updater = actor.updater.state(referenced)
+    for executor in trainer.executors:
+        own = {name: state[name] for name in home if home[name] == executor.index and name in state}
+        updater = executor.updater.state(referenced)
         settings = [updater["groups"], updater["lr_schedule"], trainer.schedule.injected]
-        tree = {"model": own, "optimizer": updater["state"], "gradients": actor.stage.gradients}
+        tree = {"model": own, "optimizer": updater["state"], "gradients": executor.stage.gradients}
         tensors = take_apart(tree)[1]
         total = hashlib.sha256(json.dumps(settings).encode())
         for name in sorted(tensors):
             total.update(name.encode() + tensors[name].detach().cpu().numpy().tobytes())
-        found[str(actor.index)] = total.hexdigest()[:16]
+        found[str(executor.index)] = total.hexdigest()[:16]
     return found
 
 

@@ -64,8 +64,8 @@ ROWS: Final = (
     Row(inputs=True, parameters=False, order="paper", expected=43.6),
     Row(inputs=False, parameters=True, order="paper", expected=21.2),
     Row(inputs=False, parameters=False, order="paper", expected=20.3),
-    Row(inputs=False, parameters=False, order="half", expected=11.2),
-    Row(False, False, "half", 6.6, buffer_dtype=torch.bfloat16),
+    Row(inputs=False, parameters=False, order="1f1b", expected=11.2),
+    Row(False, False, "1f1b", 6.6, buffer_dtype=torch.bfloat16),
 )
 
 

@@ -220,7 +220,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--buffers", choices=("as they are", "bf16"), default="as they are")
     parser.add_argument("--backends", nargs="+", default=["eager", "cudagraphs"])
-    parser.add_argument("--orders", nargs="+", default=["half"])
+    parser.add_argument("--orders", nargs="+", default=["1f1b"])
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)

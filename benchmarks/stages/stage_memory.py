@@ -271,7 +271,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=64, help="of the images")
     parser.add_argument("--method", default="petra")
-    parser.add_argument("--order", nargs="+", choices=("half", "paper"), help="one run for each")
+    parser.add_argument("--order", nargs="+", choices=("1f1b", "paper"), help="one run for each")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--buffers", choices=tuple(_BUFFERS), help="offload: on a GPU only")

@@ -57,7 +57,7 @@ def add_stages(parser: argparse.ArgumentParser) -> None:
         "--stages", type=count, required=True, metavar="N", help="how many stages to cut it into"
     )
     parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
-    parser.add_argument("--order", help='"half" the delay (the default) or "paper"')
+    parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')
     parser.add_argument(
         "--batch", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
     )

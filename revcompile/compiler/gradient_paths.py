@@ -25,11 +25,11 @@ from revcompile.ir.types import (
     Body,
     Captured,
     Coupling,
-    Growth,
     Live,
     Rewired,
     Segment,
     TensorType,
+    WeightExpansion,
 )
 
 __all__ = ["lost_in_programs", "lost_in_rewired"]
@@ -105,7 +105,11 @@ def lost_in_rewired(captured: Captured, rewired: Rewired) -> list[str]:
     after = _Sources(rewired.root, names)
     live = dict(zip(names, after.of_inputs(names), strict=True))
     reached = _results(rewired.body, _walk(rewired.body.segments, rewired.body.types, after, live))
-    grown = {name: source for name, (source, how) in rewired.growths.items() if how is Growth.COPY}
+    grown = {
+        name: source
+        for name, (source, how) in rewired.weight_expansions.items()
+        if how is WeightExpansion.COPY
+    }
     found = [grown.get(name, name) for name in after.listed(reached)]
     lost = [f"{name} has a gradient in the model but none here" for name in expected]
     won = [f"{name} has a gradient here but none in the model" for name in dict.fromkeys(found)]
@@ -134,7 +138,7 @@ def _walk(
 
 
 def _through(segment: Segment, sources: _Sources, masks: Mapping[str, int]) -> list[int]:
-    """A segment's outputs from its inputs; a link only moves elements."""
+    """A segment's outputs from its inputs; a rearrange only moves elements."""
     if not isinstance(segment, Coupling):
         return _propagated(segment.graph, sources, [masks.get(n, 0) for n in segment.inputs])
     a, b, *sides = (masks.get(name, 0) for name in (*segment.streams_in, *segment.sides))

@@ -38,10 +38,10 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
     for segment in rewired.body.segments:
         graph = segment.graph
         counts.update(n.meta[ORIGIN] for n in graph.nodes if ORIGIN in n.meta)
-        if isinstance(segment, Coupling) and segment.link is not None:
-            nodes = (n.meta.get(ORIGIN) for n in segment.link.forward.nodes)
-            linked = dict.fromkeys(name for name in nodes if name is not None)
-            counts.update([name for name in linked if not counts[name]])
+        if isinstance(segment, Coupling) and segment.rearrange is not None:
+            nodes = (n.meta.get(ORIGIN) for n in segment.rearrange.forward.nodes)
+            rearranged = dict.fromkeys(name for name in nodes if name is not None)
+            counts.update([name for name in rearranged if not counts[name]])
     problems = []
     constants: set[str] = set()
     for node in captured.graph.nodes:

@@ -17,13 +17,13 @@ from revcompile.ir.types import (
     PATH,
     SOURCE,
     Coupling,
-    Growth,
     NameSet,
     Opaque,
     Residual,
     ResidualKind,
     Rewired,
     TensorType,
+    WeightExpansion,
 )
 from revcompile.schedule import Keep, delay, window
 
@@ -37,10 +37,12 @@ _SHAPES: Final = {
     ResidualKind.PARALLEL: "x + F(x) + G(x), branches side by side on one input",
 }
 _GROWTHS: Final = {
-    Growth.TILE: "twice as wide, starting as [W, W]",
-    Growth.HALVE: "reads both streams, starting as [W/2, W/2]",
-    Growth.COPY: "a copy of its own",
-    Growth.WAKE: "starts as 1: it was 0, and behind the ReLU in F nothing would ever move it",
+    WeightExpansion.TILE: "twice as wide, starting as [W, W]",
+    WeightExpansion.HALVE: "reads both streams, starting as [W/2, W/2]",
+    WeightExpansion.COPY: "a copy of its own",
+    WeightExpansion.REVIVE_ZERO_INIT: (
+        "starts as 1: it was 0, and behind the ReLU in F nothing would ever move it"
+    ),
 }
 
 
@@ -78,7 +80,7 @@ class Explanation:
 def explain(partition: Partition, programs: Sequence[StageProgram], path: str) -> Explanation:
     """Tell what became of the module at a path, or of the piece of that name."""
     stories = tuple(
-        _Teller(partition, program, part, place).story()
+        _Explainer(partition, program, part, place).story()
         for part, program in zip(partition.parts, programs, strict=True)
         for place, piece in enumerate(part.pieces)
         if _concerns(piece, path)
@@ -106,7 +108,7 @@ def _unknown(partition: Partition, path: str) -> str:
     return f"explain: no part of {partition.rewired.name} is called {path!r}; {hint}"
 
 
-class _Teller:
+class _Explainer:
     """One piece, and all there is to know about it."""
 
     def __init__(self, partition: Partition, program: StageProgram, part: Part, place: int) -> None:
@@ -178,7 +180,7 @@ class _Teller:
             yield "reversible coupling: (a, b) -> (b, a + F(b)), back by (b, y) -> (y - F(b), b)"
             if segment.kind is ResidualKind.POST_ACTIVATION:
                 yield "the activation behind the sum moved into F"
-            if segment.link is not None:
+            if segment.rearrange is not None:
                 yield "both streams are rearranged first, and back in the inverse"
         elif block is not None and block.kind is ResidualKind.PROJECTED:
             yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
@@ -186,7 +188,7 @@ class _Teller:
         else:
             yield f"left as it is, not reversible: {segment.reason}"
         modules = modules_of(self.piece)
-        for name, (original, growth) in self.rewired.growths.items():
+        for name, (original, growth) in self.rewired.weight_expansions.items():
             owner = name.rpartition(".")[0]
             if any(_within(owner, module) for module in modules):
                 yield f"{name}: {_GROWTHS[growth]}" + (

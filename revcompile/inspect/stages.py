@@ -15,7 +15,7 @@ from revcompile.inspect.facts import Memory, stages_of
 from revcompile.inspect.tables import refusals, render
 from revcompile.inspect.words import amount, bytes_of, counted, size, span
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.ir.types import Growth, Rewired
+from revcompile.ir.types import Rewired, WeightExpansion
 
 __all__ = ["StageFacts", "short_range", "stage_facts", "stage_table"]
 
@@ -239,9 +239,9 @@ def plain_parameters(rewired: Rewired) -> int:
     """How many parameters the model had before rewiring made some larger."""
     total = 0
     for name, parameter in rewired.root.named_parameters():
-        growth = rewired.growths.get(name)
-        if growth is None or growth[1] is Growth.WAKE:
+        growth = rewired.weight_expansions.get(name)
+        if growth is None or growth[1] is WeightExpansion.REVIVE_ZERO_INIT:
             total += parameter.numel()
-        elif growth[1] is not Growth.COPY:
+        elif growth[1] is not WeightExpansion.COPY:
             total += parameter.numel() // 2
     return total

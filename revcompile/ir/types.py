@@ -32,14 +32,13 @@ __all__ = [
     "Enter",
     "Frontend",
     "Fuse",
-    "Growth",
     "Growths",
     "Leave",
-    "Link",
     "Live",
     "NameSet",
     "Opaque",
     "Policy",
+    "Rearrange",
     "Refusal",
     "Residual",
     "ResidualKind",
@@ -47,6 +46,7 @@ __all__ = [
     "Segment",
     "Signature",
     "TensorType",
+    "WeightExpansion",
 ]
 
 TYPE: Final = "revcompile_type"
@@ -307,7 +307,7 @@ class Policy:
         return presets[name]
 
 
-class Growth(enum.Enum):
+class WeightExpansion(enum.Enum):
     """How a tensor added or enlarged by rewiring starts from the original's weights."""
 
     TILE = "tile"
@@ -316,11 +316,11 @@ class Growth(enum.Enum):
     """`[W/2, W/2]` along dim 1: the head of two equal streams gives what it gave for one."""
     COPY = "copy"
     """a second tensor equal to the first."""
-    WAKE = "wake"
+    REVIVE_ZERO_INIT = "revive_zero_init"
     """1 where the original is 0 throughout: behind a ReLU nothing would ever move it."""
 
 
-Growths = Mapping[str, tuple[str, Growth]]
+Growths = Mapping[str, tuple[str, WeightExpansion]]
 """Name of each tensor rewiring made -> (name in the original state dict, how it grew)."""
 
 
@@ -343,7 +343,7 @@ class Opaque:
 
 
 @dataclass(frozen=True)
-class Link:
+class Rearrange:
     """The same elements in another arrangement (NCHW to tokens, windows), and the way back.
 
     `forward` maps `(stream, *sides)` to `(arranged, shapes)`; `inverse` maps
@@ -360,7 +360,7 @@ class Coupling:
     """A reversible segment: `(a, b) -> (b, a + F(b, *sides))`, PETRA Fig. 2.
 
     `branch` is F; where values inside it are read elsewhere it returns `(F(b), *extras)`. Where
-    the block works on another arrangement of the stream than the block before it, `link` is
+    the block works on another arrangement of the stream than the block before it, `rearrange` is
     applied to both streams first.
     """
 
@@ -370,7 +370,7 @@ class Coupling:
     streams_out: tuple[str, str]
     sides: tuple[str, ...]
     branch: fx.Graph
-    link: Link | None = None
+    rearrange: Rearrange | None = None
     extras: tuple[str, ...] = ()
 
     @property
@@ -381,8 +381,8 @@ class Coupling:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Every live value the segment reads."""
-        link_sides = self.link.sides if self.link else ()
-        return tuple(dict.fromkeys((*self.streams_in, *self.sides, *link_sides)))
+        rearrange_sides = self.rearrange.sides if self.rearrange else ()
+        return tuple(dict.fromkeys((*self.streams_in, *self.sides, *rearrange_sides)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -468,7 +468,7 @@ class Rewired:
     policy: Policy
     residuals: tuple[Residual, ...]
     refusals: tuple[Refusal, ...]
-    growths: Growths
+    weight_expansions: Growths
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
     stateful: tuple[str, ...] = ()

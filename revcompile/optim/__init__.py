@@ -1,5 +1,5 @@
 """Optimizers that know how late their gradients are."""
 
-from revcompile.optim.delay_aware import LeadAdamW, LeadSGD
+from revcompile.optim.delay_aware import DelayAwareAdamW, DelayAwareSGD
 
-__all__ = ["LeadAdamW", "LeadSGD"]
+__all__ = ["DelayAwareAdamW", "DelayAwareSGD"]

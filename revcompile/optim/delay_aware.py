@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["LeadAdamW", "LeadSGD", "lead_of", "memory_of"]
+__all__ = ["DelayAwareAdamW", "DelayAwareSGD", "averaging_horizon", "look_ahead"]
 
 AHEAD: Final = 1.25
 """How many updates further to look ahead for each update of delay."""
@@ -35,19 +35,19 @@ _Number = float | Tensor
 """On the CPU a number; on a device, where a step may be recorded, a tensor without dimensions."""
 
 
-def memory_of(delay: float, momentum: float = 0.9) -> float:
+def averaging_horizon(delay: float, momentum: float = 0.9) -> float:
     """Over how many updates to average gradients that come so many updates late.
 
-    >>> [round(memory_of(delay)) for delay in (0, 1, 2.25, 9)]
+    >>> [round(averaging_horizon(delay)) for delay in (0, 1, 2.25, 9)]
     [10, 20, 61, 820]
     """
     return (1 + delay**2) / (1 - momentum)
 
 
-def lead_of(delay: float) -> float:
+def look_ahead(delay: float) -> float:
     """How many updates to look ahead.
 
-    >>> [lead_of(delay) for delay in (0, 1, 4)]
+    >>> [look_ahead(delay) for delay in (0, 1, 4)]
     [1.0, 2.25, 6.0]
     """
     return 1 + AHEAD * delay
@@ -119,19 +119,19 @@ class _Lead(Optimizer):
         rate = 1 / self._memory(group, step)
         torch._foreach_mul_(means, 1 - rate)
         torch._foreach_add_(means, torch._foreach_mul(grads, rate))
-        fresh = _least(lead_of(self.delay) * rate, 1.0)
+        fresh = _least(look_ahead(self.delay) * rate, 1.0)
         led = torch._foreach_mul(means, (1 - fresh) / share)
         torch._foreach_add_(led, torch._foreach_mul(grads, fresh))
         return led
 
     def _memory(self, group: dict[str, Any], step: _Number) -> _Number:
         """It grows with the number of gradients there are, up to what the delay asks for."""
-        least = memory_of(0, group["momentum"])
-        return _least(least + (step - 1), memory_of(self.delay, group["momentum"]))
+        least = averaging_horizon(0, group["momentum"])
+        return _least(least + (step - 1), averaging_horizon(self.delay, group["momentum"]))
 
     def _share(self, group: dict[str, Any], step: _Number) -> _Number:
         """Of the mean: how much of it is gradients, and not the zero it began with."""
-        least, most = (memory_of(delay, group["momentum"]) for delay in (0, self.delay))
+        least, most = (averaging_horizon(delay, group["momentum"]) for delay in (0, self.delay))
         if least <= 1:  # the first gradient is all there is of the first mean
             return 1.0
         growing = _least(step, math.ceil(most - least))
@@ -139,14 +139,14 @@ class _Lead(Optimizer):
         return 1 - left
 
 
-class LeadSGD(_Lead):
+class DelayAwareSGD(_Lead):
     """SGD with momentum for late gradients; at delay 0 `SGD(..., nesterov=True)`.
 
     `lr`, `momentum` and `weight_decay` mean what they mean there: how far a gradient moves its
     parameter in the end is `lr / (1 - momentum)`, whatever the delay.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
-    >>> optimizer = LeadSGD([weight], lr=0.1)
+    >>> optimizer = DelayAwareSGD([weight], lr=0.1)
     >>> weight.grad = torch.tensor([1.0])
     >>> optimizer.step()
     >>> round(weight.item(), 3)
@@ -178,11 +178,11 @@ class LeadSGD(_Lead):
         torch._foreach_add_(params, steps)
 
 
-class LeadAdamW(_Lead):
+class DelayAwareAdamW(_Lead):
     """AdamW for late gradients; at delay 0 with Nesterov's step, as in NAdam.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
-    >>> optimizer = LeadAdamW([weight], lr=0.1, weight_decay=0)
+    >>> optimizer = DelayAwareAdamW([weight], lr=0.1, weight_decay=0)
     >>> weight.grad = torch.tensor([3.0])
     >>> optimizer.step()
     >>> round(weight.item(), 3)

@@ -18,10 +18,10 @@ from revcompile.runtime.stage.update import OptimizerFactory, state_copies
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.schedule import Costs, Method, actions, dry_run, window
 
-__all__ = ["fit_memory", "in_a_row", "prove"]
+__all__ = ["assign_contiguous", "check_schedule", "plan_trainer_memory"]
 
 
-def in_a_row(partition: Partition, ranks: int) -> list[int]:
+def assign_contiguous(partition: Partition, ranks: int) -> list[int]:
     """Stages in a row on so many ranks, balanced by cost."""
     costs = [math.fsum(partition.works(part)) for part in partition.parts]
     ends = balance(costs, ranks)
@@ -29,7 +29,7 @@ def in_a_row(partition: Partition, ranks: int) -> list[int]:
     return [bisect_right(ends, stage) for stage in range(len(costs))]
 
 
-def fit_memory(
+def plan_trainer_memory(
     partition: Partition,
     method: Method,
     settings: Settings,
@@ -53,12 +53,12 @@ def fit_memory(
     count, world = len(partition.parts), world_size()
     devices: Sequence[int] = [0] * count
     if world > 1:
-        default = () if places else in_a_row(partition, pipeline_ranks(count, world))
+        default = () if places else assign_contiguous(partition, pipeline_ranks(count, world))
         devices = layout(count, world, places, default).places
     return plan_memory(partition, settings.memory, terms, devices)
 
 
-def prove(partition: Partition, method: Method, accumulate: int) -> None:
+def check_schedule(partition: Partition, method: Method, accumulate: int) -> None:
     """Play the schedule without tensors: it must not lock up."""
     count = len(partition.parts)
     longest = max(window(method, count, j, accumulate) for j in range(count))

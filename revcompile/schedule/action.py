@@ -13,7 +13,7 @@ __all__ = ["SHORT", "Action", "Op", "Tie"]
 
 
 class Op(enum.Enum):
-    """What a stage can do. TRAIN: fit the synthesiser to a micro-batch's true gradient."""
+    """What a stage can do. TRAIN: fit the gradient_predictor to a micro-batch's true gradient."""
 
     RECV_X = "RECV x"
     FORWARD = "FORWARD"

@@ -61,7 +61,7 @@ class Costs:
         return cls((forward,) * stages, (backward,) * stages, (update,) * stages, links, links)
 
     def of(self, stage: int, op: Op) -> float:
-        """Time a stage is busy with an action; training a synthesiser counts as free."""
+        """Time a stage is busy with an action; training a gradient_predictor counts as free."""
         match op:
             case Op.FORWARD:
                 return self.forward[stage]
@@ -203,7 +203,7 @@ class _DryRun:
         return Timeline(tuple(self.spans), len(self.lists), max(self.clock, default=0.0))
 
     def _play(self, stage: int, ready: deque[int]) -> None:
-        """Go on with one stage until it has to wait; wake those it sends to."""
+        """Go on with one stage until it has to wait; revive_zero_init those it sends to."""
         listed = self.lists[stage]
         while self.next[stage] < len(listed):
             action = listed[self.next[stage]]

@@ -96,11 +96,11 @@ def _table() -> Iterator[Method]:
 METHODS: Final[Mapping[str, Method]] = MappingProxyType({m.name: m for m in _table()})
 """Every method by name."""
 
-_ALPHAS: Final = {"half": 1.0, "paper": 2.0}
+_ALPHAS: Final = {"1f1b": 1.0, "paper": 2.0}
 
 
 def choose(name: str | Method, *, order: str | None = None, alpha: float | None = None) -> Method:
-    """Look a method up, in the order asked for: "half" the delay, or as in the "paper".
+    """Look a method up, in the given order: "1f1b" (delay J-1-j) or "paper" (delay 2(J-1-j)).
 
     >>> choose("petra").alpha, choose("petra", order="paper").alpha
     (1.0, 2.0)
@@ -122,7 +122,7 @@ def choose(name: str | Method, *, order: str | None = None, alpha: float | None 
         )
     if order is not None:
         if order not in _ALPHAS:
-            raise InputError(f'order={order!r} does not exist; use "half" or "paper"')
+            raise InputError(f'order={order!r} does not exist; use "1f1b" or "paper"')
         alpha = _ALPHAS[order]
     assert alpha is not None
     return dataclasses.replace(method, alpha=float(alpha))
@@ -133,7 +133,7 @@ def window(method: Method, stages: int, stage: int, group: int = 1) -> int:
 
     `group` is the number of micro-batches between two drains of `gpipe` and `1f1b`. DNI has one
     in flight, but keeps its output for one more round, until the true gradient has come and the
-    synthesiser can learn from it.
+    gradient_predictor can learn from it.
 
     >>> [window(choose("petra"), 4, stage) for stage in range(4)]
     [4, 3, 2, 1]

@@ -1,4 +1,4 @@
-"""Steady states without playing every action: what a pipeline of thousands of stages would do.
+"""Steady states without replay every action: what a pipeline of thousands of stages would do.
 
 A schedule that is never drained is a marked graph: forward and backward pass of every stage, and
 edges that say "not before". In the long run a micro-batch takes as long as the worst circle in

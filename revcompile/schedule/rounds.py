@@ -22,7 +22,7 @@ class _Stage:
     accumulated: int = 0
     updates: int = 0
     untrained: list[int] = field(default_factory=list)
-    """The micro-batch whose true gradient the synthesiser has not seen yet."""
+    """The micro-batch whose true gradient the gradient_predictor has not seen yet."""
     arriving: list[list[int]] = field(default_factory=list)
     """Owner and number of each update of tied weights to receive before the next round."""
 
@@ -169,7 +169,7 @@ class Schedule:
         self._progress[stage].outstanding.append(microbatch)
 
     def _train(self, stage: int) -> Iterator[Action]:
-        """Fit the synthesiser to the true gradient of the micro-batch before this one."""
+        """Fit the gradient_predictor to the true gradient of the micro-batch before this one."""
         if self.method.order is Order.SYNTHETIC and stage < self.stages - 1:
             at = self._progress[stage]
             for microbatch in at.untrained:

@@ -121,7 +121,7 @@ def _step_back(ahead: dict[str, tuple[float, float]], place: int, piece: Piece) 
     wanted = dict.fromkeys(piece.inputs, float(place))
     if isinstance(segment, Coupling):
         a, b = segment.streams_in
-        others = {b, *segment.sides, *(segment.link.sides if segment.link else ())}
+        others = {b, *segment.sides, *(segment.rearrange.sides if segment.rearrange else ())}
         if a not in others:
             wanted[a] = ahead.get(segment.streams_out[1], (math.inf, math.inf))[1]
     for name in piece.outputs:

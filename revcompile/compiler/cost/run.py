@@ -75,11 +75,11 @@ def _given(
         inputs = [_leaf(live[name], name in made) for name in segment.inputs]
         return Given(code_of(segment.graph), tuple(inputs), None)
     a, b = (live[name] for name in segment.streams_in)
-    if segment.link is not None:
-        sizes = [live[name] for name in segment.link.sides]
-        link = code_of(segment.link.forward)
+    if segment.rearrange is not None:
+        sizes = [live[name] for name in segment.rearrange.sides]
+        rearrange = code_of(segment.rearrange.forward)
         with torch.no_grad():
-            a, b = link(a, *sizes)[0], link(b, *sizes)[0]
+            a, b = rearrange(a, *sizes)[0], rearrange(b, *sizes)[0]
     sides = (_leaf(live[name], name in made) for name in segment.sides)
     return Given(code_of(segment.branch), (_leaf(b, True), *sides), a)
 

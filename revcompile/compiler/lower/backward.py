@@ -183,7 +183,7 @@ class _Walk:
             of_y,
             of_b[0] if len(of_b) == 1 else emitter.call(stage_ops.total, *of_b, name=name),
         )
-        if segment.link is not None:
+        if segment.rearrange is not None:
             shapes = self.keep(shapes_of(piece.name))
             graded = (gradient and self._there(gradient, b) for gradient in back[2:])
             back = tuple(  # type: ignore[assignment]
@@ -200,11 +200,11 @@ class _Walk:
         return self.emitter.call(stage_ops.no_gradient_as_zeros, gradient, stream)
 
     def _unlink(self, piece: Piece, stream: fx.Node | None, shapes: fx.Node) -> fx.Node | None:
-        """A link only moves elements, so a gradient goes back the way the values do."""
-        assert isinstance(piece.segment, Coupling) and piece.segment.link is not None
+        """A rearrange only moves elements, so a gradient goes back the way the values do."""
+        assert isinstance(piece.segment, Coupling) and piece.segment.rearrange is not None
         if stream is None:
             return None
-        node: fx.Node = self.emitter.inline(piece.segment.link.inverse, [stream, shapes])
+        node: fx.Node = self.emitter.inline(piece.segment.rearrange.inverse, [stream, shapes])
         return node
 
     # -- the end ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from revcompile.compiler.lower.units import Group
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.module_tree import convolves
 from revcompile.ir.program import Partition, Piece
-from revcompile.ir.types import TYPE, Coupling, Link, TensorType
+from revcompile.ir.types import TYPE, Coupling, Rearrange, TensorType
 from revcompile.kernels.autocast import LOW_PRECISION
 
 __all__ = ["Emitter", "legal"]
@@ -152,9 +152,11 @@ class Emitter:
         found = self.inline(piece.segment.branch, [b, *sides])
         return tuple(found) if piece.segment.extras else (found,)
 
-    def link(self, link: Link, stream: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def rearrange(self, rearrange: Rearrange, stream: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The stream rearranged, and the shapes that lead back."""
-        arranged, shapes = self.inline(link.forward, [stream, *map(self.value, link.sides)])
+        arranged, shapes = self.inline(
+            rearrange.forward, [stream, *map(self.value, rearrange.sides)]
+        )
         return arranged, self.call(tuple, list(shapes))
 
     def value(self, name: str) -> fx.Node:
@@ -162,7 +164,7 @@ class Emitter:
         return self.values[name]
 
     def couple(self, piece: Piece) -> fx.Node | None:
-        """`(a, b) -> (b, a + F(b))`; returns the shapes of its link, if it has one."""
+        """`(a, b) -> (b, a + F(b))`; returns the shapes of its rearrange, if it has one."""
         segment = piece.segment
         assert isinstance(segment, Coupling) and piece.grid is not None
         a, b = map(self.value, segment.streams_in)
@@ -174,9 +176,9 @@ class Emitter:
                 self.item(entered, index, name=name) for index, name in enumerate(names)
             )
         shapes = None
-        if segment.link is not None:
-            a, shapes = self.link(segment.link, a)
-            b, _ = self.link(segment.link, b)
+        if segment.rearrange is not None:
+            a, shapes = self.rearrange(segment.rearrange, a)
+            b, _ = self.rearrange(segment.rearrange, b)
         addend, *extras = self.branch(piece, b, [self.value(side) for side in segment.sides])
         y = self.call(
             stage_ops.plus, a, addend, self.value(piece.grid), name=segment.streams_out[1]
@@ -199,7 +201,7 @@ class Emitter:
         return self.value(name)
 
     def compute(self, group: Group) -> dict[str, fx.Node]:
-        """All pieces of a unit in order; returns the shapes of links, by piece."""
+        """All pieces of a unit in order; returns the shapes of rearrangements, by piece."""
         shapes = {}
         for piece in group.pieces:
             self.reseed(group, piece)

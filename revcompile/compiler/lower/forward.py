@@ -26,7 +26,7 @@ def graph_of(name: str) -> str:
 
 
 def shapes_of(name: str) -> str:
-    """What the shapes of a coupling's link are kept under."""
+    """What the shapes of a coupling's rearrange are kept under."""
     return f"{name} shapes"
 
 

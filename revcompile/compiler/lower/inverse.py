@@ -44,8 +44,8 @@ def inverse_graph(
             stage_ops.minus, y, addend, emitter.value(piece.grid), name=segment.streams_in[0]
         )
         streams = (a, b)
-        if segment.link is not None:
+        if segment.rearrange is not None:
             shapes = emitter.value(shapes_of(piece.name))
-            streams = [emitter.inline(segment.link.inverse, [s, shapes]) for s in streams]
+            streams = [emitter.inline(segment.rearrange.inverse, [s, shapes]) for s in streams]
         emitter.values |= dict(zip(segment.streams_in, streams, strict=True))
     return emitter.finish(*streams)

@@ -1,6 +1,6 @@
 """Changing layers of the private root: wider, or copied, with weights that start from the old.
 
-Every change is written down as a `Growth`, so that a state dict of the original still loads.
+Every change is written down as a `WeightExpansion`: a state dict of the original still loads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from revcompile.ir.types import Growth
+from revcompile.ir.types import WeightExpansion
 from revcompile.ir.weight_expansion import grow
 
-__all__ = ["Surgeon", "own_copy"]
+__all__ = ["ModuleEditor", "own_copy"]
 
 
 def own_copy(root: nn.Module) -> nn.Module:
@@ -25,12 +25,12 @@ def own_copy(root: nn.Module) -> nn.Module:
     return copy.deepcopy(root, dict[int, Any](shared))
 
 
-class Surgeon:
+class ModuleEditor:
     """Replaces layers of one root and keeps the record of it."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self.growths: dict[str, tuple[str, Growth]] = {}
+        self.weight_expansions: dict[str, tuple[str, WeightExpansion]] = {}
         self.asked: set[tuple[str, str]] = set()
         """Every change wanted since this was last emptied, by layer and kind."""
         self._done: set[tuple[str, str]] = set()
@@ -53,7 +53,7 @@ class Surgeon:
         elif isinstance(module, _ConvNd):
             module.out_channels *= 2
         for name in ("weight", "bias"):
-            self._grow(path, module, name, Growth.TILE)
+            self._grow(path, module, name, WeightExpansion.TILE)
 
     def can_widen_norm(self, path: str) -> bool:
         """Is the layer a batch norm, which treats every channel alone?"""
@@ -67,7 +67,7 @@ class Surgeon:
         assert isinstance(module, _BatchNorm)
         module.num_features *= 2
         for name in ("weight", "bias", "running_mean", "running_var"):
-            self._grow(path, module, name, Growth.TILE)
+            self._grow(path, module, name, WeightExpansion.TILE)
 
     def double_inputs(self, path: str) -> None:
         """Twice the inputs: `[W/2, W/2]`, the same result for two equal streams."""
@@ -78,17 +78,17 @@ class Surgeon:
             module.in_features *= 2
         elif isinstance(module, _ConvNd):
             module.in_channels *= 2
-        self._grow(path, module, "weight", Growth.HALVE)
+        self._grow(path, module, "weight", WeightExpansion.HALVE)
 
-    def wake(self, path: str) -> None:
+    def revive_zero_init(self, path: str) -> None:
         """A norm that was 0 throughout, weight and bias, starts with weight 1."""
         module = self.root.get_submodule(path)
         affine = [getattr(module, name, None) for name in ("weight", "bias")]
         there = [tensor for tensor in affine if tensor is not None]
         if affine[0] is None or any(t.is_meta or bool(t.any()) for t in there):
             return
-        if self._first(path, "wake"):
-            self._grow(path, self._replace(path), "weight", Growth.WAKE)
+        if self._first(path, "revive_zero_init"):
+            self._grow(path, self._replace(path), "weight", WeightExpansion.REVIVE_ZERO_INIT)
 
     def duplicate(self, path: str) -> str:
         """A second, equal module beside the first; returns its path."""
@@ -99,7 +99,7 @@ class Surgeon:
         module = copy.deepcopy(self.root.get_submodule(path))
         self.root.get_submodule(parent_path).add_module(f"{name}_copy", module)
         for inner, _ in (*module.named_parameters(), *module.named_buffers()):
-            self.growths[f"{twin}.{inner}"] = (f"{path}.{inner}", Growth.COPY)
+            self.weight_expansions[f"{twin}.{inner}"] = (f"{path}.{inner}", WeightExpansion.COPY)
         return twin
 
     def _first(self, path: str, what: str) -> bool:
@@ -119,7 +119,7 @@ class Surgeon:
         setattr(self.root.get_submodule(parent_path), name, new)
         return new
 
-    def _grow(self, path: str, module: nn.Module, name: str, how: Growth) -> None:
+    def _grow(self, path: str, module: nn.Module, name: str, how: WeightExpansion) -> None:
         old = getattr(module, name, None)
         if old is None:
             return
@@ -128,4 +128,4 @@ class Surgeon:
         if isinstance(old, nn.Parameter):
             value = nn.Parameter(value, requires_grad=old.requires_grad)
         setattr(module, name, value)
-        self.growths[f"{path}.{name}"] = (f"{path}.{name}", how)
+        self.weight_expansions[f"{path}.{name}"] = (f"{path}.{name}", how)

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from revcompile.compiler.dataflow import Flow, tensor_type
-from revcompile.compiler.rewire.rearrange import build_link, link_source
+from revcompile.compiler.rewire.rearrange import build_rearrange, link_source
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.sizes import WrittenSizes
 from revcompile.ir.ops import fuse_mean, read_buffer, shape
-from revcompile.ir.types import TYPE, VALUE, Link, Live, Residual, ResidualKind
+from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual, ResidualKind
 
 __all__ = ["Pair", "Placement"]
 
@@ -48,7 +48,7 @@ class Placement:
         self.regions = [Region(flow) for _ in range(len(blocks) + 1)]
         self.types: dict[str, object] = {}
         self.concatenated: Mapping[fx.Node, int] = {}
-        self.links: dict[fx.Node, tuple[fx.Node, Link]] = {}
+        self.rearrangements: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}
         self._find_links()
 
     # -- who computes what --------------------------------------------------------------------
@@ -79,12 +79,12 @@ class Placement:
                     break
                 node = source
             if node in self.by_out and node is not x:
-                link = build_link(self.flow, node, x)
-                if link is not None:
-                    self.links[x] = (node, link)
+                rearrange = build_rearrange(self.flow, node, x)
+                if rearrange is not None:
+                    self.rearrangements[x] = (node, rearrange)
 
-    def link_only(self, node: fx.Node) -> bool:
-        """Is a linked value read by blocks alone (no need to compute it outside)?"""
+    def rearranges_only(self, node: fx.Node) -> bool:
+        """Is a rearranged value read by blocks alone (no need to compute it outside)?"""
         return all(self.reads_pair(u, node) for u in node.users)
 
     def block_only(self, node: fx.Node) -> bool:
@@ -102,7 +102,7 @@ class Placement:
     def entries(self) -> list[fx.Node]:
         """Values at which two streams begin."""
         xs = dict.fromkeys(self.flow.by_name[b.x] for b in self.blocks)
-        return [x for x in xs if x not in self.by_out and x not in self.links]
+        return [x for x in xs if x not in self.by_out and x not in self.rearrangements]
 
     # -- placing a value outside the blocks ----------------------------------------------------
 
@@ -137,7 +137,7 @@ class Placement:
     def _place_size(self, node: fx.Node) -> None:
         """Sizes of streams and of values inside blocks are had without touching those."""
         sources = [self._same_shape(i) for i in node.all_input_nodes]
-        streams = self.by_out.keys() | self.links.keys()
+        streams = self.by_out.keys() | self.rearrangements.keys()
         free = all(
             (s in self.levels and s not in streams) or self.flow.anywhere(s) for s in sources
         )
@@ -186,13 +186,15 @@ class Placement:
         """How many units must have run before the value is there."""
         if node in self.flow.constant:
             return 0
-        return self.levels[node] if node in self.levels else self.levels[self.links[node][0]]
+        return (
+            self.levels[node] if node in self.levels else self.levels[self.rearrangements[node][0]]
+        )
 
     def _same_shape(self, node: fx.Node) -> fx.Node:
         """An earlier value of the same shape: asking for a size must not break a chain."""
         while node in self.by_out and self.by_out[node].kind is not ResidualKind.PROJECTED:
             x = self.flow.by_name[self.by_out[node].x]
-            if x in self.links and self.link_only(x):
+            if x in self.rearrangements and self.rearranges_only(x):
                 like = _viewed_like(x)
                 if like is None:
                     break

@@ -14,16 +14,16 @@ from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.rewire.region import Region, describe
-from revcompile.ir.types import Link
+from revcompile.ir.types import Rearrange
 
-__all__ = ["build_link", "link_source"]
+__all__ = ["build_rearrange", "link_source"]
 
 _RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
 _COPIES = frozenset(["contiguous", "clone"])
 
 
 def link_source(flow: Flow, node: fx.Node) -> fx.Node | None:
-    """The value a node rearranges, or None if the node is no link."""
+    """The value a node rearranges, or None if the node is no rearrange."""
     name = _op_name(flow, node)
     source = node.args[0] if node.args else None
     if name is None or not isinstance(source, fx.Node):
@@ -48,8 +48,8 @@ def _op_name(flow: Flow, node: fx.Node) -> str | None:
     return name
 
 
-def build_link(flow: Flow, source: fx.Node, result: fx.Node) -> Link | None:
-    """The link from one value to a later one, or None if a step has no inverse here."""
+def build_rearrange(flow: Flow, source: fx.Node, result: fx.Node) -> Rearrange | None:
+    """The rearrange from one value to a later one, or None if a step has no inverse here."""
     steps: list[fx.Node] = []
     node = result
     while node is not source:
@@ -77,11 +77,11 @@ def build_link(flow: Flow, source: fx.Node, result: fx.Node) -> Link | None:
     inverse = _inverse(flow, steps)
     if inverse is None:
         return None
-    return Link(forward.graph, inverse, tuple(side.name for side in sides))
+    return Rearrange(forward.graph, inverse, tuple(side.name for side in sides))
 
 
 def _nothing_else(node: fx.Node) -> fx.Node:
-    raise AssertionError(f"a link reads {node.name}")
+    raise AssertionError(f"a rearrange reads {node.name}")
 
 
 def _inverse(flow: Flow, steps: list[fx.Node]) -> fx.Graph | None:

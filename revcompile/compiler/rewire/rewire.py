@@ -18,7 +18,7 @@ from revcompile.compiler.capture.side_effects import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.find.conflicts import ready_times
 from revcompile.compiler.find.residual import Found, find
-from revcompile.compiler.rewire.module_editor import Surgeon, own_copy
+from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.rules import RULES, Streams
@@ -45,38 +45,38 @@ __all__ = ["rewire"]
 
 def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
     """Turn every accepted residual block into a coupling. Changes neither argument."""
-    surgeon = Surgeon(own_copy(captured.root))
-    rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, surgeon)
+    editor = ModuleEditor(own_copy(captured.root))
+    rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, editor)
     body = rewiring.run()
     eval_body, sizes = None, rewiring.place.written_sizes()
     eval_sizes = sizes
     if captured.eval_graph is not None:
-        trained, surgeon.asked = surgeon.asked, set()
+        trained, editor.asked = editor.asked, set()
         found_eval = find(captured, captured.eval_graph)
         flow = Flow(captured.eval_graph, captured.root)
-        evaluated = _Rewiring(flow, found_eval, policy, surgeon)
+        evaluated = _Rewiring(flow, found_eval, policy, editor)
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
-        if _disagree(captured, trained, surgeon.asked):
+        if _disagree(captured, trained, editor.asked):
             kept = Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN)
             plain = rewire(captured, found, kept)
             note = "layers keep their widths: in eval mode the model reads them otherwise"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
         # a layer may now stand before a stream or a kept value
-        forbid_inplace(segment.graph, surgeon.root)
+        forbid_inplace(segment.graph, editor.root)
     return Rewired(
         name=captured.name,
-        root=surgeon.root,
+        root=editor.root,
         body=body,
         eval_body=eval_body,
         signature=captured.signature,
         policy=policy,
         residuals=found.residuals,
         refusals=found.refusals,
-        growths=dict(surgeon.growths),
+        weight_expansions=dict(editor.weight_expansions),
         notes=(*captured.notes, *rewiring.notes),
-        guards=guards_with(captured, sizes, eval_sizes).rebased(surgeon.root),
+        guards=guards_with(captured, sizes, eval_sizes).rebased(editor.root),
         stateful=captured.stateful,
     )
 
@@ -91,15 +91,19 @@ def _disagree(
         for graph in (captured.graph, captured.eval_graph)
     ]
     shared = called[0] & called[1]
-    widths = {(path, what) for path, what in trained ^ evaluated if what not in ("copy", "wake")}
+    widths = {
+        (path, what)
+        for path, what in trained ^ evaluated
+        if what not in ("copy", "revive_zero_init")
+    }
     return any(path in shared for path, _ in widths)
 
 
 class _Rewiring:
     """One walk over a captured graph."""
 
-    def __init__(self, flow: Flow, found: Found, policy: Policy, surgeon: Surgeon) -> None:
-        self.flow, self.policy, self.surgeon = flow, policy, surgeon
+    def __init__(self, flow: Flow, found: Found, policy: Policy, editor: ModuleEditor) -> None:
+        self.flow, self.policy, self.editor = flow, policy, editor
         self.blocks = sorted(found.residuals, key=lambda r: flow.index[flow.by_name[r.out]])
         self.place = Placement(flow, self.blocks)
         self.names = _block_names(flow, self.blocks)
@@ -107,9 +111,9 @@ class _Rewiring:
         self.widened = self._widened()
         self.place.concatenated = leave_concatenated(
             flow,
-            surgeon,
+            editor,
             self.blocks,
-            set(self.place.owner) | set(self.place.links),
+            set(self.place.owner) | set(self.place.rearrangements),
             inner=policy.fuse is Fuse.CONCAT,
             last=policy.leave is Leave.CONCAT,
         )
@@ -137,8 +141,8 @@ class _Rewiring:
                 place.types[node.name] = node.meta.get(TYPE)
             elif node in place.by_out:
                 units.append(self._unit(place.by_out[node], len(units)))
-            elif node in place.links and place.link_only(node):
-                place.levels[node] = place.levels[place.links[node][0]]
+            elif node in place.rearrangements and place.rearranges_only(node):
+                place.levels[node] = place.levels[place.rearrangements[node][0]]
             elif node not in place.owner and not place.block_only(node):
                 place.place(node)
         return self._assemble(units, result)
@@ -151,7 +155,7 @@ class _Rewiring:
         for x in self.place.entries():
             begins = not any(self.flow.depends(x, out) for out in self.place.by_out)
             if begins and all(self.place.reads_pair(user, x) for user in x.users):
-                dimension = enter_widened(self.flow, self.surgeon, x)
+                dimension = enter_widened(self.flow, self.editor, x)
                 if dimension is not None:
                     found[x] = dimension
         return found
@@ -160,19 +164,19 @@ class _Rewiring:
         """The block's segment, by the first rule that takes it."""
         place = self.place
         x, out = self.flow.by_name[block.x], self.flow.by_name[block.out]
-        link = None
+        rearrange = None
         if x in place.pairs:
             before = place.pairs[x]
-        elif x in place.links:
-            source, link = place.links[x]
+        elif x in place.rearrangements:
+            source, rearrange = place.rearrangements[x]
             before = place.pairs[source]
         else:
             before = self._enter(x)
         after = Pair(f"{out.name}_a", f"{out.name}_b")
         rule = next(rule for rule in RULES if rule.applies(block))
-        streams = Streams(before, link, after)
+        streams = Streams(before, rearrange, after)
         name = self.names[block.total]
-        segment = rule.segment(name, block, streams, place, self.surgeon)
+        segment = rule.segment(name, block, streams, place, self.editor)
         place.pairs[out] = after
         place.types[after.a] = place.types[after.b] = out.meta.get(TYPE)
         for node in (out, *(self.flow.by_name[extra] for extra in block.extras)):

@@ -15,10 +15,18 @@ from torch import fx
 
 from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import is_flat_at_zero
-from revcompile.compiler.rewire.module_editor import Surgeon
+from revcompile.compiler.rewire.module_editor import ModuleEditor
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
-from revcompile.ir.types import Coupling, Link, NameSet, Opaque, Residual, ResidualKind, Segment
+from revcompile.ir.types import (
+    Coupling,
+    NameSet,
+    Opaque,
+    Rearrange,
+    Residual,
+    ResidualKind,
+    Segment,
+)
 
 __all__ = ["RULES", "Couple", "Rule", "Streams", "Transition"]
 
@@ -28,7 +36,7 @@ class Streams:
     """A block's two streams before it, how they are rearranged for it, and after it."""
 
     before: Pair
-    link: Link | None
+    rearrange: Rearrange | None
     after: Pair
 
 
@@ -40,7 +48,7 @@ class Rule(Protocol):
         ...
 
     def segment(
-        self, name: str, block: Residual, streams: Streams, place: Placement, surgeon: Surgeon
+        self, name: str, block: Residual, streams: Streams, place: Placement, editor: ModuleEditor
     ) -> Segment:
         """The block as a segment."""
         ...
@@ -57,7 +65,7 @@ class Couple:
         return block.kind is not ResidualKind.PROJECTED
 
     def segment(
-        self, name: str, block: Residual, streams: Streams, place: Placement, surgeon: Surgeon
+        self, name: str, block: Residual, streams: Streams, place: Placement, editor: ModuleEditor
     ) -> Segment:
         """A reversible segment."""
         flow = place.flow
@@ -66,7 +74,7 @@ class Couple:
         b = region.keep = region.input("b", like=x)
         region.bind(x, b)
         value = place.side_reader(region)
-        _wake(flow, block, surgeon)
+        _wake(flow, block, editor)
         _copy_all(region, block.branch, value)
         terms = [region.value(flow.by_name[term], value) for term in block.terms]
         addend = terms[0]
@@ -84,7 +92,7 @@ class Couple:
             streams_out=(streams.after.a, streams.after.b),
             sides=tuple(side for side in region.inputs if side != "b"),
             branch=branch,
-            link=streams.link,
+            rearrange=streams.rearrange,
             extras=block.extras,
         )
 
@@ -101,24 +109,24 @@ class Transition:
         return block.kind is ResidualKind.PROJECTED
 
     def segment(
-        self, name: str, block: Residual, streams: Streams, place: Placement, surgeon: Surgeon
+        self, name: str, block: Residual, streams: Streams, place: Placement, editor: ModuleEditor
     ) -> Segment:
         """An opaque segment from two streams to two."""
         flow = place.flow
         x, total = flow.by_name[block.x], flow.by_name[block.total]
         region = Region(flow)
         a, b = (region.input(s, like=x) for s in (streams.before.a, streams.before.b))
-        if streams.link is not None:
-            a, b = (_linked(region, streams.link, stream) for stream in (a, b))
+        if streams.rearrange is not None:
+            a, b = (_rearranged(region, streams.rearrange, stream) for stream in (a, b))
         value = place.side_reader(region)
         region.bind(x, b)
-        _wake(flow, block, surgeon)
+        _wake(flow, block, editor)
         _copy_all(region, block.branch, value)
         shaped = _first_shaped(flow, block)
         if shaped is not None:
             first = region.value(shaped, value)
         else:
-            first = _project(region, block, b, value, surgeon)
+            first = _project(region, block, b, value, editor)
         branch = region.value(flow.by_name[block.terms[0]], value)
         branch = _post(region, block, branch, value)
         second = region.call(torch.add, _project(region, block, a, value), branch, like=total)
@@ -152,7 +160,7 @@ def _post(
     return addend
 
 
-def _wake(flow: Flow, block: Residual, surgeon: Surgeon) -> None:
+def _wake(flow: Flow, block: Residual, editor: ModuleEditor) -> None:
     """Let norms train that start as 0, so that a block starts as its shortcut.
 
     With `relu(x + F(x))` they get a gradient through the sum. With `a + relu(F(b))` they stand
@@ -162,14 +170,14 @@ def _wake(flow: Flow, block: Residual, surgeon: Surgeon) -> None:
         return
     for node in flow.in_order(block.branch):
         if node.op == "call_module" and "Norm" in flow.module_name(node):
-            surgeon.wake(str(node.target))
+            editor.revive_zero_init(str(node.target))
 
 
-def _linked(region: Region, link: Link, stream: fx.Node) -> fx.Node:
-    placeholders = [n for n in link.forward.nodes if n.op == "placeholder"]
+def _rearranged(region: Region, rearrange: Rearrange, stream: fx.Node) -> fx.Node:
+    placeholders = [n for n in rearrange.forward.nodes if n.op == "placeholder"]
     copies = {placeholders[0]: stream}
     copies |= {p: region.input(p.name) for p in placeholders[1:]}
-    outputs = region.graph.graph_copy(link.forward, copies)
+    outputs = region.graph.graph_copy(rearrange.forward, copies)
     assert isinstance(outputs, tuple) and isinstance(outputs[0], fx.Node)
     return outputs[0]
 
@@ -179,9 +187,9 @@ def _project(
     block: Residual,
     stream: fx.Node,
     value: Callable[[fx.Node], fx.Node],
-    copying: Surgeon | None = None,
+    copying: ModuleEditor | None = None,
 ) -> fx.Node:
-    """P on one stream. Given a surgeon, a copy of P whose parameters start equal."""
+    """P on one stream. Given a editor, a copy of P whose parameters start equal."""
     flow = region.flow
     local: dict[fx.Node, fx.Node] = {flow.by_name[block.x]: stream}
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import is_activation
-from revcompile.compiler.rewire.module_editor import Surgeon
+from revcompile.compiler.rewire.module_editor import ModuleEditor
 from revcompile.ir.ops import attribute
 from revcompile.ir.types import Residual
 
@@ -40,7 +40,7 @@ _CHANNELWISE_FUNCTIONS: Final = frozenset(
 )
 
 
-def enter_widened(flow: Flow, surgeon: Surgeon, x: fx.Node) -> int | None:
+def enter_widened(flow: Flow, editor: ModuleEditor, x: fx.Node) -> int | None:
     """Double the last dense layer before `x`; returns the dimension to split, or None."""
     norms: list[str] = []
     node = x
@@ -50,9 +50,9 @@ def enter_widened(flow: Flow, surgeon: Surgeon, x: fx.Node) -> int | None:
             return None
         if not _called_once(flow, node):
             return None
-        if node.op == "call_module" and surgeon.can_widen(target):
+        if node.op == "call_module" and editor.can_widen(target):
             break
-        if node.op == "call_module" and surgeon.can_widen_norm(target):
+        if node.op == "call_module" and editor.can_widen_norm(target):
             norms.append(target)
         elif not _is_channelwise(flow, node) or _rank(node) != _rank(x):
             return None
@@ -60,18 +60,18 @@ def enter_widened(flow: Flow, surgeon: Surgeon, x: fx.Node) -> int | None:
         if not isinstance(source, fx.Node):
             return None
         node = source
-    layer = surgeon.root.get_submodule(str(node.target))
+    layer = editor.root.get_submodule(str(node.target))
     if isinstance(layer, nn.Linear) and norms:
         return None
-    surgeon.widen(str(node.target))
+    editor.widen(str(node.target))
     for norm in norms:
-        surgeon.widen_norm(norm)
+        editor.widen_norm(norm)
     return -1 if isinstance(layer, nn.Linear) else 1
 
 
 def leave_concatenated(
     flow: Flow,
-    surgeon: Surgeon,
+    editor: ModuleEditor,
     blocks: Sequence[Residual],
     inside: set[fx.Node],
     *,
@@ -88,22 +88,22 @@ def leave_concatenated(
         is_last = not any(flow.depends(x, out) or x is out for x in starts)
         if not (last if is_last else inner):
             continue
-        dimension = _double_consumer(flow, surgeon, users[0])
+        dimension = _double_consumer(flow, editor, users[0])
         if dimension is not None:
             ends[out] = dimension
     return ends
 
 
-def _double_consumer(flow: Flow, surgeon: Surgeon, node: fx.Node) -> int | None:
+def _double_consumer(flow: Flow, editor: ModuleEditor, node: fx.Node) -> int | None:
     """Double the inputs of the first dense layer at or after `node`, if one is in reach."""
     norms: list[str] = []
     while True:
         target = str(node.target)
         if not _called_once(flow, node):
             return None
-        if node.op == "call_module" and surgeon.can_widen(target):
+        if node.op == "call_module" and editor.can_widen(target):
             break
-        if node.op == "call_module" and surgeon.can_widen_norm(target):
+        if node.op == "call_module" and editor.can_widen_norm(target):
             norms.append(target)
         elif not _is_channelwise(flow, node) and not _is_spatial(node):
             return None
@@ -111,15 +111,15 @@ def _double_consumer(flow: Flow, surgeon: Surgeon, node: fx.Node) -> int | None:
         if len(users) != 1 or users[0].op == "output":
             return None
         node = users[0]
-    layer = surgeon.root.get_submodule(str(node.target))
+    layer = editor.root.get_submodule(str(node.target))
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
     if isinstance(layer, nn.Linear) and _rank(source) != 2:
         return None
     for norm in norms:
-        surgeon.widen_norm(norm)
-    surgeon.double_inputs(str(node.target))
+        editor.widen_norm(norm)
+    editor.double_inputs(str(node.target))
     return 1
 
 

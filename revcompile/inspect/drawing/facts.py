@@ -13,11 +13,11 @@ from revcompile.inspect.words import bytes_of
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.ir.types import Refusal, TensorType
 
-__all__ = ["Picture", "Traveller", "Treaty", "picture"]
+__all__ = ["Picture", "SkipValue", "TiedWeight", "picture"]
 
 
 @dataclass(frozen=True)
-class Traveller:
+class SkipValue:
     """Tensors of a kind that pass together through stages: a skip's two streams, a mask."""
 
     names: tuple[str, ...]
@@ -28,7 +28,7 @@ class Traveller:
 
 
 @dataclass(frozen=True)
-class Treaty:
+class TiedWeight:
     """Weights that two stages share: the owner's updates travel, and the holder's gradients."""
 
     owner: int
@@ -44,8 +44,8 @@ class Picture:
     method: str
     batch: int | None
     stages: tuple[Stage, ...]
-    travellers: tuple[Traveller, ...]
-    treaties: tuple[Treaty, ...]
+    travellers: tuple[SkipValue, ...]
+    treaties: tuple[TiedWeight, ...]
     notes: tuple[str, ...]
     refusals: tuple[Refusal, ...]
 
@@ -63,7 +63,7 @@ class Picture:
         """Bytes of a value at the picture's batch size."""
         return bytes_of(kind, self.batch)
 
-    def through(self, stage: int) -> tuple[Traveller, ...]:
+    def through(self, stage: int) -> tuple[SkipValue, ...]:
         """The travellers that stop at a stage, start there or pass it."""
         return tuple(one for one in self.travellers if one.first <= stage <= one.last)
 
@@ -93,13 +93,13 @@ def picture(
         batch=batch if batch is not None else _batch(partition.types),
         stages=stages_of(partition, programs, batch, memory),
         travellers=_travellers(partition, programs),
-        treaties=tuple(Treaty(t.owner, t.holder, names) for t, names in partition.ties.items()),
+        treaties=tuple(TiedWeight(t.owner, t.holder, names) for t, names in partition.ties.items()),
         notes=rewired.notes,
         refusals=rewired.refusals,
     )
 
 
-def _travellers(partition: Partition, programs: Sequence[StageProgram]) -> tuple[Traveller, ...]:
+def _travellers(partition: Partition, programs: Sequence[StageProgram]) -> tuple[SkipValue, ...]:
     """Tensors that cross two borders or more under one name."""
     found: dict[str, list[int]] = {}
     kinds: dict[str, TensorType] = {}
@@ -115,7 +115,7 @@ def _travellers(partition: Partition, programs: Sequence[StageProgram]) -> tuple
             key = (stages[0] - 1, stages[-1], readers, kinds[name])
             together.setdefault(key, []).append(name)
     return tuple(
-        Traveller(tuple(names), kind, first, last, readers)
+        SkipValue(tuple(names), kind, first, last, readers)
         for (first, last, readers, kind), names in together.items()
     )
 

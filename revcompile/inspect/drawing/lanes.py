@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from revcompile.inspect.drawing.facts import Picture, Traveller, Treaty
+from revcompile.inspect.drawing.facts import Picture, SkipValue, TiedWeight
 from revcompile.inspect.drawing.svg import comment, element, path, text, width_of
 from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.words import listed, size
@@ -83,11 +83,11 @@ class Lanes:
         starting += [_tied(one) for one in self.ties if one.owner == stage]
         return max((width_of(label, SMALL) for label in starting), default=0.0)
 
-    def _label(self, skip: Traveller) -> str:
+    def _label(self, skip: SkipValue) -> str:
         total = size(len(skip.names) * self.picture.bytes_of(skip.kind))
         return f"{listed([skip.kind] * len(skip.names))} {total}"
 
-    def _skip(self, skip: Traveller, stage: int, at: _Place) -> str:
+    def _skip(self, skip: SkipValue, stage: int, at: _Place) -> str:
         names = ", ".join(skip.names)
         said = f"from stage {skip.first} to {skip.last}: {names}, {self._label(skip)}"
         if stage == skip.first:
@@ -103,7 +103,7 @@ class Lanes:
                 drawn += _tip(at.stop, at.frame, 1, "rv-skip-end")
         return element("g", comment([said]), drawn, class_="rv-traveller", data_names=names)
 
-    def _tie(self, tie: Treaty, stage: int, at: _Place) -> str:
+    def _tie(self, tie: TiedWeight, stage: int, at: _Place) -> str:
         names = ", ".join(tie.names)
         said = f"stages {tie.owner} and {tie.holder} share {names}"
         if stage == tie.owner:
@@ -118,7 +118,7 @@ class Lanes:
         return element("g", comment([said]), drawn, class_="rv-tied", data_names=names)
 
 
-def _tied(tie: Treaty) -> str:
+def _tied(tie: TiedWeight) -> str:
     more = f" +{len(tie.names) - 1}" if len(tie.names) > 1 else ""
     return f"tied {tie.names[0]}{more}"
 

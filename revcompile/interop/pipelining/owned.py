@@ -59,8 +59,10 @@ def _paths(segments: Iterable[Segment]) -> list[str]:
 def _graphs(segment: Segment) -> tuple[fx.Graph, ...]:
     if not isinstance(segment, Coupling):
         return (segment.graph,)
-    links = (segment.link.forward, segment.link.inverse) if segment.link else ()
-    return (segment.branch, *links)
+    rearrangements = (
+        (segment.rearrange.forward, segment.rearrange.inverse) if segment.rearrange else ()
+    )
+    return (segment.branch, *rearrangements)
 
 
 def owned(root: nn.Module, segments: Iterable[Segment]) -> nn.Module:

@@ -52,7 +52,9 @@ def _stage(
         signature=boundary.signature(),
         residuals=(),
         refusals=(),
-        growths={name: growth for name, growth in rewired.growths.items() if name in names},
+        weight_expansions={
+            name: growth for name, growth in rewired.weight_expansions.items() if name in names
+        },
         guards=rewired.guards if takes_inputs else rewired.guards.of_attributes(),
     )
     tolerance = root.tolerance if isinstance(root, Reversible) else None

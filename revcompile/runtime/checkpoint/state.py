@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir.program import StageProgram
 from revcompile.ir.stage_ops import mix
-from revcompile.runtime.executor.stage_executor import Actor
-from revcompile.runtime.executor.transport import Channel, Message
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.reversible.replay import Snapshot
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import InFlight, Stage
-from revcompile.runtime.stage.strides import as_it_lies
+from revcompile.runtime.stage.strides import clone_preserving_strides
 from revcompile.schedule import Keep, Schedule
 
 if TYPE_CHECKING:
@@ -77,12 +77,12 @@ def stages_with_graphs(trainer: Trainer) -> list[int]:
     ]
 
 
-Queues = Mapping[tuple[int, int, Channel], Iterable[Message]]
+Queues = Mapping[tuple[int, int, MessageKind], Iterable[Message]]
 
 
 def share(trainer: Trainer, model: Mapping[str, Any], queues: Queues, copy: Copy) -> dict[str, Any]:
     """What the stages of this process hold, with the entries of the model that go with them."""
-    optimizers = [actor.updater.state(copy) for actor in trainer.actors]
+    optimizers = [executor.updater.state(copy) for executor in trainer.executors]
     return {
         "format": FORMAT,
         "cuts": _cuts(trainer),
@@ -93,7 +93,7 @@ def share(trainer: Trainer, model: Mapping[str, Any], queues: Queues, copy: Copy
         "groups": [group for o in optimizers for group in o["groups"]],
         "lr_schedules": [o["lr_schedule"] for o in optimizers],
         "schedule": trainer.schedule.state(),
-        "stages": [_actor_state(actor, queues, copy) for actor in trainer.actors],
+        "stages": [_executor_state(executor, queues, copy) for executor in trainer.executors],
         "messages": [
             [source, target, channel.value, _message_state(message, copy)]
             for (source, target, channel), queue in queues.items()
@@ -111,10 +111,10 @@ def load_trainer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     _clear(trainer, state["seed"])
     if same:
         trainer.schedule = schedule
-        for actor in trainer.actors:
-            _load_actor(actor, state["stages"][actor.index])
+        for executor in trainer.executors:
+            _load_executor(executor, state["stages"][executor.index])
         for source, target, channel, message in state["messages"]:
-            trainer.transport.deliver(source, target, Channel(channel), _message(message))
+            trainer.transport.deliver(source, target, MessageKind(channel), _message(message))
     else:
         trainer.schedule = _moved(trainer.schedule, schedule)
     _load_scalings(trainer, state, same)
@@ -167,8 +167,8 @@ def _misfits(trainer: Trainer, state: Mapping[str, Any]) -> Iterator[str]:
         return
     yield from model_misfits(trainer.model, state["model"])
     settings = _settings(state)
-    for actor in trainer.actors:
-        yield from actor.updater.misfits(settings)
+    for executor in trainer.executors:
+        yield from executor.updater.misfits(settings)
 
 
 def model_misfits(model: nn.Module, found: Mapping[str, Tensor]) -> Iterator[str]:
@@ -214,8 +214,8 @@ def _load_updaters(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
     if not same:
         first = next((found for found in schedules if found is not None), None)
         schedules = [first] * len(trainer.programs)
-    for actor in trainer.actors:
-        actor.updater.load(state["optimizer"], _settings(state), schedules[actor.index])
+    for executor in trainer.executors:
+        executor.updater.load(state["optimizer"], _settings(state), schedules[executor.index])
 
 
 def _load_scalings(trainer: Trainer, state: Mapping[str, Any], same: bool) -> None:
@@ -225,16 +225,16 @@ def _load_scalings(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
     a number is that number.
     """
     saved = [found for stage in state["stages"] if (found := stage.get("scaling")) is not None]
-    for actor in trainer.actors:
-        if actor.scaling is None:
+    for executor in trainer.executors:
+        if executor.scaling is None:
             continue
-        how = actor.scaling.how
-        actor.scaling = Scaling(how, how.init_scale)
+        how = executor.scaling.how
+        executor.scaling = Scaling(how, how.init_scale)
         if saved and how.dynamic and same:
-            actor.scaling.load(saved[actor.index])
-        elif saved and how.dynamic and actor.objective is not None:
+            executor.scaling.load(saved[executor.index])
+        elif saved and how.dynamic and executor.objective is not None:
             untold = min(found["overflow"] for found in saved)
-            actor.scaling.load(saved[-1] | {"overflow": untold})
+            executor.scaling.load(saved[-1] | {"overflow": untold})
 
 
 def _moved(mine: Schedule, other: Schedule) -> Schedule:
@@ -259,49 +259,49 @@ def _clear(trainer: Trainer, seed: int) -> None:
     trainer.transport.clear()
     trainer.settings = replace(trainer.settings, seed=seed)
     own = dict(trainer.model.named_parameters())
-    for actor in trainer.actors:
-        stage = actor.stage
-        stage.seed = mix(trainer.stage_seed, actor.index)
+    for executor in trainer.executors:
+        stage = executor.stage
+        stage.seed = mix(trainer.stage_seed, executor.index)
         stage.in_flight.clear()
         stage.gradients = {}
         stage.reconstruction.clear()
         stage.updated()
-        for mail in (actor.inputs, actor.outputs, actor.incoming, actor.outgoing):
+        for mail in (executor.inputs, executor.outputs, executor.incoming, executor.outgoing):
             mail.clear()
-        actor.gradients, actor.contributed, actor.failures = None, 0, []
+        executor.gradients, executor.contributed, executor.failures = None, 0, []
         with torch.no_grad():
-            for name in _replicas(actor):
+            for name in _replicas(executor):
                 stage.parameters[name].copy_(own[name])
 
 
-def _replicas(actor: Actor) -> list[str]:
-    return [name for names in actor.held.values() for name in names]
+def _replicas(executor: StageExecutor) -> list[str]:
+    return [name for names in executor.held.values() for name in names]
 
 
 # -- one stage ------------------------------------------------------------------------------------
 
 
-def _actor_state(actor: Actor, queues: Queues, copy: Copy) -> dict[str, Any]:
-    stage = actor.stage
-    replicas: dict[str, Any] = {name: stage.parameters[name] for name in _replicas(actor)}
+def _executor_state(executor: StageExecutor, queues: Queues, copy: Copy) -> dict[str, Any]:
+    stage = executor.stage
+    replicas: dict[str, Any] = {name: stage.parameters[name] for name in _replicas(executor)}
     for (_, target, channel), queue in queues.items():
-        if target == actor.index and channel is Channel.TIED_WEIGHT:
+        if target == executor.index and channel is MessageKind.TIED_WEIGHT:
             for message in queue:  # arrives before the replica is read again
                 replicas |= message.values
     state: dict[str, Any] = {
         "gradients": copy(stage.gradients),
-        "contributed": actor.contributed,
-        "needs": _needs(actor.program),
+        "contributed": executor.contributed,
+        "needs": _needs(executor.program),
         "replicas": copy(replicas),
         "in_flight": [[m, _held_state(stage, held, copy)] for m, held in stage.in_flight.items()],
         "versions": _versions(stage, copy),
-        "incoming": [_message_state(message, copy) for message in actor.incoming.values()],
-        "outputs": [[m, copy(values and dict(values))] for m, values in actor.outputs.items()],
-        "scaling": actor.scaling and actor.scaling.state(),
+        "incoming": [_message_state(message, copy) for message in executor.incoming.values()],
+        "outputs": [[m, copy(values and dict(values))] for m, values in executor.outputs.items()],
+        "scaling": executor.scaling and executor.scaling.state(),
     }
-    if actor.synthesiser is not None:
-        state["synthesiser"] = copy(actor.synthesiser.layers.state_dict())
-        state["synthesiser_optimizer"] = actor.synthesiser.updater.state(copy)
+    if executor.gradient_predictor is not None:
+        state["gradient_predictor"] = copy(executor.gradient_predictor.layers.state_dict())
+        state["synthesiser_optimizer"] = executor.gradient_predictor.updater.state(copy)
     return state
 
 
@@ -326,10 +326,10 @@ def _path(stage: Stage, snapshot: Snapshot) -> str:
     return f"{names[id(snapshot[0])]}:{snapshot[1]}"
 
 
-def _load_actor(actor: Actor, saved: Mapping[str, Any]) -> None:
-    stage = actor.stage
+def _load_executor(executor: StageExecutor, saved: Mapping[str, Any]) -> None:
+    stage = executor.stage
     stage.gradients = _copied(dict(saved["gradients"]))
-    actor.contributed = saved["contributed"]
+    executor.contributed = saved["contributed"]
     with torch.no_grad():
         for name, value in saved["replicas"].items():
             stage.parameters[name].copy_(value)
@@ -345,13 +345,13 @@ def _load_actor(actor: Actor, saved: Mapping[str, Any]) -> None:
             buffers=[_snapshot(stage, path, copy) for path, copy in held["buffers"]],
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
         )
-    actor.incoming = {m["index"]: _message(m) for m in saved["incoming"]}
-    actor.outputs = {m: _copied(values) for m, values in saved["outputs"]}
-    if actor.synthesiser is not None:
-        actor.synthesiser.layers.load_state_dict(saved["synthesiser"])
+    executor.incoming = {m["index"]: _message(m) for m in saved["incoming"]}
+    executor.outputs = {m: _copied(values) for m, values in saved["outputs"]}
+    if executor.gradient_predictor is not None:
+        executor.gradient_predictor.layers.load_state_dict(saved["gradient_predictor"])
         found = saved["synthesiser_optimizer"]
         settings = {name: group for group in found["groups"] for name in group["params"]}
-        actor.synthesiser.updater.load(found["state"], settings, found["lr_schedule"])
+        executor.gradient_predictor.updater.load(found["state"], settings, found["lr_schedule"])
 
 
 def _snapshot(stage: Stage, path: str, copy: Tensor) -> Snapshot:
@@ -386,7 +386,7 @@ def _message(state: Mapping[str, Any]) -> Message:
 
 
 def _copied(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, as_it_lies, tree)
+    return pytree.tree_map_only(Tensor, clone_preserving_strides, tree)
 
 
 def referenced(tree: Any) -> Any:

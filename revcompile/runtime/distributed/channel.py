@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.runtime.distributed.message_format import Form, Header
-from revcompile.runtime.executor.transport import Channel, Message
+from revcompile.runtime.executor.transport import Message, MessageKind
 
-__all__ = ["Arrival", "Link", "Parcel"]
+__all__ = ["Arrival", "Channel", "Parcel"]
 
 _PATIENCE: Final = timedelta(days=365)
 """Receives are posted long before a message is due: the one who waits for it has the timeout."""
 
 
 @dataclass(frozen=True)
-class Link:
+class Channel:
     """From a stage to a stage, each on its rank; `payload` carries tensors of a GPU."""
 
     source: int
@@ -55,7 +55,7 @@ class Link:
 class Arrival:
     """A message that has come; `event`: when its tensors are there, on a GPU."""
 
-    channel: Channel
+    channel: MessageKind
     message: Message
     event: Any = None
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
-from revcompile.runtime.distributed.channel import Arrival, Link, Parcel
+from revcompile.runtime.distributed.channel import Arrival, Channel, Parcel
 from revcompile.runtime.distributed.gloo import PacketReceiver, PacketSender
 from revcompile.runtime.distributed.liveness import told
 from revcompile.runtime.distributed.message_format import Describer, Description, Flag, Form, Header
 from revcompile.runtime.distributed.nccl import DeviceReceiver, DeviceSender
-from revcompile.runtime.executor.transport import Channel, Message
+from revcompile.runtime.executor.transport import Message, MessageKind
 
 __all__ = ["Incoming", "Outgoing"]
 
@@ -30,11 +30,11 @@ __all__ = ["Incoming", "Outgoing"]
 class Outgoing:
     """Sends a link's messages in order, from a thread of its own."""
 
-    def __init__(self, link: Link, failed: Callable[[str], None]) -> None:
+    def __init__(self, link: Channel, failed: Callable[[str], None]) -> None:
         self.link = link
         self._failed = failed
         self._waiting: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
-        self._describers: dict[Channel, Describer] = {}
+        self._describers: dict[MessageKind, Describer] = {}
         self._sent = 0
         self._done = 0.0
         self._progress = threading.Condition()
@@ -42,7 +42,7 @@ class Outgoing:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def send(self, channel: Channel, message: Message) -> None:
+    def send(self, channel: MessageKind, message: Message) -> None:
         """Hand a message over; returns at once."""
         text, flags = b"", Flag.VOID
         tensors: list[tuple[Form, Tensor]] = []
@@ -65,7 +65,7 @@ class Outgoing:
         """The last word: nothing comes any more, because all is done or because of `cause`."""
         text = b"" if cause is None else cause.encode()
         flags = Flag.END if cause is None else Flag.ABORT
-        self._put(Header(Channel.X, 0, flags, len(text)), text)
+        self._put(Header(MessageKind.X, 0, flags, len(text)), text)
 
     def settle(self, timeout: float) -> None:
         """Wait until what was handed over is on its way, or cannot be sent."""
@@ -118,14 +118,14 @@ class Incoming:
 
     def __init__(
         self,
-        link: Link,
-        deliver: Callable[[Link, Arrival], None],
-        ended: Callable[[Link, str | None], None],
+        link: Channel,
+        deliver: Callable[[Channel, Arrival], None],
+        ended: Callable[[Channel, str | None], None],
         failed: Callable[[str], None],
     ) -> None:
         self.link = link
         self._deliver, self._ended, self._failed = deliver, ended, failed
-        self._known: dict[Channel, Description] = {}
+        self._known: dict[MessageKind, Description] = {}
         self._received = 0
         self.end = DeviceReceiver(link) if link.uses_cuda else PacketReceiver(link)
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -25,7 +25,7 @@ from revcompile.schedule import window
 if TYPE_CHECKING:
     from revcompile.runtime.distributed.trainer import DistributedTrainer
 
-__all__ = ["Votes", "load_together", "save_together"]
+__all__ = ["SignalConsensus", "load_together", "save_together"]
 
 
 def save_together(
@@ -111,7 +111,7 @@ def load_together(trainer: DistributedTrainer, place: str | Path) -> str | None:
     return None
 
 
-class Votes:
+class SignalConsensus:
     """Has any rank got a signal? Asked at every step, answered some steps later.
 
     An answer at once would hold every rank until the last one has finished the step, and nothing

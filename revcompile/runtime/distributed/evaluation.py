@@ -10,8 +10,8 @@ from typing import Any
 
 from revcompile.errors import InputError
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.stage_executor import Actor
-from revcompile.runtime.executor.transport import Channel, Message, Transport
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Message, MessageKind, Transport
 from revcompile.runtime.trainer.inputs import batch_pair
 
 __all__ = ["Batches", "Passing"]
@@ -69,7 +69,7 @@ class Passing:
     that nobody waits for it; the error is kept for the end.
     """
 
-    actors: Sequence[Actor]
+    executors: Sequence[StageExecutor]
     transport: Transport
     last: int
     source: Source
@@ -80,23 +80,23 @@ class Passing:
 
     def run(self) -> None:
         """Until every stage here has seen the last batch."""
-        self._open = {actor.index for actor in self.actors}
+        self._open = {executor.index for executor in self.executors}
         for number in itertools.count():
-            for actor in self.actors:
-                if actor.index in self._open:
-                    self._batch(actor, number)
+            for executor in self.executors:
+                if executor.index in self._open:
+                    self._batch(executor, number)
             if not self._open:
                 return
 
-    def _batch(self, actor: Actor, number: int) -> None:
-        stage = actor.index
+    def _batch(self, executor: StageExecutor, number: int) -> None:
+        stage = executor.index
         batch = self._next(stage, number)
         if batch is None:
             self._open.discard(stage)
         outputs = None
         if batch is not None and stage not in self._told:
             try:
-                outputs = actor.stage.evaluate(batch[0])
+                outputs = executor.stage.evaluate(batch[0])
                 if stage == self.last:
                     self.sink(number, outputs, batch[1])
             except Exception as error:
@@ -108,7 +108,7 @@ class Passing:
         if stage < self.last:
             sent = batch[1] if batch is not None else None
             message = Message(number, outputs or {}, void=outputs is None, fingerprint=sent)
-            self.transport.send(stage, stage + 1, Channel.EVALUATE, message)
+            self.transport.send(stage, stage + 1, MessageKind.EVALUATE, message)
 
     def note(self, check: Callable[[], None]) -> None:
         """Check something at the end; what it raises counts if all else went well."""
@@ -126,7 +126,7 @@ class Passing:
                 self.error = self.error or error
                 return None
         while True:
-            message = self.transport.receive(stage - 1, stage, Channel.EVALUATE)
+            message = self.transport.receive(stage - 1, stage, MessageKind.EVALUATE)
             if message is not None:
                 return None if message.void else (message.values, message.fingerprint)
             self.transport.wait(f"stage {stage} for batch {number} of an evaluation")

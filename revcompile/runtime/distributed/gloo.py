@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from revcompile.runtime.distributed.channel import Arrival, Link, Parcel
+from revcompile.runtime.distributed.channel import Arrival, Channel, Parcel
 from revcompile.runtime.distributed.message_format import HEADER, Description, Flag, Form, Header
-from revcompile.runtime.executor.transport import Channel
+from revcompile.runtime.executor.transport import MessageKind
 from revcompile.runtime.stage.tensor_reuse import is_unshared
 
 __all__ = ["PacketReceiver", "PacketSender", "Rooms"]
@@ -29,7 +29,7 @@ _MOST: Final = 64
 _SILENT: Final = Flag.VOID | Flag.END | Flag.ABORT
 """Messages without tensors."""
 
-Kind = tuple[Channel, int]
+Kind = tuple[MessageKind, int]
 """A channel's so-and-so-manieth form."""
 
 
@@ -60,14 +60,14 @@ class _Expected:
         self.kind: Kind | None = None
         self.size = _STEP
         self._last: Kind | None = None
-        self._forms: dict[Channel, tuple[int, _Packing]] = {}
+        self._forms: dict[MessageKind, tuple[int, _Packing]] = {}
 
-    def described(self, channel: Channel, forms: Sequence[Form]) -> None:
+    def described(self, channel: MessageKind, forms: Sequence[Form]) -> None:
         """Messages of a channel have another form from now on."""
         number, _ = self._forms.get(channel, (0, _HEADER_ALONE))
         self._forms[channel] = number + 1, _Packing.of(forms)
 
-    def form(self, channel: Channel) -> tuple[Kind, _Packing]:
+    def form(self, channel: MessageKind) -> tuple[Kind, _Packing]:
         """A channel's present form."""
         number, packing = self._forms[channel]
         return (channel, number), packing
@@ -103,7 +103,7 @@ class Rooms:
 class PacketSender:
     """The sending end of a link between two hosts' memories."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Channel) -> None:
         self._link = link
         self._expected = _Expected()
         self._staging = torch.empty(_STEP, dtype=torch.uint8)
@@ -145,7 +145,7 @@ def _pack(packet: Tensor, packing: _Packing, parcel: Parcel) -> None:
 class PacketReceiver:
     """The receiving end of a link between two hosts' memories."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Channel) -> None:
         self._link = link
         self._expected = _Expected()
         self.rooms = Rooms()

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-__all__ = ["Alarm", "FirstCause", "RollCall", "own_store", "told"]
+__all__ = ["Alarm", "LivenessCheck", "RootCause", "own_store", "told"]
 
 Answer = TypeVar("Answer")
 
@@ -65,7 +65,7 @@ class Alarm:
             return woken
 
 
-class FirstCause:
+class RootCause:
     """The cause all ranks agree on: the first that any of them has put down in the store.
 
     A rank that stops says why before its connections close. So whoever finds it gone learns what it
@@ -102,7 +102,7 @@ class FirstCause:
                     return
 
 
-class RollCall:
+class LivenessCheck:
     """Who is still there when nothing moves any more: each rank that gives up says so.
 
     Ranks wait for each other in a row; the one that hangs is the one that does not answer.

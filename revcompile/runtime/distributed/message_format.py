@@ -20,13 +20,13 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.codec import decode, encode
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.transport import Channel, Message
+from revcompile.runtime.executor.transport import Message, MessageKind
 
 __all__ = ["HEADER", "Describer", "Description", "Flag", "Form", "Header", "described"]
 
 HEADER: Final = 8
 """How many int64 a header has."""
-_CHANNELS: Final = tuple(Channel)
+_CHANNELS: Final = tuple(MessageKind)
 
 
 class Flag(enum.IntFlag):
@@ -51,7 +51,7 @@ _NONE: Final = Flag(0)
 class Header:
     """The first part of a message, of fixed size."""
 
-    channel: Channel
+    channel: MessageKind
     index: int
     flags: Flag = _NONE
     length: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from revcompile.runtime.distributed.channel import Arrival, Link, Parcel
+from revcompile.runtime.distributed.channel import Arrival, Channel, Parcel
 from revcompile.runtime.distributed.message_format import HEADER, Description, Header
 
 __all__ = ["DeviceReceiver", "DeviceSender"]
@@ -19,7 +19,7 @@ __all__ = ["DeviceReceiver", "DeviceSender"]
 class DeviceSender:
     """The sending end of a link between two GPUs."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Channel) -> None:
         self._link = link
         self._stream = torch.cuda.Stream(link.device)
 
@@ -40,7 +40,7 @@ class DeviceSender:
 class DeviceReceiver:
     """The receiving end of a link between two GPUs."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Channel) -> None:
         self._link = link
         self._stream = torch.cuda.Stream(link.device)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed.channel import Link
+from revcompile.runtime.distributed.channel import Channel
 from revcompile.runtime.distributed.placement import Layout
 from revcompile.schedule import Tie
 
@@ -141,7 +141,7 @@ class Ranks:
 
 def open_links(
     ranks: Ranks, ties: list[Tie], device: torch.device, timeout: timedelta
-) -> list[Link]:
+) -> list[Channel]:
     """A communicator for every two stages and direction; returns those this rank is part of.
 
     Making one is a matter of all ranks: all make all of them, in the same order.
@@ -158,7 +158,7 @@ def open_links(
             control = new_group(ends, "gloo", timeout)
             payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
             if ranks.rank in ends:
-                found.append(Link(source, target, ends, control, payload, device))
+                found.append(Channel(source, target, ends, control, payload, device))
     for link in found:
         _connect(link, ranks.rank == link.ranks[0])
     return found
@@ -169,7 +169,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
     return distributed.new_group(sorted(ranks), timeout=timeout, backend=backend)
 
 
-def _connect(link: Link, sends: bool) -> None:
+def _connect(link: Channel, sends: bool) -> None:
     """A first exchange: NCCL connects two ranks when both have called."""
     if link.uses_cuda:
         link.exchange([torch.zeros(1, dtype=torch.uint8, device=link.device)], sends)

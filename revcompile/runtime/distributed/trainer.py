@@ -21,7 +21,7 @@ from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import Live
 from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.checkpoint.state import check_savable
-from revcompile.runtime.distributed.checkpoints import Votes, load_together, save_together
+from revcompile.runtime.distributed.checkpoints import SignalConsensus, load_together, save_together
 from revcompile.runtime.distributed.collectives import compare, gather_plain
 from revcompile.runtime.distributed.evaluation import Batches, Passing
 from revcompile.runtime.distributed.handshake import facts
@@ -109,20 +109,24 @@ class DistributedTrainer(Trainer):
     def _settle_in(self) -> None:
         """The stages know their device, and the model has no copies besides theirs."""
         self._share.guard = self.transport.together
-        for actor in self.actors:
-            actor.stage.device = self.device
-            if actor.objective is not None:
-                actor.check_data = self._check_data
-            copies = (name for names in actor.held.values() for name in names)
-            self._share.adopt(self.model, {name: actor.stage.parameters[name] for name in copies})
+        for executor in self.executors:
+            executor.stage.device = self.device
+            if executor.objective is not None:
+                executor.check_data = self._check_data
+            copies = (name for names in executor.held.values() for name in names)
+            self._share.adopt(
+                self.model, {name: executor.stage.parameters[name] for name in copies}
+            )
 
     def _replicate(self, timeout: timedelta, average_statistics: bool) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         groups = open_copies(self.ranks, backend, timeout)
-        for actor in self.actors:
-            stage = actor.stage
+        for executor in self.executors:
+            stage = executor.stage
             found = stage.statistics() if average_statistics else []
-            self.transport.replicate(actor.index, stage.parameters, found, groups[actor.index])
+            self.transport.replicate(
+                executor.index, stage.parameters, found, groups[executor.index]
+            )
 
     def _connect(self) -> Distributed:
         return Distributed(self.ranks, self._links, self.timeout)
@@ -145,10 +149,10 @@ class DistributedTrainer(Trainer):
             self._given = inputs, target
             self._take_target(microbatch, target)
         if self.is_first:
-            self.actors[0].inputs[microbatch] = values
+            self.executors[0].inputs[microbatch] = values
             if not self.is_last:
                 found = Fingerprint.of(inputs, target, microbatch)
-                self.actors[0].fingerprints[microbatch] = found
+                self.executors[0].fingerprints[microbatch] = found
         self._measure(microbatch)
         rest = self._forward(self.schedule.inject())
         self._given = None, None
@@ -181,7 +185,7 @@ class DistributedTrainer(Trainer):
         try:
             return self.intake.taken(inputs)
         except Exception as error:
-            self.actors[0].refused.append(error)
+            self.executors[0].refused.append(error)
             return None
 
     def _take_target(self, microbatch: int, target: Any) -> None:
@@ -189,16 +193,16 @@ class DistributedTrainer(Trainer):
         try:
             self.objective.targets[microbatch] = self.intake.moved(target)
         except Exception as error:
-            self.actors[-1].refused.append(error)
+            self.executors[-1].refused.append(error)
 
     def _forward(self, lists: Any) -> list[deque[Any]]:
         with self._stopping():
             return self.worker.forward(lists)
 
     def _raise_failures(self) -> None:
-        refused = [error for actor in self.actors for error in actor.refused]
-        for actor in self.actors:
-            actor.refused = []
+        refused = [error for executor in self.executors for error in executor.refused]
+        for executor in self.executors:
+            executor.refused = []
         super()._raise_failures()
         for error in refused:
             if isinstance(error, RevcompileError):
@@ -311,7 +315,7 @@ class DistributedTrainer(Trainer):
             loss = self.objective.evaluate(output, target, where)
             means.add(loss, output, target, self.intake.samples(outputs))
 
-        passing = Passing(self.actors, self.transport, len(self.programs) - 1, source, sink)
+        passing = Passing(self.executors, self.transport, len(self.programs) - 1, source, sink)
         with self._evaluating(), self._stopping():
             passing.run()
             passing.note(batches.check_end)
@@ -380,7 +384,7 @@ class DistributedTrainer(Trainer):
 
     def _leaving(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
         """Once any rank has had a SIGTERM, all save."""
-        votes = Votes(self)
+        votes = SignalConsensus(self)
         return until_signal(loader, save, agree=votes.ask, settle=votes.settle)
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.errors import RankError
-from revcompile.runtime.distributed.channel import Arrival, Link
+from revcompile.runtime.distributed.channel import Arrival, Channel
 from revcompile.runtime.distributed.channel_threads import Incoming, Outgoing
 from revcompile.runtime.distributed.collectives import gather_plain
 from revcompile.runtime.distributed.gloo import PacketReceiver
-from revcompile.runtime.distributed.liveness import Alarm, FirstCause, RollCall, own_store, told
+from revcompile.runtime.distributed.liveness import Alarm, LivenessCheck, RootCause, own_store, told
 from revcompile.runtime.distributed.process_groups import Ranks
 from revcompile.runtime.distributed.replicas import Copies
-from revcompile.runtime.executor.transport import Channel, Message, mean_of
+from revcompile.runtime.executor.transport import Message, MessageKind, mean_of
 
 __all__ = ["Distributed"]
 
@@ -34,15 +34,15 @@ class Distributed:
     `RankError` when another rank is gone or silent for longer than `timeout` seconds.
     """
 
-    def __init__(self, ranks: Ranks, links: Sequence[Link], timeout: float) -> None:
+    def __init__(self, ranks: Ranks, links: Sequence[Channel], timeout: float) -> None:
         self.ranks, self.timeout = ranks, timeout
         self.completed = -1
         """The last micro-batch this rank has finished its part of."""
         self._alarm = Alarm()
         store = own_store()
-        self._first = FirstCause(store, self._alarm.sound)
-        self._roll = RollCall(store, ranks.rank, ranks.layout.world)
-        self._queues: dict[tuple[int, int, Channel], deque[Arrival]] = {}
+        self._first = RootCause(store, self._alarm.sound)
+        self._roll = LivenessCheck(store, ranks.rank, ranks.layout.world)
+        self._queues: dict[tuple[int, int, MessageKind], deque[Arrival]] = {}
         self._delivered: Counter[tuple[int, int]] = Counter()
         self._over: set[tuple[int, int]] = set()
         self._asked: set[int] = set()
@@ -63,7 +63,7 @@ class Distributed:
 
     # -- transport ----------------------------------------------------------------------------
 
-    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
         """Hand a message over; returns at once."""
         link = self._out.get((source, target))
         if link is not None:
@@ -71,7 +71,7 @@ class Distributed:
         else:
             self._queue(source, target, channel).append(Arrival(channel, message))
 
-    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+    def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
         """The next message, if it has arrived."""
         found = self._queue(source, target, channel)
         if found:
@@ -93,7 +93,7 @@ class Distributed:
         self._asked.clear()
         self._check()
 
-    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+    def deliver(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
         """Have a message of a checkpoint wait for its receiver, if that is on this rank."""
         if self.ranks.owner(target) == self.ranks.rank:
             self._queue(source, target, channel).append(Arrival(channel, message))
@@ -111,7 +111,7 @@ class Distributed:
                 self.wait(f"stage {target} for what stage {source} has sent")
 
     @property
-    def queues(self) -> dict[tuple[int, int, Channel], list[Message]]:
+    def queues(self) -> dict[tuple[int, int, MessageKind], list[Message]]:
         """The messages that wait on this rank, by source, target and channel."""
         found = list(self._queues.items())
         return {key: [arrival.ready() for arrival in queue] for key, queue in found}
@@ -206,15 +206,15 @@ class Distributed:
 
     # -- what threads report ------------------------------------------------------------------
 
-    def _queue(self, source: int, target: int, channel: Channel) -> deque[Arrival]:
+    def _queue(self, source: int, target: int, channel: MessageKind) -> deque[Arrival]:
         return self._queues.setdefault((source, target, channel), deque())
 
-    def _deliver(self, link: Link, arrival: Arrival) -> None:
+    def _deliver(self, link: Channel, arrival: Arrival) -> None:
         self._queue(link.source, link.target, arrival.channel).append(arrival)
         self._delivered[link.source, link.target] += 1
         self._alarm.arrived()
 
-    def _ended(self, link: Link, cause: str | None) -> None:
+    def _ended(self, link: Channel, cause: str | None) -> None:
         if cause is not None:
             self._alarm.sound(cause)
         else:

@@ -17,16 +17,16 @@ from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.trace import Recorder
-from revcompile.runtime.executor.transport import Channel, Message, Transport
+from revcompile.runtime.executor.transport import Message, MessageKind, Transport
 from revcompile.runtime.reversible.replay import Snapshot
 from revcompile.runtime.stage.finite import all_finite
-from revcompile.runtime.stage.gradient_predictor import Synthesiser
+from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Op, Order
 
-__all__ = ["Actor", "Worker", "put_back"]
+__all__ = ["LocalScheduler", "StageExecutor", "put_back"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
@@ -48,10 +48,10 @@ _DOES: Final = {
     Op.SEND_TIED_WEIGHT: "_send_tied_weight",
     Op.RECV_TIED_WEIGHT: "_receive_tied_weight",
 }
-"""The method of an actor that performs each kind of action."""
+"""The method of an executor that performs each kind of action."""
 
 
-class Actor:
+class StageExecutor:
     """One stage, its optimizer and its mail."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Actor:
         transport: Transport,
         *,
         objective: Objective | None = None,
-        synthesiser: Synthesiser | None = None,
+        gradient_predictor: GradientPredictor | None = None,
         clip_grad_norm: float | None = None,
         held: Mapping[int, tuple[str, ...]] | None = None,
         owned: Mapping[int, tuple[str, ...]] | None = None,
@@ -69,7 +69,11 @@ class Actor:
         scaling: Scaling | None = None,
     ) -> None:
         self.stage, self.updater, self.transport = stage, updater, transport
-        self.objective, self.synthesiser, self.scaling = objective, synthesiser, scaling
+        self.objective, self.gradient_predictor, self.scaling = (
+            objective,
+            gradient_predictor,
+            scaling,
+        )
         self.clip_grad_norm = clip_grad_norm
         self.held, self.owned = held or {}, owned or {}
         self.guarded = guarded
@@ -124,7 +128,7 @@ class Actor:
     # -- forward ------------------------------------------------------------------------------
 
     def _receive_x(self, action: Action) -> bool:
-        message = self._receive(self.index - 1, Channel.X, action)
+        message = self._receive(self.index - 1, MessageKind.X, action)
         if message is None:
             return False
         self.inputs[action.index] = None if message.void else message.values
@@ -158,7 +162,7 @@ class Actor:
 
     def _try(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         """Run it; if that fails everything here is as before, and the micro-batch is lost."""
-        before = self.stage.bookmark()
+        before = self.stage.snapshot()
         self._bookmark = (microbatch, before)
         try:
             self._run(microbatch, inputs)
@@ -183,29 +187,29 @@ class Actor:
             put_back(before)
 
     def _send_y(self, action: Action) -> bool:
-        keep = self.synthesiser is not None
+        keep = self.gradient_predictor is not None
         outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
         lost, heard = outputs is None, None if self.scaling is None else self.scaling.tell()
         data = self.fingerprints.pop(action.index, None)
         message = Message(action.index, outputs or {}, void=lost, scale=heard, fingerprint=data)
-        self._send(self.index + 1, Channel.X, message)
+        self._send(self.index + 1, MessageKind.X, message)
         return True
 
     # -- backward -----------------------------------------------------------------------------
 
     def _receive_dy(self, action: Action) -> bool:
-        message = self._receive(self.index + 1, Channel.DY, action)
+        message = self._receive(self.index + 1, MessageKind.DY, action)
         if message is None:
             return False
         self.incoming[action.index] = message
         return True
 
     def _backward(self, action: Action) -> bool:
-        if self.synthesiser is not None:
+        if self.gradient_predictor is not None:
             outputs = self.outputs[action.index]
             message = Message(action.index, void=outputs is None)
             if outputs is not None:
-                message = Message(action.index, {}, self.synthesiser.predict(outputs))
+                message = Message(action.index, {}, self.gradient_predictor.predict(outputs))
         else:
             message = self.incoming.pop(action.index)
         back = self._differentiate(message)
@@ -233,14 +237,14 @@ class Actor:
         return Message(index, values, gradients, scale=scale)
 
     def _send_dx(self, action: Action) -> bool:
-        self._send(self.index - 1, Channel.DY, self.outgoing.pop(action.index))
+        self._send(self.index - 1, MessageKind.DY, self.outgoing.pop(action.index))
         return True
 
     def _train(self, action: Action) -> bool:
-        assert self.synthesiser is not None
+        assert self.gradient_predictor is not None
         message, outputs = self.incoming.pop(action.index), self.outputs.pop(action.index)
         if not message.void and outputs is not None:
-            self.synthesiser.train(outputs, message.gradients)
+            self.gradient_predictor.train(outputs, message.gradients)
         return True
 
     # -- update -------------------------------------------------------------------------------
@@ -286,7 +290,7 @@ class Actor:
             return False
         names = self.held[action.peer]
         sent = {name: gradients.pop(name) for name in names if name in gradients}
-        self._send(action.peer, Channel.TIED_GRAD, Message(action.index, {}, sent))
+        self._send(action.peer, MessageKind.TIED_GRAD, Message(action.index, {}, sent))
         return True
 
     def _receive_tied_grad(self, action: Action) -> bool:
@@ -294,7 +298,7 @@ class Actor:
         gradients = self._mean_gradients()
         if gradients is None:
             return False
-        message = self._receive(action.peer, Channel.TIED_GRAD, action)
+        message = self._receive(action.peer, MessageKind.TIED_GRAD, action)
         if message is None:
             return False
         for name, gradient in message.gradients.items():
@@ -308,12 +312,12 @@ class Actor:
         values = {
             name: self.stage.parameters[name].detach().clone() for name in self.owned[action.peer]
         }
-        self._send(action.peer, Channel.TIED_WEIGHT, Message(action.index, values))
+        self._send(action.peer, MessageKind.TIED_WEIGHT, Message(action.index, values))
         return True
 
     def _receive_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None
-        message = self._receive(action.peer, Channel.TIED_WEIGHT, action)
+        message = self._receive(action.peer, MessageKind.TIED_WEIGHT, action)
         if message is None:
             return False
         with torch.no_grad():
@@ -324,10 +328,10 @@ class Actor:
 
     # -- mail ---------------------------------------------------------------------------------
 
-    def _send(self, target: int, channel: Channel, message: Message) -> None:
+    def _send(self, target: int, channel: MessageKind, message: Message) -> None:
         self.transport.send(self.index, target, channel, message)
 
-    def _receive(self, source: int, channel: Channel, action: Action) -> Message | None:
+    def _receive(self, source: int, channel: MessageKind, action: Action) -> Message | None:
         message = self.transport.receive(source, self.index, channel)
         if message is not None and message.index != action.index:
             raise VerificationError(
@@ -344,9 +348,9 @@ def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def put_back(bookmark: Sequence[Snapshot]) -> None:
+def put_back(snapshot: Sequence[Snapshot]) -> None:
     """Buffers as they were, as quietly as batch norm writes them: graphs are in flight."""
-    for module, name, buffer, _, copy in bookmark:
+    for module, name, buffer, _, copy in snapshot:
         buffer.data.copy_(copy)
         module._buffers[name] = buffer
 
@@ -369,25 +373,25 @@ def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> 
         )
 
 
-class Worker:
+class LocalScheduler:
     """Several stages in one process, each at its own place in its list."""
 
-    def __init__(self, actors: Sequence[Actor]) -> None:
-        self.actors = list(actors)
+    def __init__(self, executors: Sequence[StageExecutor]) -> None:
+        self.executors = list(executors)
 
     def own(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
         """What its stages have to do, from the lists of all stages."""
-        return [deque(lists[actor.index]) for actor in self.actors]
+        return [deque(lists[executor.index]) for executor in self.executors]
 
     def forward(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
         """The forward part of a round, first stage to last; returns what is left to do."""
         rest = self.own(lists)
-        for actor, actions in zip(self.actors, rest, strict=True):
+        for executor, actions in zip(self.executors, rest, strict=True):
             while actions and actions[0].op in _BEFORE_BACKWARD:
-                if actor.perform(actions[0]):
+                if executor.perform(actions[0]):
                     actions.popleft()
                 else:
-                    actor.transport.wait(f"stage {actor.index} at {actions[0]}")
+                    executor.transport.wait(f"stage {executor.index} at {actions[0]}")
         return rest
 
     def finish(self, rest: Sequence[deque[Action]], ahead: bool = False) -> None:
@@ -396,14 +400,14 @@ class Worker:
         `ahead`: first stage to last. What a stage sends back then finds its reader done with
         what was sent before.
         """
-        waiting = list(zip(self.actors, rest, strict=True))
+        waiting = list(zip(self.executors, rest, strict=True))
         while waiting:
             moved = False
-            for actor, actions in waiting if ahead else reversed(waiting):
-                while actions and actor.perform(actions[0]):
+            for executor, actions in waiting if ahead else reversed(waiting):
+                while actions and executor.perform(actions[0]):
                     actions.popleft()
                     moved = True
-            waiting = [(actor, actions) for actor, actions in waiting if actions]
+            waiting = [(executor, actions) for executor, actions in waiting if actions]
             if waiting and not moved:
                 listed = "; ".join(f"stage {a.index} at {actions[0]}" for a, actions in waiting)
                 waiting[0][0].transport.wait(listed)

@@ -79,7 +79,7 @@ class Traced(Protocol):
     """What is traced: a trainer."""
 
     @property
-    def actors(self) -> Sequence[Any]:
+    def executors(self) -> Sequence[Any]:
         """Its stages in this process."""
         ...
 
@@ -122,9 +122,9 @@ class Trace:
         self.busy: tuple[float, ...] | None = None
         """By rank, once the trace has ended."""
         self._behind = _clock_offset(trainer.everyone)
-        self._recorder: Recorder | None = Recorder(trainer.actors[0].stage._device())
-        for actor in trainer.actors:
-            actor.observer = self._recorder
+        self._recorder: Recorder | None = Recorder(trainer.executors[0].stage._device())
+        for executor in trainer.executors:
+            executor.observer = self._recorder
 
     @property
     def running(self) -> bool:
@@ -170,8 +170,8 @@ class Trace:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return None
-        for actor in self._trainer.actors:
-            actor.observer = None
+        for executor in self._trainer.executors:
+            executor.observer = None
         self._trainer.untraced()
         moved = tuple(
             Happening(h.stage, h.action, *(t - self._behind for t in (h.tried, h.start, h.end)))

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from revcompile.errors import NonFiniteError, VerificationError
-from revcompile.runtime.executor.stage_executor import Actor, put_back
+from revcompile.runtime.executor.stage_executor import StageExecutor, put_back
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.reversible.replay import Snapshot
 from revcompile.runtime.stage.loss_head import Objective
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.schedule import Action, Op, Order, Schedule
 
-__all__ = ["Attempt"]
+__all__ = ["Transaction"]
 
 
-def _noted(actor: Actor) -> Scaling | None:
-    return actor.scaling and replace(actor.scaling)
+def _noted(executor: StageExecutor) -> Scaling | None:
+    return executor.scaling and replace(executor.scaling)
 
 
-class Attempt:
+class Transaction:
     """The trainer as it was before a micro-batch entered.
 
     A micro-batch that turns out bad before anything was updated with it leaves no trace.
@@ -30,16 +30,16 @@ class Attempt:
     def __init__(
         self,
         schedule: Schedule,
-        actors: Sequence[Actor],
+        executors: Sequence[StageExecutor],
         transport: InProcess,
         objective: Objective,
     ) -> None:
         self.microbatch = schedule.injected
-        self._actors, self._transport, self._objective = actors, transport, objective
+        self._actors, self._transport, self._objective = executors, transport, objective
         self._schedule = schedule.copy()
         self._queues = {key: deque(queue) for key, queue in transport.queues.items()}
-        self._gathered = [(dict(a.stage.gradients), a.contributed, _noted(a)) for a in actors]
-        self._buffers: list[Snapshot] = [s for a in actors for s in a.stage.bookmark()]
+        self._gathered = [(dict(a.stage.gradients), a.contributed, _noted(a)) for a in executors]
+        self._buffers: list[Snapshot] = [s for a in executors for s in a.stage.snapshot()]
 
     def backward(self, rest: Sequence[deque[Action]]) -> None:
         """The backward passes that can still be taken back; a bad gradient stops them.
@@ -50,30 +50,30 @@ class Attempt:
         locked = self._schedule.method.order is Order.LOCKED
         ops = (Op.RECV_DY, Op.BACKWARD, Op.SEND_DX) if locked else (Op.BACKWARD,)
         stages = list(zip(self._actors, rest, strict=True))
-        for actor, actions in reversed(stages if locked else stages[-1:]):
+        for executor, actions in reversed(stages if locked else stages[-1:]):
             while actions and actions[0].op in ops and actions[0].index == self.microbatch:
-                if not actor.perform(actions[0]):
-                    raise VerificationError(f"stage {actor.index} waits for {actions[0]}")
+                if not executor.perform(actions[0]):
+                    raise VerificationError(f"stage {executor.index} waits for {actions[0]}")
                 actions.popleft()
-            if actor.failures:
-                raise self._untried(actor.failures[0])
+            if executor.failures:
+                raise self._untried(executor.failures[0])
         # From here on nothing is taken back: let used-up messages go as they are read.
         self._queues.clear()
         self._gathered.clear()
         self._buffers.clear()
 
-    def take_back(self) -> Schedule:
+    def rollback(self) -> Schedule:
         """Undo everything; returns the schedule to go on with."""
         microbatch, objective = self.microbatch, self._objective
-        for actor, (gradients, contributed, scaling) in zip(
+        for executor, (gradients, contributed, scaling) in zip(
             self._actors, self._gathered, strict=True
         ):
-            actor.forget(microbatch)
-            actor.scaling = scaling
-            actor.measured.discard(microbatch)
-            actor.stage.reconstruction.pop(microbatch, None)
-            actor.stage.gradients, actor.contributed = gradients, contributed
-            actor.failures = []
+            executor.forget(microbatch)
+            executor.scaling = scaling
+            executor.measured.discard(microbatch)
+            executor.stage.reconstruction.pop(microbatch, None)
+            executor.stage.gradients, executor.contributed = gradients, contributed
+            executor.failures = []
         put_back(self._buffers)
         # Tied weights that have arrived with this round arrive once more in the next.
         self._transport.queues = self._queues

@@ -14,10 +14,10 @@ from torch import Tensor
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
 
-__all__ = ["Channel", "InProcess", "Message", "Transport", "mean_of"]
+__all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of"]
 
 
-class Channel(enum.Enum):
+class MessageKind(enum.Enum):
     """What a message is about. Messages of one channel between two stages keep their order."""
 
     X = "x"
@@ -50,15 +50,15 @@ class Message:
 class Transport(Protocol):
     """Delivers messages in order. What is not there yet is `None`."""
 
-    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
         """Hand a message over; returns at once."""
         ...
 
-    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+    def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
         """The next message, if it has arrived."""
         ...
 
-    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+    def deliver(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
         """Have a message of a checkpoint wait for its receiver, as if it had just arrived."""
         ...
 
@@ -89,19 +89,19 @@ class InProcess:
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        self.queues: dict[tuple[int, int, Channel], deque[Message]] = {}
+        self.queues: dict[tuple[int, int, MessageKind], deque[Message]] = {}
         self._norms: dict[int, dict[int, Tensor]] = {}
 
-    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
         """Put a message at the end of its queue."""
         self.queues.setdefault((source, target, channel), deque()).append(message)
 
-    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
+    def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
         """Take the first message of the queue."""
         queue = self.queues.get((source, target, channel))
         return queue.popleft() if queue else None
 
-    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
+    def deliver(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
         """Put a message of a checkpoint at the end of its queue."""
         self.send(source, target, channel, message)
 

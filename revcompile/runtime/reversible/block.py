@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from revcompile.kernels.exact_sum import add, subtract
 from revcompile.runtime.reversible.bindings import Bindings
-from revcompile.runtime.reversible.replay import Circumstances
+from revcompile.runtime.reversible.replay import ReplayContext
 from revcompile.runtime.reversible.sharding import Unit
 
-__all__ = ["Block", "couple", "linked", "run_branch", "uncouple"]
+__all__ = ["Block", "couple", "rearranged", "run_branch", "uncouple"]
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class Block:
 
     `branch(root, b, *sides)` is F. `sides` are the positions of the block's side values among
     the chain's. With `has_extras` it returns `(F(b), *extras)`: values read outside the block,
-    which end a chain. `link(root, stream, *sizes) -> (stream, shapes)` and
+    which end a chain. `rearrange(root, stream, *sizes) -> (stream, shapes)` and
     `unlink(root, stream, shapes)` rearrange a stream, where needed. `bindings` is what F finds in
-    the module tree. `reads_cast` if all that F does with `b` is to give it to a layer that autocast
-    casts it for.
+    the module tree. `casts_on_read` if all that F does with `b` is to give it to a layer
+    that autocast casts it for.
     """
 
     name: str
     branch: Callable[..., Any]
     sides: tuple[int, ...] = ()
     has_extras: bool = False
-    link: Callable[..., tuple[Tensor, Any]] | None = None
+    rearrange: Callable[..., tuple[Tensor, Any]] | None = None
     unlink: Callable[..., Tensor] | None = None
-    link_sides: tuple[int, ...] = ()
+    rearrange_sides: tuple[int, ...] = ()
     bindings: Bindings = field(default_factory=Bindings)
-    circumstances: Circumstances = field(default_factory=Circumstances)
-    reads_cast: bool = False
+    replay_context: ReplayContext = field(default_factory=ReplayContext)
+    casts_on_read: bool = False
     units: tuple[Unit, ...] = ()
     """FSDP2 units that its layers belong to."""
 
@@ -52,24 +52,24 @@ def couple(
     cast: torch.dtype | None = None,
     grid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Any, tuple[Tensor, ...]]:
-    """`(a, b) -> (b, a + F(b))`, after the block's link.
+    """`(a, b) -> (b, a + F(b))`, after the block's rearrange.
 
     Also returns the shapes to unlink, and the block's extras.
     """
-    a, b, shapes = linked(root, block, a, b, sides)
+    a, b, shapes = rearranged(root, block, a, b, sides)
     addend, extras = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
     return b, add(a, addend, grid), shapes, extras
 
 
-def linked(
+def rearranged(
     root: nn.Module, block: Block, a: Tensor, b: Tensor, sides: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Any]:
-    """The streams after the block's link, and the shapes to unlink."""
-    if block.link is None:
+    """The streams after the block's rearrange, and the shapes to unlink."""
+    if block.rearrange is None:
         return a, b, ()
-    sizes = [sides[i] for i in block.link_sides]
-    a, shapes = block.link(root, a, *sizes)
-    return a, block.link(root, b, *sizes)[0], shapes
+    sizes = [sides[i] for i in block.rearrange_sides]
+    a, shapes = block.rearrange(root, a, *sizes)
+    return a, block.rearrange(root, b, *sizes)[0], shapes
 
 
 def run_branch(
@@ -90,7 +90,7 @@ def uncouple(
     cast: torch.dtype | None = None,
     grid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(b, y) -> (y - F(b), b)`, then back through the block's link."""
+    """`(b, y) -> (y - F(b), b)`, then back through the block's rearrange."""
     addend, _ = run_branch(root, block, b, [sides[i] for i in block.sides], cast)
     a = subtract(y, addend, grid)
     if block.unlink is not None:

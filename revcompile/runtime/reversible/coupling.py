@@ -30,7 +30,7 @@ from revcompile.ir.stage_ops import laid_out_like
 from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded, sum_up
 from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.runtime.reversible.bindings import Bound
-from revcompile.runtime.reversible.block import Block, couple, linked, run_branch, uncouple
+from revcompile.runtime.reversible.block import Block, couple, rearranged, run_branch, uncouple
 from revcompile.runtime.reversible.hooks import gradient_hooks_silenced
 from revcompile.runtime.reversible.overlap import Overlap, side_by_side
 from revcompile.runtime.reversible.probes import (
@@ -125,7 +125,7 @@ class Chain:
         with torch.no_grad():
             a, b = rounded(a, grid), rounded(b, grid)
             for block in self.blocks:
-                replay = Replay(block.circumstances, a)
+                replay = Replay(block.replay_context, a)
                 states.append((a, b))
                 enter(block.units, (b,))
                 a, b, shapes, extras = couple(root, block, a, b, sides, cast, grid)
@@ -137,7 +137,7 @@ class Chain:
                 *map(reversed, (self.blocks, replays, shapes_of, states)), strict=True
             ):
                 enter(block.units, (y,))
-                with replay.playing():
+                with replay.replay():
                     x, y = uncouple(root, block, x, y, sides, shapes, cast, grid)
                 leave(block.units, (y,))
                 errors.append((block.name, max(relative_error(a0, x), relative_error(b0, y))))
@@ -182,7 +182,7 @@ class _Call:
         blocks, next_to = self.chain.blocks, index + way
         if self.cast is not None or not 0 <= next_to < len(blocks):
             return False
-        return blocks[next_to].reads_cast and blocks[max(index, next_to)].link is None
+        return blocks[next_to].casts_on_read and blocks[max(index, next_to)].rearrange is None
 
 
 _Output = tuple[Tensor, Tensor, Tensor | None]
@@ -226,10 +226,10 @@ class _Reversible(torch.autograd.Function):
         block = call.chain.blocks[index]
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
-        replay = Replay(block.circumstances, a)
+        replay = Replay(block.replay_context, a)
         used = [sides[i] for i in block.sides]
-        with replay.watching(), bound.running():
-            a, b, ctx.shapes = linked(call.root, block, a, b, sides)
+        with replay.record(), bound.running():
+            a, b, ctx.shapes = rearranged(call.root, block, a, b, sides)
             read, call.copy = b if call.copy is None else call.copy, None
             addend, extras = run_branch(call.root, block, read, used, call.cast)
             y, call.copy = sum_up(a, addend, call.grid, False, call.is_read_cast(index, 1))
@@ -284,9 +284,9 @@ def _block_before(node: Any) -> Any:
 
 
 def _before_link(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Values, or gradients of them, as they were before a block's link.
+    """Values, or gradients of them, as they were before a block's rearrange.
 
-    A link permutes elements, so a gradient goes back the way the values do.
+    A rearrange permutes elements, so a gradient goes back the way the values do.
     """
     unlink = node.call.chain.blocks[node.index].unlink
     if unlink is None:
@@ -320,7 +320,7 @@ def _rebuild(node: Any, saved: Sequence[Tensor], output: _Output | None, lane: i
     used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
     stand_ins = bound.stand_ins()
     parameters = [stand_ins.get(id(p), p) for p in node.parameters]
-    with torch.enable_grad(), bound.repeated(stand_ins), node.replay.playing():
+    with torch.enable_grad(), bound.repeated(stand_ins), node.replay.replay():
         leaf = _as_read((b if read is None else read).detach(), block, call.cast).requires_grad_()
         gradient = GradientSum()
         # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
@@ -338,7 +338,7 @@ def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
     Its gradient then comes in that precision and is widened on being added, not before.
     """
     if cast is None:
-        return as_read(b) if block.reads_cast else b
+        return as_read(b) if block.casts_on_read else b
     return b.to(cast) if b.dtype == torch.float32 else b
 
 

@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import convolves, reads_cast, tensors_read
+from revcompile.ir.module_tree import casts_on_read, convolves, tensors_read
 from revcompile.ir.ops import attribute
-from revcompile.ir.types import Body, Coupling, Growth, Live, Opaque, Rewired
+from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, WeightExpansion
 from revcompile.ir.weight_expansion import grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings
@@ -30,7 +30,7 @@ from revcompile.runtime.reversible.match_dtypes import matched
 from revcompile.runtime.reversible.original import Original, OriginalSurface
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.probes import Tolerance
-from revcompile.runtime.reversible.replay import Circumstances, StatefulBuffers
+from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
 from revcompile.runtime.reversible.sharding import Unit, enter, leave, units_of
 
 __all__ = ["Reversible"]
@@ -159,7 +159,7 @@ class Reversible(OriginalSurface):
         """What couplings compute with, and what rewiring has enlarged: id of a tensor -> name."""
         bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
         branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
-        found = {id(attribute(self, name)): name for name in self.rewired.growths}
+        found = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
         for name, value in itertools.chain.from_iterable(tensors_read(b, self) for b in branches):
             found.setdefault(id(value), name)
         return found
@@ -270,7 +270,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
 
 
 def _side_names(coupling: Coupling) -> tuple[str, ...]:
-    return (*coupling.sides, *(coupling.link.sides if coupling.link else ()))
+    return (*coupling.sides, *(coupling.rearrange.sides if coupling.rearrange else ()))
 
 
 def _chains(body: Body) -> list[list[Coupling | Opaque]]:
@@ -300,19 +300,19 @@ def _chains(body: Body) -> list[list[Coupling | Opaque]]:
 
 def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
     bindings = Bindings(coupling.branch, root)
-    link = coupling.link
+    rearrange = coupling.rearrange
     return Block(
         name=coupling.name,
         branch=compile_graph(_prepared(coupling.branch, root), coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
-        link=compile_graph(link.forward, coupling.name) if link else None,
-        unlink=compile_graph(link.inverse, coupling.name) if link else None,
+        rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
+        unlink=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,
         has_extras=bool(coupling.extras),
-        link_sides=tuple(position[name] for name in link.sides) if link else (),
+        rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
         bindings=bindings,
         units=_units(bindings),
-        circumstances=_circumstances(list(bindings.modules)),
-        reads_cast=reads_cast(coupling.branch, root),
+        replay_context=_circumstances(list(bindings.modules)),
+        casts_on_read=casts_on_read(coupling.branch, root),
     )
 
 
@@ -326,11 +326,11 @@ def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
     return clipped(narrowed(matched(branch), root), root)
 
 
-def _circumstances(modules: Sequence[nn.Module]) -> Circumstances:
+def _circumstances(modules: Sequence[nn.Module]) -> ReplayContext:
     norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
     others = [m for m in modules if not isinstance(m, _BatchNorm)]
     buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
-    return Circumstances(norms, StatefulBuffers(buffers))
+    return ReplayContext(norms, StatefulBuffers(buffers))
 
 
 def _grow_state_dict(
@@ -340,9 +340,9 @@ def _grow_state_dict(
     assert isinstance(module, Reversible)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     grown: dict[str, Tensor] = {}
-    for name, (source, how) in module.rewired.growths.items():
+    for name, (source, how) in module.rewired.weight_expansions.items():
         have, original = state.get(prefix + name), state.get(prefix + source)
         fits = have is not None and have.shape == own[name].shape
-        if original is not None and (not fits or how is Growth.WAKE):
+        if original is not None and (not fits or how is WeightExpansion.REVIVE_ZERO_INIT):
             grown[prefix + name] = grow(original, how)
     state.update(grown)

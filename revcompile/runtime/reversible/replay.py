@@ -19,7 +19,7 @@ from revcompile.ir import ops
 from revcompile.kernels.batch_norm import Statistics
 from revcompile.runtime.reversible.masks import Masks
 
-__all__ = ["Circumstances", "Replay", "StatefulBuffers", "is_recorded"]
+__all__ = ["Replay", "ReplayContext", "StatefulBuffers", "is_recorded"]
 
 Mark = tuple[Tensor | None, int, int]
 """A buffer, its version, and where its contents are: `buffer.data = ...` changes only that."""
@@ -98,7 +98,7 @@ class StatefulBuffers:
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class ReplayContext:
     """What a branch touches besides its inputs: batch norms and other stateful buffers."""
 
     norms: tuple[nn.Module, ...] = ()
@@ -106,9 +106,9 @@ class Circumstances:
 
 
 class Replay:
-    """The circumstances of one run of a branch: random state, autocast, buffers before it."""
+    """The replay_context of one run of a branch: random state, autocast, buffers before it."""
 
-    def __init__(self, branch: Circumstances, like: Tensor) -> None:
+    def __init__(self, branch: ReplayContext, like: Tensor) -> None:
         self.branch = branch
         self.device = like.device
         self.autocast = [
@@ -123,7 +123,7 @@ class Replay:
         self.statistics = Statistics()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """The first run.
 
         Autocast would keep every weight it has cast until the model is through, though a branch
@@ -146,8 +146,8 @@ class Replay:
         return self
 
     @contextmanager
-    def playing(self) -> Iterator[None]:
-        """Make the circumstances hold again, and statistics stand still."""
+    def replay(self) -> Iterator[None]:
+        """Make the replay_context hold again, and statistics stand still."""
         with ExitStack() as stack:
             for device, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(device):

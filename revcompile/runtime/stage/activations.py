@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.stage.pinned_pool import Away, Shelf
+from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
 from revcompile.schedule import Keep, Order
 
-__all__ = ["Buffers", "BuffersLike", "Keeper", "Scaled", "buffers_of"]
+__all__ = ["ActivationStore", "Buffers", "BuffersLike", "Scaled", "buffers_of"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MARKED: Final = ({"values"}, {"values", "scale"}, {"away"})
@@ -100,14 +100,14 @@ def widened(value: Tensor | Scaled) -> Tensor:
     return value.values.float() * value.scale if isinstance(value, Scaled) else value.float()
 
 
-class Keeper:
+class ActivationStore:
     """What one stage keeps of the micro-batches in flight, in the form in which it waits."""
 
     def __init__(self, program: StageProgram, how: Buffers) -> None:
         self._how, self._kept = how, program.kept
         self._names = _inputs_kept(program) if how != Buffers() else frozenset()
         self._is_first = program.index == 0
-        self.shelf: Shelf | None = None
+        self.shelf: PinnedPool | None = None
         """Where inputs are while they are not on the device."""
 
     @property
@@ -131,10 +131,10 @@ class Keeper:
         shelf = self._shelf(value.device)
         return small if shelf is None else shelf.put(small)
 
-    def _shelf(self, device: torch.device) -> Shelf | None:
+    def _shelf(self, device: torch.device) -> PinnedPool | None:
         if self._how.offload and self.shelf is None and device.type == "cuda":
             # Whoever feeds the first stage may write into the batch once the step is over.
-            self.shelf = Shelf(device, waits=self._is_first)
+            self.shelf = PinnedPool(device, waits=self._is_first)
         return self.shelf
 
     def taken(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ class Keeper:
         return tuple(self._take(v) if name in self._names else v for name, v in pairs)
 
     def _take(self, value: Any) -> Any:
-        if isinstance(value, Away):
+        if isinstance(value, OffloadedTensor):
             assert self.shelf is not None
             value = self.shelf.take(value)
         return widened(value) if isinstance(value, Scaled) or self._is_narrow(value) else value
@@ -157,7 +157,7 @@ class Keeper:
         """This is what the next backward pass will want: let it be on its way."""
         if self.shelf is not None:
             for value in kept:
-                if isinstance(value, Away):
+                if isinstance(value, OffloadedTensor):
                     self.shelf.bring(value)
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Keeper:
         return [self._plain(v) if name in self._names else v for name, v in pairs]
 
     def _plain(self, value: Any) -> Any:
-        if isinstance(value, Away):
+        if isinstance(value, OffloadedTensor):
             assert self.shelf is not None
             return {"away": self._plain(self.shelf.look(value))}
         if isinstance(value, Scaled):

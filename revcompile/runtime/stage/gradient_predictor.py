@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from revcompile.ir.program import Port
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
 
-__all__ = ["Synthesiser"]
+__all__ = ["GradientPredictor"]
 
 
-class Synthesiser:
+class GradientPredictor:
     """Predicts the gradients of a stage's outputs; starts at zero, learns from the true ones."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Synthesiser:
                 layer = _layer(port.type.shape).to(device, port.type.dtype)
                 self.layers[self._keys[port.name]] = layer
         parameters = dict(self.layers.named_parameters())
-        self.updater = Updater(f"synthesiser of stage {stage}", parameters, factory)
+        self.updater = Updater(f"gradient_predictor of stage {stage}", parameters, factory)
 
     def predict(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """A gradient for each output."""

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from revcompile.runtime.stage.tensor_reuse import is_unshared
 
-__all__ = ["Away", "Shelf"]
+__all__ = ["OffloadedTensor", "PinnedPool"]
 
 
 @dataclass(eq=False)
-class Away:
+class OffloadedTensor:
     """Nested values whose tensors are in the host's memory, or on their way back from it."""
 
     host: Any
@@ -26,14 +26,14 @@ class Away:
     """When what is on its way has arrived."""
 
 
-class Shelf:
+class PinnedPool:
     """Pinned memory that is allocated once and used again, and a stream to copy on.
 
     All copies are on one stream, so that memory can be given out again as soon as its tensor has
     been asked back. `waits`: the device computes on only when what was put away is here. On the
     CPU a copy is just made.
 
-    >>> shelf = Shelf(torch.device("cpu"))
+    >>> shelf = PinnedPool(torch.device("cpu"))
     >>> away = shelf.put(torch.ones(2))
     >>> shelf.take(away)
     tensor([1., 1.])
@@ -49,15 +49,15 @@ class Shelf:
         """How many tensors there is room for."""
         return sum(map(len, self._rooms.values()))
 
-    def put(self, values: Any) -> Away:
+    def put(self, values: Any) -> OffloadedTensor:
         """Have them copied; nobody waits for it."""
         with self._beside(follows=True):
-            away = Away(pytree.tree_map_only(Tensor, self._copied, values))
+            away = OffloadedTensor(pytree.tree_map_only(Tensor, self._copied, values))
         if self._waits and self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return away
 
-    def bring(self, away: Away) -> None:
+    def bring(self, away: OffloadedTensor) -> None:
         """Have them copied back; nobody waits for it."""
         if away.back is not None:
             return
@@ -67,7 +67,7 @@ class Shelf:
             )
             away.event = self._stream.record_event() if self._stream is not None else None
 
-    def take(self, away: Away) -> Any:
+    def take(self, away: OffloadedTensor) -> Any:
         """The values on the device; what the device computes next waits for them."""
         self.bring(away)
         if away.event is not None:
@@ -76,7 +76,7 @@ class Shelf:
             pytree.tree_map_only(Tensor, lambda t: t.record_stream(stream), away.back)
         return away.back
 
-    def look(self, away: Away) -> Any:
+    def look(self, away: OffloadedTensor) -> Any:
         """The values in the host's memory, once they are there."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -21,7 +21,7 @@ from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.runtime.reversible.match_dtypes import matched
 from revcompile.runtime.reversible.probes import relative_error
 from revcompile.runtime.reversible.replay import Snapshot, StatefulBuffers
-from revcompile.runtime.stage.activations import Buffers, Keeper
+from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.cast_weights import Casts, castable
 from revcompile.runtime.stage.finite import all_finite
 from revcompile.runtime.stage.loss_scale import unscaled
@@ -88,7 +88,7 @@ class Stage:
         self.seed = mix(seed, program.index)
         self.autocast = autocast
         self.check_finite = check_finite
-        self.keeper = Keeper(program, buffers or Buffers())
+        self.keeper = ActivationStore(program, buffers or Buffers())
         self.parameters = parameters_of(program, root)
         self.unchanged = Unchanged(program, root, self.parameters, replicas)
         self._slots = Slots(root, self.parameters)
@@ -169,7 +169,7 @@ class Stage:
         found = (module._buffers[name] for module, name in statistics_of(self.program, self.root))
         return [buffer for buffer in found if buffer is not None]
 
-    def bookmark(self) -> list[Snapshot]:
+    def snapshot(self) -> list[Snapshot]:
         """Copies of the buffers that a micro-batch can change before its first update."""
         statistics = [
             (module, name, buffer, buffer._version, buffer.detach().clone())
@@ -348,7 +348,7 @@ class Stage:
             return ()
         return tuple((self.casts.read() or self.reads or self.parameters).values())
 
-    # -- circumstances ------------------------------------------------------------------------
+    # -- replay_context ------------------------------------------------------------------------
 
     @contextmanager
     def _running(self, weights: Mapping[str, Tensor] | None, microbatch: int) -> Iterator[None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_it_lies", "overlaps"]
+__all__ = ["clone_preserving_strides", "overlaps"]
 
 
-def as_it_lies(tensor: Tensor) -> Tensor:
+def clone_preserving_strides(tensor: Tensor) -> Tensor:
     """A copy with the same strides, gaps included.
 
     >>> half = torch.zeros(2, 6)[:, :3]
-    >>> half.clone().stride(), as_it_lies(half).stride()
+    >>> half.clone().stride(), clone_preserving_strides(half).stride()
     ((3, 1), (6, 1))
     """
     plain = tensor.detach()

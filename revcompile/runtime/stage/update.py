@@ -43,7 +43,7 @@ ParamGroups = Callable[[list[tuple[str, nn.Parameter]]], Iterable[Mapping[str, A
 
 
 class Updater:
-    """Applies gathered gradients to the parameters of one stage (or of its synthesiser)."""
+    """Applies gathered gradients to the parameters of one stage (or of its gradient_predictor)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""An actor from a stage's program: its numerics, its optimizer, what it exchanges."""
+"""An executor from a stage's program: its numerics, its optimizer, what it exchanges."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.executor.stage_executor import Actor
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
-from revcompile.runtime.stage.gradient_predictor import Synthesiser
+from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import Objective
 from revcompile.runtime.stage.loss_scale import scaling_of
 from revcompile.runtime.stage.stage import Stage
@@ -17,10 +17,10 @@ from revcompile.runtime.stage.update import OptimizerFactory, Updater
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.schedule import Order, Tie
 
-__all__ = ["make_actor"]
+__all__ = ["build_executor"]
 
 
-def make_actor(
+def build_executor(
     program: StageProgram,
     model: nn.Module,
     ties: Mapping[Tie, tuple[str, ...]],
@@ -32,8 +32,8 @@ def make_actor(
     delay: float,
     objective: Objective | None,
     guarded: bool,
-) -> Actor:
-    """The actor of one stage, whose gradients are so many updates late.
+) -> StageExecutor:
+    """The executor of one stage, whose gradients are so many updates late.
 
     The last one is given the objective.
     """
@@ -60,15 +60,15 @@ def make_actor(
         lr_schedule=settings.lr_schedule,
         delay=delay,
     )
-    synthesiser = None
+    gradient_predictor = None
     if program.method.order is Order.SYNTHETIC and objective is None:
-        synthesiser = Synthesiser(index, program.outputs, optimizer, stage._device())
-    return Actor(
+        gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
+    return StageExecutor(
         stage,
         updater,
         transport,
         objective=objective,
-        synthesiser=synthesiser,
+        gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
         held=held,
         owned=owned,

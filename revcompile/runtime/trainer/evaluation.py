@@ -12,7 +12,7 @@ from torch import nn
 from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
 from revcompile.runtime.stage.loss_head import Objective, described
-from revcompile.runtime.trainer.inputs import Intake, batch_pair, called_with
+from revcompile.runtime.trainer.inputs import InputBinder, batch_pair, called_with
 from revcompile.runtime.trainer.metrics import Means
 
 __all__ = ["evaluate_batch", "evaluating", "iterated"]
@@ -31,7 +31,7 @@ def evaluate_batch(
     number: int,
     batch: Any,
     model: nn.Module,
-    intake: Intake,
+    intake: InputBinder,
     objective: Objective,
     means: Means,
 ) -> None:

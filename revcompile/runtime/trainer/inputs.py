@@ -17,7 +17,7 @@ from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.stage.loss_head import described
 
-__all__ = ["Intake", "Planned", "batch_pair", "called_with", "check_planned"]
+__all__ = ["InputBinder", "Planned", "batch_pair", "called_with", "check_planned"]
 
 
 class Planned(Protocol):
@@ -39,7 +39,7 @@ def check_planned(plan: Planned, samples: int) -> None:
         )
 
 
-class Intake:
+class InputBinder:
     """Micro-batches for the model of a partition, on one device."""
 
     def __init__(self, partition: Partition, device: torch.device) -> None:

@@ -24,20 +24,20 @@ from revcompile.runtime.checkpoint.state import (
     save_trainer,
     stages_with_graphs,
 )
-from revcompile.runtime.executor.captured import Backend, Fast
-from revcompile.runtime.executor.stage_executor import Actor, Worker
+from revcompile.runtime.executor.captured import Backend, GraphRunner
+from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
 from revcompile.runtime.executor.trace import Trace
-from revcompile.runtime.executor.transaction import Attempt
+from revcompile.runtime.executor.transaction import Transaction
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss, Objective, described
 from revcompile.runtime.stage.update import OptimizerFactory
-from revcompile.runtime.trainer.build import make_actor
+from revcompile.runtime.trainer.build import build_executor
 from revcompile.runtime.trainer.cpu_matmul import choose_cpu_matmul
 from revcompile.runtime.trainer.data import Loader, Share, shared_loader
 from revcompile.runtime.trainer.evaluation import evaluate_batch, evaluating, iterated
 from revcompile.runtime.trainer.gradient_probes import Probe
-from revcompile.runtime.trainer.inputs import Intake, Planned, check_planned
+from revcompile.runtime.trainer.inputs import InputBinder, Planned, check_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Means, Metric, Metrics
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.schedule import Schedule, delay, mean_delay
@@ -76,15 +76,15 @@ class Trainer:
         self.schedule = Schedule(method, stages, settings.accumulate, partition.ties)
         self.delays = tuple(delay(method, stages, j, settings.accumulate) for j in range(stages))
         self.transport = self._connect()
-        self.intake = Intake(partition, self._home())
+        self.intake = InputBinder(partition, self._home())
         self.objective = Objective(partition.rewired, loss, settings.autocast, stages - 1)
         self.objective.check_finite = settings.check_finite
         here = [program for program in programs if self._is_here(program.index)]
-        self.actors = [self._actor(program, optimizer) for program in here]
-        self.worker = Worker(self.actors)
+        self.executors = [self._actor(program, optimizer) for program in here]
+        self.worker = LocalScheduler(self.executors)
         self.probes: list[Probe] = []
-        for actor in self.actors:
-            actor.stage.observers = self.probes
+        for executor in self.executors:
+            executor.stage.observers = self.probes
         self._fast = self._recorder()
         self._broken: str | None = None
         self._trace: Trace | None = None
@@ -102,7 +102,7 @@ class Trainer:
         """Where this process's stages compute."""
         return device_of_model(self.model)
 
-    def _recorder(self) -> Fast | None:
+    def _recorder(self) -> GraphRunner | None:
         """What runs the rounds of a full pipeline, if all its stages are here."""
         backend, check = self.settings.backend, self.settings.check_finite
         if not isinstance(self.transport, InProcess):
@@ -113,16 +113,18 @@ class Trainer:
                     stacklevel=4,
                 )
             return None
-        return Fast(backend, self.actors, self.objective, self.schedule, check_finite=check)
+        return GraphRunner(
+            backend, self.executors, self.objective, self.schedule, check_finite=check
+        )
 
     def _is_here(self, stage: int) -> bool:
         """Does a stage live in this process?"""
         return True
 
-    def _actor(self, program: StageProgram, optimizer: OptimizerFactory) -> Actor:
+    def _actor(self, program: StageProgram, optimizer: OptimizerFactory) -> StageExecutor:
         stages, accumulate = len(self.programs), self.settings.accumulate
         is_last = program.index == stages - 1
-        return make_actor(
+        return build_executor(
             program,
             self.model,
             self.partition.ties,
@@ -149,8 +151,8 @@ class Trainer:
             return metrics
         values = self.intake.taken(inputs)
         microbatch, samples = self.schedule.injected, self.intake.samples(values)
-        attempt = Attempt(self.schedule, self.actors, self.transport, self.objective)
-        self.actors[0].inputs[microbatch] = values
+        attempt = Transaction(self.schedule, self.executors, self.transport, self.objective)
+        self.executors[0].inputs[microbatch] = values
         self.objective.targets[microbatch] = self.intake.moved(target)
         for probe in self.probes:
             probe.fed(microbatch, values, self.objective.targets[microbatch])
@@ -159,7 +161,7 @@ class Trainer:
             rest = self.worker.forward(self.schedule.inject())
             attempt.backward(rest)
         except BaseException as error:
-            self.schedule = attempt.take_back()
+            self.schedule = attempt.rollback()
             for probe in self.probes:
                 probe.taken_back(microbatch)
             if isinstance(error, RevcompileError) or not isinstance(error, Exception):
@@ -214,8 +216,8 @@ class Trainer:
 
     def _measure(self, microbatch: int) -> None:
         """Have reconstruction errors measured when it is time; train mode for all that follows."""
-        for actor in self.actors:
-            actor.measured = {microbatch} if self._is_measured(microbatch) else set()
+        for executor in self.executors:
+            executor.measured = {microbatch} if self._is_measured(microbatch) else set()
         self._in_train_mode()
 
     def _is_measured(self, microbatch: int) -> bool:
@@ -253,9 +255,9 @@ class Trainer:
 
     def _raise_failures(self) -> None:
         failures = [] if self._fast is None else self._fast.failures()
-        failures += [error for actor in self.actors for error in actor.failures]
-        for actor in self.actors:
-            actor.failures = []
+        failures += [error for executor in self.executors for error in executor.failures]
+        for executor in self.executors:
+            executor.failures = []
         if failures:
             raise failures[0]
 
@@ -350,17 +352,17 @@ class Trainer:
         if self.memory_plan is not None:
             check_planned(self.memory_plan, samples)
         found = {}
-        for actor in self.actors:
-            for measured in list(actor.stage.reconstruction):
-                found[actor.index] = actor.stage.reconstruction.pop(measured)
+        for executor in self.executors:
+            for measured in list(executor.stage.reconstruction):
+                found[executor.index] = executor.stage.reconstruction.pop(measured)
         elapsed = max(time.perf_counter() - self._started, 1e-9)
-        scalings = [actor.scaling for actor in self.actors if actor.scaling is not None]
+        scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
         return Metrics(
             microbatch=microbatch,
             samples=samples,
             delays=self.delays,
             updates=self.schedule.updates,
-            lr=next((a.updater.lr for a in self.actors if a.updater.lr is not None), None),
+            lr=next((a.updater.lr for a in self.executors if a.updater.lr is not None), None),
             throughput=self._samples / elapsed,
             loss_tensor=self.objective.losses.pop(microbatch, None),
             output=self.objective.outputs.pop(microbatch, None),
@@ -376,7 +378,7 @@ class Trainer:
         `probe.complete`. Training goes on as if nobody watched.
         """
         self._settle()
-        stages = [actor.stage for actor in self.actors]
+        stages = [executor.stage for executor in self.executors]
         rewired, accumulate = self.partition.rewired, self.settings.accumulate
         probe = Probe(self.schedule.injected, stages, rewired, self.objective, accumulate)
         self.probes.append(probe)
@@ -451,7 +453,7 @@ class Trainer:
         self._settle()
         if drain:
             self.flush()
-        stages = [actor.index for actor in self.actors]
+        stages = [executor.index for executor in self.executors]
         return save_training(folder, save_trainer(self, referenced), self.model, stages, keep=keep)
 
     def load(self, place: str | Path) -> None:

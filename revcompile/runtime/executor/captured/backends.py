@@ -10,11 +10,11 @@ from typing import Final
 import torch
 
 from revcompile.errors import InputError
-from revcompile.runtime.executor.captured.optimizers import unfit
-from revcompile.runtime.executor.stage_executor import Actor
+from revcompile.runtime.executor.captured.optimizers import optimizer_problem
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.schedule import Keep, Order, Schedule, window
 
-__all__ = ["Backend", "backend_of", "obstacle"]
+__all__ = ["Backend", "backend_of", "why_not_capturable"]
 
 
 class Backend(enum.Enum):
@@ -52,13 +52,17 @@ MOST_KINDS: Final = 16
 """Rounds with and without updates are recorded each for itself: so many and no more."""
 
 
-def obstacle(actors: Sequence[Actor], schedule: Schedule, backend: Backend) -> str | None:
+def why_not_capturable(
+    executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
+) -> str | None:
     """Why rounds cannot be recorded; None if they can."""
-    return next(_obstacles(actors, schedule, backend), None)
+    return next(_obstacles(executors, schedule, backend), None)
 
 
-def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) -> Iterator[str]:
-    devices = {p.device for actor in actors for p in actor.stage.parameters.values()}
+def _obstacles(
+    executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
+) -> Iterator[str]:
+    devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
     if backend is not Backend.RECORDED and any(device.type != "cuda" for device in devices):
         yield "the model is not on a CUDA device; move it there before you call petrafy"
     if len(devices) != 1:
@@ -70,24 +74,26 @@ def _obstacles(actors: Sequence[Actor], schedule: Schedule, backend: Backend) ->
         yield "stages share parameters; compile with fewer stages, or so that they share a stage"
     if schedule.accumulate > MOST_KINDS:
         yield f"accumulate={schedule.accumulate}; at most {MOST_KINDS} kinds of rounds are recorded"
-    if any(actor.scaling is not None for actor in actors):
+    if any(executor.scaling is not None for executor in executors):
         yield "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
-    if any(actor.stage.keeper.offloads for actor in actors):
+    if any(executor.stage.keeper.offloads for executor in executors):
         yield "buffers='offload' has inputs come and go, and a recorded round finds all in place"
-    for actor in actors:
-        count = window(method, schedule.stages, actor.index, schedule.accumulate)
-        if count > 1 and any(unit.keep is Keep.GRAPH for unit in actor.program.units):
+    for executor in executors:
+        count = window(method, schedule.stages, executor.index, schedule.accumulate)
+        if count > 1 and any(unit.keep is Keep.GRAPH for unit in executor.program.units):
             own = method.keep is Keep.GRAPH
             cause = f"as {method.name!r} has it" if own else "which its memory budget allows"
             advice = "use 'pipedream' or 'petra_stashed'" if own else "leave out memory="
             yield (
-                f"stage {actor.index} keeps graphs of micro-batches in flight, {cause}; {advice} "
-                "to have rounds recorded"
+                f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
+                f"{advice} to have rounds recorded"
             )
-        if actor.updater.optimizer is not None and (why := unfit(actor.updater.optimizer)):
+        if executor.updater.optimizer is not None and (
+            why := optimizer_problem(executor.updater.optimizer)
+        ):
             yield why
 
 
-def device_of(actors: Sequence[Actor]) -> torch.device:
+def device_of(executors: Sequence[StageExecutor]) -> torch.device:
     """Where the stages are."""
-    return next((d for a in actors if (d := a.stage._device())), torch.device("cpu"))
+    return next((d for a in executors if (d := a.stage._device())), torch.device("cpu"))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.executor.captured.static_buffers import Box
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 
-__all__ = ["Alarms", "Statistics", "judge", "noted", "put_back", "unless"]
+__all__ = ["NonFiniteReports", "Statistics", "judge", "noted", "put_back", "unless"]
 
 
 def judge(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def unless(bad: Tensor, gradient: Tensor) -> Tensor:
 
 def noted(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors as they are."""
-    box = Box(list(tensors))
+    box = StaticBuffers(list(tensors))
     box.fill(list(tensors))
     return box.tensors
 
@@ -85,7 +85,7 @@ def _flat(buffers: Sequence[Tensor]) -> Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in buffers])
 
 
-class Alarms:
+class NonFiniteReports:
     """Flags on their way from the device, and what they say once they have arrived."""
 
     def __init__(self, rounds: int = 8) -> None:

@@ -19,9 +19,9 @@ from revcompile.ir.ops import as_read, attribute
 from revcompile.kernels.exact_sum import is_imprecise, make_grid
 from revcompile.runtime.executor.captured.fusion_regions import (
     End,
-    Stretch,
+    FusionRegion,
+    fuse_residual_adds,
     stretches,
-    take_sums_in,
 )
 
 __all__ = ["Fused", "fuse", "narrow_leaf"]
@@ -40,7 +40,7 @@ class Fused:
         self._sum = self._compile(_summed)
 
     def function(
-        self, stretch: Stretch, root: nn.Module, end: End | None = None
+        self, stretch: FusionRegion, root: nn.Module, end: End | None = None
     ) -> Callable[..., Any]:
         """The function of a stretch: of its inputs (and its end's), then of what it reads."""
         shapes = (attribute(root, path).shape for path in stretch.reads)
@@ -128,7 +128,7 @@ def fuse(
         for node in stretch.inputs:
             if node.target is stage_ops.leaf and _is_cast(stretch, node):
                 node.target = narrow_leaf
-    take_sums_in(*found)
+    fuse_residual_adds(*found)
     leaves = {tuple(s.reads): _graded(s) for s in found[1]}
     for graph, here in zip(programs, found, strict=True):
         now: dict[fx.Node, fx.Node] = {}
@@ -147,7 +147,7 @@ Begin = Callable[[Any], Any]
 """How an input begins a graph."""
 
 
-def _graded(stretch: Stretch) -> tuple[Begin, ...]:
+def _graded(stretch: FusionRegion) -> tuple[Begin, ...]:
     """How each input begins a graph in backward, if it does."""
     begins: tuple[Any, ...] = (stage_ops.leaf, narrow_leaf)
     targets = [node.target for node in stretch.inputs]
@@ -158,13 +158,13 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-def _is_cast(stretch: Stretch, node: fx.Node) -> bool:
+def _is_cast(stretch: FusionRegion, node: fx.Node) -> bool:
     """Is an input read once, by a layer that autocast gives it to in low precision?"""
     users = [user for user in node.users if user in stretch.nodes]
     return len(users) == 1 and users[0].op == "call_module" and _tensor_core(users[0], stretch)
 
 
-def _tensor_core(user: fx.Node, stretch: Stretch) -> bool:
+def _tensor_core(user: fx.Node, stretch: FusionRegion) -> bool:
     return f"{user.target}.weight" in stretch.products
 
 
@@ -177,7 +177,7 @@ def narrow_leaf(x: Any) -> Any:
 
 
 def _replace(
-    graph: fx.Graph, stretch: Stretch, run: Callable[..., Any], now: dict[fx.Node, fx.Node]
+    graph: fx.Graph, stretch: FusionRegion, run: Callable[..., Any], now: dict[fx.Node, fx.Node]
 ) -> None:
     """One call for a stretch; the sum that it ends with is the last of its results.
 
@@ -198,7 +198,7 @@ def _replace(
 
 
 def _runner(
-    stretch: Stretch, root: nn.Module, fused: Fused, graded: Sequence[Begin], number: int
+    stretch: FusionRegion, root: nn.Module, fused: Fused, graded: Sequence[Begin], number: int
 ) -> Callable[..., Any]:
     """Calls a compiled stretch as the program does: recorded, or not to be seen by autograd."""
     reads, counters, end = stretch.reads, stretch.counters, stretch.end

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from revcompile.ir import stage_ops
 
-__all__ = ["End", "Stretch", "stretches", "take_sums_in"]
+__all__ = ["End", "FusionRegion", "fuse_residual_adds", "stretches"]
 
 _STATELESS: Final = (
     nn.AdaptiveAvgPool2d,
@@ -81,7 +81,7 @@ class End:
 
 
 @dataclass
-class Stretch:
+class FusionRegion:
     """Nodes of a program in a row, as a function of their inputs and the tensors they read."""
 
     nodes: list[fx.Node]
@@ -107,7 +107,7 @@ class Stretch:
 # -- finding stretches -----------------------------------------------------------------------------
 
 
-def stretches(graph: fx.Graph, root: nn.Module) -> list[Stretch]:
+def stretches(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
     """What of a program is worth compiling."""
     found: list[list[fx.Node]] = []
     run: list[fx.Node] = []
@@ -117,7 +117,7 @@ def stretches(graph: fx.Graph, root: nn.Module) -> list[Stretch]:
         else:
             found += _worthwhile(run)
             run = []
-    return [_built(Stretch(nodes), root) for nodes in found]
+    return [_built(FusionRegion(nodes), root) for nodes in found]
 
 
 def _worthwhile(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -172,7 +172,7 @@ def _layer_norm(x: Tensor, weight: Any, bias: Any, shape: Any, eps: float) -> Te
     return F.layer_norm(x, shape, weight, bias, eps)
 
 
-def _built(stretch: Stretch, root: nn.Module) -> Stretch:
+def _built(stretch: FusionRegion, root: nn.Module) -> FusionRegion:
     """Write the function: inputs, then tensors, in the order in which they are first read."""
     graph, inside = stretch.graph, set(stretch.nodes)
     copies: dict[fx.Node, fx.Node] = {}
@@ -211,7 +211,7 @@ def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
 
 
 def _written(
-    stretch: Stretch,
+    stretch: FusionRegion,
     node: fx.Node,
     root: nn.Module,
     copies: dict[fx.Node, fx.Node],
@@ -243,7 +243,7 @@ def _written(
 # -- sums ------------------------------------------------------------------------------------------
 
 
-def take_sums_in(forward: Sequence[Stretch], backward: Sequence[Stretch]) -> None:
+def fuse_residual_adds(forward: Sequence[FusionRegion], backward: Sequence[FusionRegion]) -> None:
     """Let stretches end with the sums of their results, where both programs can."""
     for stretch in forward:
         if sum(other.reads == stretch.reads for other in forward) > 1:
@@ -255,7 +255,7 @@ def take_sums_in(forward: Sequence[Stretch], backward: Sequence[Stretch]) -> Non
                 one.end = end
 
 
-def _sums(stretch: Stretch) -> list[tuple[int, fx.Node]]:
+def _sums(stretch: FusionRegion) -> list[tuple[int, fx.Node]]:
     """Sums that a stretch's results go into."""
     return [
         (place, user)
@@ -265,7 +265,7 @@ def _sums(stretch: Stretch) -> list[tuple[int, fx.Node]]:
     ]
 
 
-def _end(stretch: Stretch) -> End | None:
+def _end(stretch: FusionRegion) -> End | None:
     """The sum that can be a part of a stretch: nothing else but a gradient reads the result."""
     sums = _sums(stretch)
     if len(sums) != 1:
@@ -281,7 +281,7 @@ def _end(stretch: Stretch) -> End | None:
     return End(node, place, _with_sum(stretch, place))
 
 
-def _with_sum(stretch: Stretch, place: int) -> fx.Graph:
+def _with_sum(stretch: FusionRegion, place: int) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(stretch.graph, copies)

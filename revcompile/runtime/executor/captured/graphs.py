@@ -12,10 +12,10 @@ import torch
 from revcompile.errors import RevcompileError
 from revcompile.ir.stage_ops import seed_of, seeding
 
-__all__ = ["CannotRecord", "CudaGraphs", "Direct", "Keys", "Recorder"]
+__all__ = ["CaptureUnsupported", "CudaGraphs", "Direct", "Keys", "Recorder"]
 
 
-class CannotRecord(RevcompileError):
+class CaptureUnsupported(RevcompileError):
     """A round does something that a graph cannot hold."""
 
 
@@ -89,7 +89,7 @@ class CudaGraphs:
     def run(self, kind: Hashable, body: Callable[[], None], keys: Keys) -> None:
         """Call, record or repeat a round."""
         if kind not in self._found:
-            self._found[kind] = _Recorded(self._rehearse(body, keys))
+            self._found[kind] = _Recorded(self._warm_up(body, keys))
             return
         found = self._found[kind]
         if found.graph is None:
@@ -103,7 +103,7 @@ class CudaGraphs:
         index = self.device.index
         return torch.cuda.default_generators[index if index is not None else 0]
 
-    def _rehearse(self, body: Callable[[], None], keys: Keys) -> list[tuple[Place, int] | None]:
+    def _warm_up(self, body: Callable[[], None], keys: Keys) -> list[tuple[Place, int] | None]:
         """Call the round; who drew random numbers is seen by how far the generator got."""
         places = {key: place for place, key in keys.items()}
         seeded: list[tuple[Place, int]] = []
@@ -149,7 +149,7 @@ class CudaGraphs:
         except Exception as error:
             torch.cuda.set_stream(stream)  # which a recording that fails does not do
             self._pool = torch.cuda.graph_pool_handle()  # the old one may still be recorded to
-            raise CannotRecord(f"{type(error).__name__}: {error}") from error
+            raise CaptureUnsupported(f"{type(error).__name__}: {error}") from error
         finally:
             default.graphsafe_set_state(before)
         found.graph = graph

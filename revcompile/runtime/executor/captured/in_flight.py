@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.runtime.executor.stage_executor import Actor
-from revcompile.runtime.executor.transport import Channel, InProcess, Message
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
 from revcompile.runtime.stage.stage import InFlight
 
-__all__ = ["Held", "held_by", "in_flight", "missing_room", "on_device"]
+__all__ = ["InFlightState", "held_by", "in_flight", "missing_room", "on_device"]
 
 
 @dataclass
-class Held:
+class InFlightState:
     """What is in flight: by stage and micro-batch, and the messages that wait."""
 
     kept: dict[int, dict[int, Any]]
-    mail: dict[tuple[int, int, Channel], list[Message]]
+    mail: dict[tuple[int, int, MessageKind], list[Message]]
     versions: dict[int, dict[int, Mapping[str, Tensor]]] = field(default_factory=dict)
     """Of stages that stash their weights: by how many updates ago they were."""
     set_aside: int = 0
@@ -36,23 +36,25 @@ class Held:
         return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
 
-def held_by(actors: Sequence[Actor], transport: InProcess, flag: Tensor | None) -> Held | None:
+def held_by(
+    executors: Sequence[StageExecutor], transport: InProcess, flag: Tensor | None
+) -> InFlightState | None:
     """All that is in flight; None if some of it is not what recorded rounds work with.
 
     Messages get a flag like the one given, which says that they are fine.
     """
-    found = Held({}, {})
-    for actor in actors:
-        ages = actor.stage.ages()
-        for microbatch, held in actor.stage.in_flight.items():
+    found = InFlightState({}, {})
+    for executor in executors:
+        ages = executor.stage.ages()
+        for microbatch, held in executor.stage.in_flight.items():
             if held.buffers or held.original:
                 return None
-            found.kept.setdefault(actor.index, {})[microbatch] = held.kept
+            found.kept.setdefault(executor.index, {})[microbatch] = held.kept
             if held.weights is not None:
-                found.versions.setdefault(actor.index, {})[ages[microbatch]] = held.weights
+                found.versions.setdefault(executor.index, {})[ages[microbatch]] = held.weights
     for (source, target, channel), queue in transport.queues.items():
         for message in queue:
-            if message.void or message.scale is not None or channel is not Channel.DY:
+            if message.void or message.scale is not None or channel is not MessageKind.DY:
                 return None
             bad = None if flag is None else torch.zeros_like(flag)
             marked = Message(message.index, message.values, message.gradients, bad=bad)
@@ -60,7 +62,7 @@ def held_by(actors: Sequence[Actor], transport: InProcess, flag: Tensor | None) 
     return found
 
 
-def missing_room(held: Held, device: torch.device) -> str | None:
+def missing_room(held: InFlightState, device: torch.device) -> str | None:
     """Why recorded rounds would not fit into the device's memory; None if they do.
 
     They hold copies of what is in flight, and what one round takes twice: while it is called, and

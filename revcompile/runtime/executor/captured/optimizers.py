@@ -26,24 +26,24 @@ from torch.optim import (
     Rprop,
 )
 
-from revcompile.optim.delay_aware import LeadAdamW, LeadSGD
+from revcompile.optim.delay_aware import DelayAwareAdamW, DelayAwareSGD
 from revcompile.runtime.executor.captured.found_inf import noted, put_back
 from revcompile.runtime.stage.update import COUNTERS, Updater, counts_on_device
 
-__all__ = ["RecordedUpdater", "unfit"]
+__all__ = ["CapturedUpdater", "optimizer_problem"]
 
 _FUSED: Final = (SGD, Adam, AdamW)
 """Their kernels read a flag that stops them."""
-_OURS: Final = (LeadSGD, LeadAdamW)
+_OURS: Final = (DelayAwareSGD, DelayAwareAdamW)
 _CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, *_OURS)
 """Their steps wait for no device, but cannot be stopped."""
 
 
-def unfit(optimizer: Optimizer) -> str | None:
+def optimizer_problem(optimizer: Optimizer) -> str | None:
     """Why an optimizer cannot be recorded; None if it can.
 
-    >>> unfit(torch.optim.NAdam([torch.zeros(2)], lr=0.1))
-    >>> unfit(torch.optim.Adagrad([torch.zeros(2)], lr=0.1))  # doctest: +ELLIPSIS
+    >>> optimizer_problem(torch.optim.NAdam([torch.zeros(2)], lr=0.1))
+    >>> optimizer_problem(torch.optim.Adagrad([torch.zeros(2)], lr=0.1))  # doctest: +ELLIPSIS
     'Adagrad has no step that can be recorded; use SGD, Adam, AdamW, NAdam, ...
     """
     name = type(optimizer).__name__
@@ -61,7 +61,7 @@ def unfit(optimizer: Optimizer) -> str | None:
     return None
 
 
-class RecordedUpdater(Updater):
+class CapturedUpdater(Updater):
     """Another updater's optimizer, as a recorded round uses it.
 
     Learning rates are read from the device, so that they may change between rounds; the schedule

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from revcompile.runtime.executor.captured.static_buffers import Box
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 
-__all__ = ["Belt", "Ring", "Side", "SideStream"]
+__all__ = ["Ring", "RingBuffers", "Side", "SideStream"]
 
 
 class Ring:
@@ -21,14 +21,14 @@ class Ring:
     """
 
     def __init__(self, like: Any, count: int, turns: int = 1) -> None:
-        self.slots = [Box(like) for _ in range(count)]
-        self.dues = [Box(like) for _ in range(turns)]
+        self.slots = [StaticBuffers(like) for _ in range(count)]
+        self.dues = [StaticBuffers(like) for _ in range(turns)]
 
-    def slot(self, microbatch: int) -> Box:
+    def slot(self, microbatch: int) -> StaticBuffers:
         """Where a micro-batch is kept."""
         return self.slots[microbatch % len(self.slots)]
 
-    def due(self, turn: int) -> Box:
+    def due(self, turn: int) -> StaticBuffers:
         """Where a round of this turn reads."""
         return self.dues[turn % len(self.dues)]
 
@@ -86,7 +86,7 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
 
-class Belt:
+class RingBuffers:
     """Carries what is due from the rings to the rounds, and what is new from rounds to rings.
 
     With a `side` both run beside rounds: while round e runs, what is due in round e + 1 is brought

@@ -9,18 +9,18 @@ from typing import Any, Final
 import torch
 
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.executor.captured.backends import Backend, device_of, obstacle
+from revcompile.runtime.executor.captured.backends import Backend, device_of, why_not_capturable
 from revcompile.runtime.executor.captured.fusion import Fused
-from revcompile.runtime.executor.captured.graphs import CannotRecord, CudaGraphs, Direct
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, CudaGraphs, Direct
 from revcompile.runtime.executor.captured.in_flight import on_device
-from revcompile.runtime.executor.captured.static_buffers import Box
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.executor.captured.step import Engine, Outcome
-from revcompile.runtime.executor.stage_executor import Actor
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.stage.loss_head import Objective
 from revcompile.schedule import Schedule
 
-__all__ = ["Fast"]
+__all__ = ["GraphRunner"]
 
 MOST_CHANGES: Final = 3
 """So often rounds are recorded anew because optimizers' settings have changed."""
@@ -28,29 +28,29 @@ MOST_FAILURES: Final = 2
 """So often a recording may fail before no more is tried: a device that others use may be busy."""
 
 
-class Fast:
+class GraphRunner:
     """Recorded rounds where they are possible; whoever asks does without where they are not."""
 
     def __init__(
         self,
         backend: Backend,
-        actors: Sequence[Actor],
+        executors: Sequence[StageExecutor],
         objective: Objective,
         schedule: Schedule,
         *,
         check_finite: bool,
     ) -> None:
-        self._actors, self._objective = actors, objective
+        self._executors, self._objective = executors, objective
         self._check_finite = check_finite
-        device = device_of(actors)
+        device = device_of(executors)
         self._backend = backend
         if backend is Backend.AUTO:
             self._backend = Backend.CUDAGRAPHS if device.type == "cuda" else Backend.EAGER
         self._engine: Engine | None = None
-        self._like: Box | None = None
+        self._like: StaticBuffers | None = None
         self._alike = self._changes = self._failures = 0
         self._is_on = self._backend is not Backend.EAGER
-        if self._is_on and (why := obstacle(actors, schedule, self._backend)):
+        if self._is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
 
     @property
@@ -86,7 +86,9 @@ class Fast:
         if engine is None:
             return None
         # What has been replaced is refused by name on the ordinary way.
-        allowed = allowed and not any(actor.stage.unchanged.problem() for actor in self._actors)
+        allowed = allowed and not any(
+            executor.stage.unchanged.problem() for executor in self._executors
+        )
         if engine.active and not (allowed and engine.takes(batch)):
             engine.leave(schedule, transport)
             self._changes += engine.is_outdated
@@ -102,7 +104,7 @@ class Fast:
                 if not allowed or not engine.enter(schedule, transport, batch, alike):
                     return None
             return engine.step(schedule, batch)
-        except CannotRecord as error:
+        except CaptureUnsupported as error:
             engine.leave(schedule, transport)
             engine.forget()
             self._failures += 1
@@ -114,14 +116,14 @@ class Fast:
         """Made late: what stages and optimizers do is known only after some steps."""
         if min(schedule.updates) < 1:
             return None
-        changing = [actor.index for actor in self._actors if actor.stage.is_stateful]
+        changing = [executor.index for executor in self._executors if executor.stage.is_stateful]
         if changing:
             self._give_up(f"stage {changing[0]} has layers whose buffers change in every call")
             return None
-        device = device_of(self._actors)
+        device = device_of(self._executors)
         graphs = self._backend is not Backend.RECORDED
         return Engine(
-            self._actors,
+            self._executors,
             self._objective,
             schedule,
             CudaGraphs(device) if graphs else Direct(),
@@ -134,7 +136,7 @@ class Fast:
         if not self._is_on:
             return
         if self._like is None or not self._like.fits(batch):
-            self._like, self._alike = Box(on_device(torch.device("meta"), batch)), 0
+            self._like, self._alike = StaticBuffers(on_device(torch.device("meta"), batch)), 0
         self._alike += 1
 
     def leave(self, schedule: Schedule, transport: InProcess) -> None:

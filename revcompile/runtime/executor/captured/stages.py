@@ -1,4 +1,4 @@
-"""One stage of a recorded round: the actions are an actor's, nothing waits for the device."""
+"""One stage of a recorded round: the actions are an executor's, nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from revcompile.runtime.executor.captured.found_inf import Statistics, judge, unless
 from revcompile.runtime.executor.captured.fusion import Fused, fuse
-from revcompile.runtime.executor.captured.optimizers import RecordedUpdater
-from revcompile.runtime.executor.captured.static_buffers import Post
+from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
+from revcompile.runtime.executor.captured.static_buffers import StaticTransport
 from revcompile.runtime.executor.captured.streams import Lanes
 from revcompile.runtime.executor.captured.weight_stash import Versions
-from revcompile.runtime.executor.stage_executor import Actor
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Message
 from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.runtime.stage.loss_head import Objective
@@ -25,19 +25,19 @@ from revcompile.schedule import Action, Op
 __all__ = ["RecordedActor"]
 
 
-class RecordedActor(Actor):
-    """An actor whose bad micro-batches are flags on the device.
+class RecordedActor(StageExecutor):
+    """An executor whose bad micro-batches are flags on the device.
 
     A bad micro-batch goes all the way back to the first stage; on its way no stage applies its
     gradient or keeps the running statistics it has moved.
     """
 
-    updater: RecordedUpdater
+    updater: CapturedUpdater
 
     def __init__(
         self,
-        actor: Actor,
-        post: Post,
+        executor: StageExecutor,
+        post: StaticTransport,
         objective: Objective | None,
         *,
         accumulate: int,
@@ -46,26 +46,26 @@ class RecordedActor(Actor):
         lanes: Lanes | None = None,
     ) -> None:
         super().__init__(
-            actor.stage,
-            RecordedUpdater(actor.updater),
+            executor.stage,
+            CapturedUpdater(executor.updater),
             post,
             objective=objective,
-            clip_grad_norm=actor.clip_grad_norm,
+            clip_grad_norm=executor.clip_grad_norm,
         )
         self.accumulate, self.check_finite = accumulate, check_finite
         self._lanes = lanes
-        self.casts = actor.stage.casts
-        self._programs = _fused(actor.stage, fused) if fused is not None else None
+        self.casts = executor.stage.casts
+        self._programs = _fused(executor.stage, fused) if fused is not None else None
         self._losses = objective.losses if objective is not None else {}
-        self._statistics = Statistics(actor.stage.statistics())
-        self._early = bool(actor.stage.bookmark())
-        device = actor.stage._device()
+        self._statistics = Statistics(executor.stage.statistics())
+        self._early = bool(executor.stage.snapshot())
+        device = executor.stage._device()
         self.flag = torch.zeros(1, device=device)
         """Was the last micro-batch bad?"""
         self.count = torch.zeros((), device=device)
         """How many micro-batches are in the gathered gradient, where some may be left out."""
         self._noted: Sequence[Tensor] = ()
-        self._stashes = actor.stage.is_stashing
+        self._stashes = executor.stage.is_stashing
         self.versions: Versions | None = None
         """Its weights of some updates ago, if they are stashed."""
 

@@ -11,16 +11,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import VerificationError
-from revcompile.runtime.executor.transport import Channel, InProcess, Message
+from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
 from revcompile.runtime.stage.tensor_reuse import is_unshared
 
-__all__ = ["Box", "Leaving", "Post", "Recycled", "apart", "fill_all"]
+__all__ = ["InPlaceMessages", "Recycled", "StaticBuffers", "StaticTransport", "apart", "fill_all"]
 
 
-class Box:
+Key = tuple[int, int, MessageKind]
+"""Sender, receiver, kind of message."""
+
+
+class StaticBuffers:
     """Nested values whose tensors stay where they are; what is put in is copied.
 
-    >>> box = Box({"x": torch.zeros(2), "size": 3})
+    >>> box = StaticBuffers({"x": torch.zeros(2), "size": 3})
     >>> box.fits({"x": torch.ones(2), "size": 3}), box.fits({"x": torch.ones(5), "size": 3})
     (True, False)
     >>> box.fill({"x": torch.ones(2), "size": 3})
@@ -57,7 +61,7 @@ class Box:
         _copy(self.pairs(tree))
 
 
-def fill_all(filled: Iterable[tuple[Box, Any]]) -> None:
+def fill_all(filled: Iterable[tuple[StaticBuffers, Any]]) -> None:
     """Fill several boxes with values that may lie in other boxes of the same list."""
     pairs = [pair for box, tree in filled for pair in box.pairs(tree)]
     owned = {_storage(mine) for mine, _ in pairs}
@@ -65,21 +69,21 @@ def fill_all(filled: Iterable[tuple[Box, Any]]) -> None:
     _copy([(a, b.clone() if _storage(b) in owned else b) for a, b in moving])
 
 
-class Post(InProcess):
+class StaticTransport(InProcess):
     """Messages between stages; what waits for the next round lies in boxes."""
 
     def __init__(self, stages: int) -> None:
         super().__init__(stages)
-        self.boxes: dict[tuple[int, int, Channel], list[Box]] = {}
-        self.leaving: Leaving | None = None
+        self.boxes: dict[Key, list[StaticBuffers]] = {}
+        self.leaving: InPlaceMessages | None = None
         """Set: messages stay where they were computed, and are noted here."""
 
-    def box(self, key: tuple[int, int, Channel], index: int) -> Box:
+    def box(self, key: Key, index: int) -> StaticBuffers:
         """Where a message is kept."""
         boxes = self.boxes[key]
         return boxes[index % len(boxes)]
 
-    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
+    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
         """Into its box, if its reader takes it in a later round."""
         key = source, target, channel
         if self.boxes.get(key):
@@ -98,7 +102,10 @@ class Post(InProcess):
         super().send(source, target, channel, message)
 
     def pending(
-        self, key: tuple[int, int, Channel], indices: Sequence[int], left: Leaving | None = None
+        self,
+        key: Key,
+        indices: Sequence[int],
+        left: InPlaceMessages | None = None,
     ) -> list[Message]:
         """The messages that wait to be read: in their boxes, or where the last round left them."""
         if left is not None:
@@ -106,17 +113,17 @@ class Post(InProcess):
         return [filed(index, self.box(key, index)) for index in indices]
 
 
-class Leaving:
+class InPlaceMessages:
     """Messages left where a round computed them, for the next round to read.
 
     `borrowed` is memory that changes before then: what lies there is copied.
     """
 
     def __init__(self, borrowed: Iterable[Tensor]) -> None:
-        self.messages: dict[tuple[int, int, Channel], Message] = {}
+        self.messages: dict[Key, Message] = {}
         self._borrowed = {_storage(tensor) for tensor in borrowed}
 
-    def note(self, key: tuple[int, int, Channel], message: Message, like: Box) -> Message:
+    def note(self, key: Key, message: Message, like: StaticBuffers) -> Message:
         """Leave it, or copies of what cannot stay, in the precision of its box."""
         values, gradients, bad = pytree.tree_map(self._safe, contents(message), like.value)
         self.messages[key] = Message(message.index, values, gradients, bad=bad)
@@ -151,7 +158,7 @@ def contents(message: Message) -> tuple[dict[str, Any], dict[str, Tensor | None]
     return dict(message.values), dict(message.gradients), message.bad
 
 
-def filed(index: int, box: Box) -> Message:
+def filed(index: int, box: StaticBuffers) -> Message:
     """A message that lies in a box."""
     values, gradients, bad = box.value
     return Message(index, values, gradients, bad=bad)
@@ -161,7 +168,7 @@ class Recycled:
     """Copies to hand out. One that nobody holds any more is used again: nothing is allocated."""
 
     def __init__(self) -> None:
-        self._boxes: list[Box] = []
+        self._boxes: list[StaticBuffers] = []
 
     def copy(self, tree: Any) -> Any:
         """The values, safe from what comes after."""
@@ -169,7 +176,7 @@ class Recycled:
             if box.fits(tree) and all(map(is_unshared, box.tensors)):
                 break
         else:
-            box = Box(tree)
+            box = StaticBuffers(tree)
             self._boxes.append(box)
         box.fill(tree)
         # Others hold views, not these very objects: their count would be ours.
