@@ -1,48 +1,25 @@
-"""Imports point one way: ground floor <- compiler | runtime | inspect <- api <- cli.
+"""Imports point one way: errors, ir, schedule <- compiler | runtime | inspect <- api <- cli.
 
-The wings do not import each other, and revcompile imports nothing of the repository outside itself.
-Imports inside functions and under TYPE_CHECKING count: what is named is known.
+Parts of one layer do not import each other, no modules import each other in a circle, and
+revcompile imports nothing of the repository outside itself. Imports inside functions and under
+TYPE_CHECKING count.
 """
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 import revcompile
 
-GROUND = {
-    "arguments",
-    "errors",
-    "ir",
-    "ops",
-    "growth",
-    "leftbehind",
-    "guards",
-    "masks",
-    "probes",
-    "replay",
-    "optim",
-    "overlap",
-    "precision",
-    "coupling",
-    "bindings",
-    "blocks",
-    "hooks",
-    "sharding",
-    "transforms",
-    "schedule",
-    "steps",
-    "program",
-    "quantities",
-    "tree",
-}
-WINGS = {"compiler", "runtime", "inspect"}
-FLOORS = (
-    GROUND,
-    WINGS,
-    {"planning", "fitting", "recapture"},
+LAYERS = (
+    {"errors"},
+    {"arguments", "units", "kernels", "schedule", "optim"},
+    {"ir"},
+    {"compiler", "runtime", "inspect"},
+    {"interop", "plan"},
     {"staged"},
     {"gradcheck"},
     {"api"},
@@ -50,7 +27,10 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}
+"""What a part may import: the parts of earlier layers, and its own modules."""
+RUNTIME = ("reversible", "stage", "executor", "checkpoint", "trainer", "distributed")
+"""The folders of runtime/: each may import those before it."""
+LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 OUTSIDE = {"models", "examples", "benchmarks", "tests"}
 
 Module = tuple[str, ...]
@@ -62,11 +42,14 @@ def violations(package: Path) -> list[str]:
     for file in sorted(package.rglob("*.py")):
         where = file.relative_to(package.parent).as_posix()
         source = part_of(file.relative_to(package).with_suffix("").parts)
-        if source not in FLOOR:
-            found.append(f"{where}:1: {source} stands on no floor; give it one in test_layers.py")
+        if source not in LAYER:
+            found.append(f"{where}:1: {source} is in no layer; give it one in test_layers.py")
             continue
+        folder = runtime_folder(file.relative_to(package).with_suffix("").parts)
         for line, target in imports(file, package):
-            if problem := why_illegal(source, target, package.name):
+            if (problem := why_illegal(source, target, package.name)) or (
+                problem := why_illegal_in_runtime(folder, target)
+            ):
                 found.append(f"{where}:{line}: {problem}")
     return found
 
@@ -80,12 +63,33 @@ def why_illegal(source: str, target: Module, package: str) -> str | None:
     if target[0] != package:
         return None
     part = part_of(target[1:])
-    legal = (
-        part == source
-        or (part in GROUND and source in GROUND)
-        or (part in FLOOR and FLOOR[part] < FLOOR[source])
-    )
+    legal = part == source or (part in LAYER and LAYER[part] < LAYER[source])
     return None if legal else f"{source} may not import {'.'.join(target)}"
+
+
+def runtime_folder(inner: Module) -> str | None:
+    """The folder of runtime/ that a module is in."""
+    return inner[1] if len(inner) > 1 and inner[0] == "runtime" and inner[1] in RUNTIME else None
+
+
+def why_illegal_in_runtime(source: str | None, target: Module) -> str | None:
+    """What is wrong with a module in a folder of runtime/ importing `target`."""
+    folder = runtime_folder(target[1:])
+    if source is None or folder is None or RUNTIME.index(folder) <= RUNTIME.index(source):
+        return None
+    return f"runtime/{source} may not import {'.'.join(target)}"
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    graph = networkx.DiGraph()
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        module = parts[:-1] if parts[-1] == "__init__" else parts
+        targets = {target for _, target in imports(file, package) if target[0] == package.name}
+        graph.add_edges_from((module, target) for target in targets - {module})
+    groups = networkx.strongly_connected_components(graph)
+    return sorted(sorted(".".join(m) for m in group) for group in groups if len(group) > 1)
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, Module]]:
@@ -110,7 +114,7 @@ def module_of(base: Module, name: str, package: Path) -> Module:
 
 
 def part_of(inner: Module) -> str:
-    """The part of the house that a name within the package belongs to."""
+    """The part of the package that a name within it belongs to."""
     return inner[0] if inner else "__init__"
 
 
@@ -119,16 +123,20 @@ def test_revcompile_imports_point_one_way() -> None:
     assert not found, "\n".join(["", *found])
 
 
-HOUSE = {
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(Path(revcompile.__file__).parent) == []
+
+
+PACKAGE = {
     "__init__.py": "from revcompile.api import petrafy",
     "errors.py": "",
     "ir/types.py": "import inspect, torch\nfrom revcompile.errors import CaptureError",
-    "schedule.py": "from revcompile import ir",
+    "schedule.py": "from revcompile import errors",
     "compiler/__init__.py": "from . import capture",
     "compiler/capture.py": "from ..ir import Captured\nfrom revcompile import errors",
     "compiler/rewire.py": "from .capture import capture",
     "runtime/__init__.py": "",
-    "runtime/stage/stage.py": "from revcompile.schedule import Action",
+    "runtime/stage.py": "from revcompile.schedule import Action",
     "api.py": "from revcompile.compiler import capture\nfrom .runtime import stage",
     "cli.py": "import revcompile\nfrom revcompile import api",
     "__main__.py": "from revcompile.cli import main",
@@ -143,8 +151,8 @@ def build(root: Path, files: dict[str, str]) -> Path:
     return package
 
 
-def test_a_house_in_order_passes(tmp_path: Path) -> None:
-    assert violations(build(tmp_path, HOUSE)) == []
+def test_a_package_in_order_passes(tmp_path: Path) -> None:
+    assert violations(build(tmp_path, PACKAGE)) == []
 
 
 @pytest.mark.parametrize(
@@ -152,7 +160,7 @@ def test_a_house_in_order_passes(tmp_path: Path) -> None:
     [
         ("ir/types.py", "import revcompile.compiler", "ir may not import revcompile.compiler"),
         (
-            "runtime/stage/stage.py",
+            "runtime/stage.py",
             "from .. import compiler",
             "runtime may not import revcompile.compiler",
         ),
@@ -163,7 +171,7 @@ def test_a_house_in_order_passes(tmp_path: Path) -> None:
         ),
         ("compiler/a.py", "from .. import api", "compiler may not import revcompile.api"),
         (
-            "runtime/stage/stage.py",
+            "runtime/stage.py",
             "from revcompile import petrafy",
             "runtime may not import revcompile",
         ),
@@ -176,12 +184,26 @@ def test_a_house_in_order_passes(tmp_path: Path) -> None:
 def test_a_violation_is_named_by_file_line_and_fault(
     tmp_path: Path, file: str, text: str, fault: str, indoors: str
 ) -> None:
-    package = build(tmp_path, HOUSE | {file: f"import os\n{indoors}\n    {text}\n"})
+    package = build(tmp_path, PACKAGE | {file: f"import os\n{indoors}\n    {text}\n"})
     assert violations(package) == [f"revcompile/{file}:3: {fault}"]
 
 
-def test_a_file_on_no_floor_is_a_violation(tmp_path: Path) -> None:
-    package = build(tmp_path, HOUSE | {"helpers.py": ""})
+def test_a_file_in_no_layer_is_a_violation(tmp_path: Path) -> None:
+    package = build(tmp_path, PACKAGE | {"helpers.py": ""})
     assert violations(package) == [
-        "revcompile/helpers.py:1: helpers stands on no floor; give it one in test_layers.py"
+        "revcompile/helpers.py:1: helpers is in no layer; give it one in test_layers.py"
+    ]
+
+
+def test_folders_of_the_runtime_are_in_order(tmp_path: Path) -> None:
+    text = "from revcompile.runtime.trainer import data"
+    package = build(tmp_path, PACKAGE | {"runtime/stage/a.py": text})
+    fault = "runtime/stage may not import revcompile.runtime.trainer"
+    assert violations(package) == [f"revcompile/runtime/stage/a.py:1: {fault}"]
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    package = build(tmp_path, PACKAGE | {"errors.py": "if TYPE_CHECKING:\n    from . import api"})
+    assert circles(package) == [
+        ["revcompile.api", "revcompile.compiler.capture", "revcompile.errors"]
     ]
