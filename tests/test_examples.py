@@ -26,13 +26,13 @@ def example(name: str) -> ModuleType:
 
 
 def test_train_compiled_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--epochs", "1", "--out", str(tmp_path)]
+    options = ["--model", "test_resnet", "--epochs", "2", "--out", str(tmp_path)]
     assert example("train_compiled").main(options) > 0.5
     printed = capsys.readouterr().out
-    assert "4 stages, 1 reversible" in printed and "test accuracy" in printed
+    assert "ResNet: 4 stages, petra" in printed and "test accuracy" in printed
     log = (tmp_path / "log.csv").read_text().splitlines()
-    assert len(log) == 2 and log[0].startswith("epoch,train_loss")
-    assert json.loads((tmp_path / "run.json").read_text())["result"]["epoch"] == 1
+    assert len(log) == 3 and log[0].startswith("epoch,train_loss")
+    assert json.loads((tmp_path / "run.json").read_text())["result"]["epoch"] == 2
     assert (tmp_path / "curves.svg").exists()
 
 
@@ -40,7 +40,7 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = example("train_compiled")
-    common = ["--data", "fake", "--model", "resnet10t", "--batch-size", "256", "--stages", "2"]
+    common = ["--data", "fake", "--model", "test_resnet", "--batch-size", "256", "--stages", "2"]
     common += ["--method", "backprop", "--epochs", "2", "--size", "16"]
 
     def test_losses(*options: str) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_dataset_that_needs_a_folder_says_so() -> None:
 
 
 def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
-    options = ["--methods", "petra", "petra:paper", "--data", "fake", "--model", "resnet10t"]
+    options = ["--methods", "petra", "petra:paper", "--data", "fake", "--model", "test_resnet"]
     options += ["--epochs", "1", "--stages", "3", "--batch-size", "256", "--size", "16"]
     options += ["--out", str(tmp_path)]
     found = example("compare_methods").main(options)
@@ -79,7 +79,7 @@ def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
 
 
 def test_reversible_finetune_carries_weights_over() -> None:
-    assert example("reversible_finetune").main(["--model", "resnet10t", "--epochs", "1"]) > 0.6
+    assert example("reversible_finetune").main(["--model", "test_resnet", "--epochs", "2"]) > 0.6
 
 
 def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:

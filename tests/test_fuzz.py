@@ -63,7 +63,7 @@ def told(net: Net, report: Report) -> str:
 
 
 SETTINGS = hypothesis.settings(
-    max_examples=30,
+    max_examples=25,
     deadline=None,
     database=None,
     print_blob=False,
