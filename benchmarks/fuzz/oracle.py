@@ -23,7 +23,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.fuzz.compare import Call, Seen, Values, dense, difference, loss, observe
+from benchmarks.fuzz.compare import (
+    Call,
+    Seen,
+    Values,
+    dense,
+    difference,
+    distance,
+    loss,
+    observe,
+    rounded_outputs,
+)
 from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.errors import InputError, RevcompileError, VerificationError
@@ -139,13 +149,34 @@ class Examination:
         if finding.check != "reversify" or (finding.kind, finding.what) not in known:
             self.report.findings.append(finding)
 
-    def compare(self, check: str, want: Seen, have: Seen, *which: str) -> None:
-        """Find what differs between two calls."""
+    def compare(
+        self,
+        check: str,
+        want: Seen,
+        have: Seen,
+        *which: str,
+        rounding: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Find what differs between two calls; `rounding` is asked only if something does."""
         self.report.checks.append(check)
         for name in which or ("outputs", "gradients", "buffers"):
-            told = difference(getattr(want, name), getattr(have, name), self.net.precision)
+            values = getattr(want, name), getattr(have, name)
+            told = difference(*values, self.net.precision)
+            if told is not None and name == "gradients":
+                told = difference(*values, self.net.precision, rounding())
             if told is not None:
                 self.report.findings.append(Finding("wrong", check, f"{name}: {told}"))
+
+    def rounding(self, stored: nn.Module, calls: Sequence[Call], rate: float = 0.0) -> float:
+        """The largest error that rounding alone makes in the gradients of these calls."""
+        precision = self.net.precision
+        exact = observe(copy.deepcopy(stored), calls, precision, rate=rate)
+        other = copy.deepcopy(stored)
+        with rounded_outputs(other):
+            rounded = observe(other, calls, precision, rate=rate)
+        pairs = zip(exact, rounded, strict=True)
+        errors = [distance(a.gradients, b.gradients, precision)[0] for a, b in pairs]
+        return max((error for error in errors if error < float("inf")), default=0.0)
 
     # -- the net itself -----------------------------------------------------------------------
 
@@ -215,12 +246,17 @@ class Examination:
         self._like_original(net)
         stored, chained = copy.deepcopy(net), copy.deepcopy(net)
         stored.reversible = False
+        start = copy.deepcopy(stored)
+
+        def rounding() -> float:
+            return self.rounding(start, self.calls, RATE)
+
         with self.watched("reversify, stored", stop=False):
             wanted = observe(stored, self.calls, self.net.precision, rate=RATE)
             with self.watched("reversify, chained", stop=False):
                 have = observe(chained, self.calls, self.net.precision, rate=RATE)
                 for step, (want, got) in enumerate(zip(wanted, have, strict=True)):
-                    self.compare(f"reversify, step {step}", want, got)
+                    self.compare(f"reversify, step {step}", want, got, rounding=rounding)
         return net
 
     def _same_modes(self, model: nn.Module, net: nn.Module) -> None:
@@ -344,9 +380,14 @@ class Examination:
         start = copy.deepcopy(staged.model)
         fed = [self.call((batch, LENGTH), seed) for seed, batch in enumerate((3, 3, 3, 4))]
         reference = None
+        module = staged.module()
+        module.reversible = False  # type: ignore[assignment]
+        stored = copy.deepcopy(module)
+
+        def rounding() -> float:
+            return self.rounding(stored, fed)
+
         if not self.is_random:
-            module = staged.module()
-            module.reversible = False  # type: ignore[assignment]
             with self.watched("petrafy, stored"):
                 reference = observe(module, fed, self.net.precision)
         methods = [m for m in self.methods if m != "backprop"]
@@ -363,7 +404,7 @@ class Examination:
                 for want, got in zip(reference, have, strict=True):
                     names = {n: g for n, g in want.gradients.items() if "input " not in n}
                     want = Seen(want.outputs, names, want.buffers)
-                    self.compare(f"petrafy {method}", want, got, "gradients")
+                    self.compare(f"petrafy {method}", want, got, "gradients", rounding=rounding)
                 want, got = reference[-1], have[-1]
                 if method.startswith("petra"):
                     want, got = (_without(seen, self.shared_norms) for seen in (want, got))
