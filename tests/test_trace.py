@@ -15,7 +15,7 @@ from distributed_worker import Run, batches, launch, trainer_of
 
 from revcompile.errors import InputError
 from revcompile.schedule import Action, Op, actions, choose
-from revcompile.schedule.chrome import TraceEvent, Process, busy_shares, chrome_trace
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
 RUN = Run(stages=3, steps=6)
 COMPUTE = ("FORWARD", "BACKWARD", "UPDATE")

@@ -19,7 +19,7 @@ import torch
 
 from revcompile.errors import InputError
 from revcompile.schedule import Action
-from revcompile.schedule.chrome import TraceEvent, Process, busy_shares, chrome_trace
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
 __all__ = ["Recorder", "Trace", "Traced"]
 
