@@ -45,28 +45,30 @@ def cut() -> Partition:
 
 
 def every_plan(
-    partition: Partition, workload: Workload, places: Sequence[int]
+    partition: Partition, workload: Workload, stage_to_rank: Sequence[int]
 ) -> Iterator[tuple[tuple[Choice, ...], list[int]]]:
     """All ways to choose, and what each device then holds."""
     for chosen in itertools.product(*choices(partition, workload)):
-        yield chosen, devices(chosen, workload, places)
+        yield chosen, devices(chosen, workload, stage_to_rank)
 
 
-def devices(chosen: Sequence[Choice], workload: Workload, places: Sequence[int]) -> list[int]:
+def devices(
+    chosen: Sequence[Choice], workload: Workload, stage_to_rank: Sequence[int]
+) -> list[int]:
     """What each device holds."""
-    ranks = sorted(set(places))
-    held = [[c.memory for c in chosen if places[c.stage] == rank] for rank in ranks]
+    ranks = sorted(set(stage_to_rank))
+    held = [[c.memory for c in chosen if stage_to_rank[c.stage] == rank] for rank in ranks]
     return [device_peak(memory, workload, is_only=len(ranks) == 1) for memory in held]
 
 
-def least(workload: Workload, places: Sequence[int]) -> int:
-    return min(max(held) for _, held in every_plan(cut(), workload, places))
+def least(workload: Workload, stage_to_rank: Sequence[int]) -> int:
+    return min(max(held) for _, held in every_plan(cut(), workload, stage_to_rank))
 
 
-def limits(workload: Workload, places: Sequence[int]) -> list[int]:
+def limits(workload: Workload, stage_to_rank: Sequence[int]) -> list[int]:
     """From the least that will do to more than enough."""
-    small = least(workload, places)
-    large = max(max(held) for _, held in every_plan(cut(), workload, places))
+    small = least(workload, stage_to_rank)
+    large = max(max(held) for _, held in every_plan(cut(), workload, stage_to_rank))
     return [small + (large - small) * step // 12 for step in range(14)]
 
 
@@ -76,9 +78,9 @@ def limits(workload: Workload, places: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("workload", [PETRA, dataclasses.replace(PETRA, accumulate=3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_plan_that_fits_is_faster(layout: str, workload: Workload) -> None:
-    places = LAYOUTS[layout] or tuple(range(5))
-    plans = [(chosen, max(held)) for chosen, held in every_plan(cut(), workload, places)]
-    for limit in limits(workload, places):
+    stage_to_rank = LAYOUTS[layout] or tuple(range(5))
+    plans = [(chosen, max(held)) for chosen, held in every_plan(cut(), workload, stage_to_rank)]
+    for limit in limits(workload, stage_to_rank):
         found = plan_memory(cut(), limit, workload, LAYOUTS[layout])
         best = min(sum(c.work for c in chosen) for chosen, held in plans if held <= limit)
         assert found.work == pytest.approx(best, rel=1e-12)
@@ -87,8 +89,10 @@ def test_no_plan_that_fits_is_faster(layout: str, workload: Workload) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_memory_never_means_more_work(layout: str) -> None:
-    places = LAYOUTS[layout] or tuple(range(5))
-    found = [plan_memory(cut(), limit, PETRA, places) for limit in limits(PETRA, places)]
+    stage_to_rank = LAYOUTS[layout] or tuple(range(5))
+    found = [
+        plan_memory(cut(), limit, PETRA, stage_to_rank) for limit in limits(PETRA, stage_to_rank)
+    ]
     work = [plan.work for plan in found]
     assert work == sorted(work, reverse=True)
     assert work[-1] < work[0]
@@ -104,11 +108,11 @@ def test_the_same_budget_gives_the_same_plan() -> None:
 
 
 def test_a_budget_is_used_to_the_byte() -> None:
-    places = (0,) * 5
-    small = least(PETRA, places)
-    assert plan_memory(cut(), small, PETRA, places).peaks == (small,)
+    stage_to_rank = (0,) * 5
+    small = least(PETRA, stage_to_rank)
+    assert plan_memory(cut(), small, PETRA, stage_to_rank).peaks == (small,)
     with pytest.raises(InputError, match=rf"device 0 needs .* \({small} bytes\) for its 5 stages"):
-        plan_memory(cut(), small - 1, PETRA, places)
+        plan_memory(cut(), small - 1, PETRA, stage_to_rank)
 
 
 def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
@@ -157,29 +161,32 @@ def test_no_plan_of_made_up_stages_is_faster(seed: int, monkeypatch: pytest.Monk
         for stage in range(5)
     ]
     monkeypatch.setattr(budgets, "choices", lambda *_: offered)
-    for places in ((0,) * 5, (0, 1, 0, 1, 1)):
+    for stage_to_rank in ((0,) * 5, (0, 1, 0, 1, 1)):
         for limit in range(0, 50, 5):
             fitting = [
                 sum(choice.work for choice in chosen)
                 for chosen in itertools.product(*offered)
-                if all(held <= limit for held in devices(chosen, PETRA, places))
+                if all(held <= limit for held in devices(chosen, PETRA, stage_to_rank))
             ]
             if fitting:
-                found = plan_memory(cut(), limit, PETRA, places)
+                found = plan_memory(cut(), limit, PETRA, stage_to_rank)
                 assert found.work == pytest.approx(min(fitting))
                 assert max(found.peaks) <= limit
             else:
                 with pytest.raises(InputError, match="however little is kept"):
-                    plan_memory(cut(), limit, PETRA, places)
+                    plan_memory(cut(), limit, PETRA, stage_to_rank)
 
 
 def test_where_sums_are_left_out_the_plan_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is close to the best, from the smallest budget on."""
-    places = (0,) * 5
-    best = {limit: plan_memory(cut(), limit, PETRA, places) for limit in limits(PETRA, places)}
+    stage_to_rank = (0,) * 5
+    best = {
+        limit: plan_memory(cut(), limit, PETRA, stage_to_rank)
+        for limit in limits(PETRA, stage_to_rank)
+    }
     monkeypatch.setattr(budgets, "_MAX_SUMS", 4)
     for limit, plan in best.items():
-        found = plan_memory(cut(), limit, PETRA, places)
+        found = plan_memory(cut(), limit, PETRA, stage_to_rank)
         assert max(found.peaks) <= limit
         assert plan.work <= found.work <= 1.1 * plan.work
 
@@ -289,8 +296,8 @@ def watched(name: str, share: float) -> tuple[MemoryPlan, Watch, int]:
     """Train with a budget between the least and the most: the plan, and what was really held."""
     net = models.staged(name)
     workload = dataclasses.replace(PETRA, batch_size=BATCH)
-    places = (0,) * net.num_stages
-    ends = [max(held) for _, held in every_plan(net.partition, workload, places)]
+    stage_to_rank = (0,) * net.num_stages
+    ends = [max(held) for _, held in every_plan(net.partition, workload, stage_to_rank)]
     limit = min(ends) + round(share * (max(ends) - min(ends)))
     batch = images(BATCH, models.SIZE, CPU)
     own = Bytes().of(net.model.state_dict())

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
-from revcompile.compiler.cost import piece_costs, segment_costs, sum_costs
+from revcompile.compiler.cost import node_flops, piece_costs, segment_costs, sum_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
 from revcompile.ir.program import Piece
@@ -114,6 +114,33 @@ def test_flops_are_those_torch_counts(name: str) -> None:
     assert sum(cost.flops for cost in segment_costs(net.rewired)) == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
+def test_estimates_from_shapes_are_near_the_counted_flops(name: str) -> None:
+    with torch.device("meta"):
+        rewired = rewired_of(timm.create_model(name))
+    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
+    estimate = sum(node_flops(node, rewired.root) for node in nodes)
+    assert estimate == pytest.approx(sum(c.flops for c in segment_costs(rewired)), rel=0.2)
+
+
+def test_estimates_go_by_the_operator_not_by_a_part_of_its_name() -> None:
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.ones(6, 3, 5, 5))
+            self.bias = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.lgamma(nn.functional.conv2d(x, self.kernel, self.bias).abs() + 1)
+
+    rewired = rewired_of(Functions(), torch.randn(2, 3, 9, 9))
+    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
+    flops = {node.name: node_flops(node, rewired.root) for node in nodes}
+    elements = 2 * 6 * 5 * 5
+    assert flops["lgamma"] == elements
+    assert flops["conv2d"] == elements * (1 + 2 * 3 * 5 * 5)
+
+
 def test_a_model_without_weights_costs_the_same_as_one_with_them() -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", depth=2)
@@ -155,7 +182,7 @@ def run_segment(net: nn.Module, segment: Segment, live: dict[str, Any]) -> tuple
         inputs = [live[name] for name in segment.inputs]
         return tuple(fx.Interpreter(net, graph=segment.graph).run(*inputs))
     a, b = (live[name] for name in segment.streams_in)
-    assert segment.link is None and not segment.extras
+    assert segment.rearrange is None and not segment.extras
     sides = [live[name] for name in segment.sides]
     return b, a + fx.Interpreter(net, graph=segment.branch).run(b, *sides)
 

@@ -297,6 +297,8 @@ def test_a_memory_limit_moves_the_cuts() -> None:
     assert sizes(bound) != sizes(free)
     assert max(needs(bound, 64)) <= limit
     assert max(work(bound)) > max(work(free))
+    as_text = cut(Chain(), 2, x, cost=heavy, memory_budget=f"{limit}B", batch_size=64)
+    assert sizes(as_text) == sizes(bound)
 
 
 def test_a_memory_limit_that_cannot_be_met() -> None:

@@ -117,17 +117,17 @@ class MemoryModel:
         self._saved_before = prefix_sums(self._saved)
         self._shared_before = prefix_sums(self._shared)
         # Layers that rewiring has widened make more than the types in their graph say.
-        self._passing = [
-            max(_passing(piece, batch), cost.passing_at(batch))
+        self._largest_op = [
+            max(_operands(piece, batch), cost.passing_at(batch))
             for piece, cost in zip(self.pieces, costs, strict=True)
         ]
         self._streams = [_stream(piece, types, batch) for piece in self.pieces]
         # The stream a branch reads is there already: from the message, or rebuilt by the next
         # coupling.
         self._branches = [
-            saved + max(passing - stream, 0)
-            for saved, passing, stream in zip(
-                self._saved, self._passing, self._streams, strict=True
+            saved + max(operands - stream, 0)
+            for saved, operands, stream in zip(
+                self._saved, self._largest_op, self._streams, strict=True
             )
         ]
         self._runs = runs_of(self.pieces)
@@ -190,7 +190,7 @@ class MemoryModel:
         in_flight = self._windows[index]
         match keep:
             case Keep.GRAPH:
-                return in_flight * self._graph(start, end), max(self._passing[start:end])
+                return in_flight * self._graph(start, end), max(self._largest_op[start:end])
             case Keep.INPUT:
                 full, buffered = (
                     (live.needed if self.only_needed_inputs else live.inputs)(start, end)
@@ -248,8 +248,8 @@ class MemoryModel:
 
     def _at_work(self, start: int, end: int) -> int:
         """A graph and the gradients inside it; the inputs it saved are counted as buffers."""
-        graph, passing = self._graph(start, end), max(self._passing[start:end])
-        return graph + max(passing - min(self._live.needed(start, end), graph), 0)
+        graph, operands = self._graph(start, end), max(self._largest_op[start:end])
+        return graph + max(operands - min(self._live.needed(start, end), graph), 0)
 
     def _messages(self, index: int, start: int, end: int, keep: Keep) -> int:
         """A stage that ends in a coupling is sent its outputs back along with their gradients."""
@@ -288,7 +288,7 @@ class MemoryModel:
         return [(kind, first, last) for kind, first, last in clipped if first < last]
 
 
-def _passing(piece: Piece, batch: int) -> int:
+def _operands(piece: Piece, batch: int) -> int:
     """Gradients that exist at once inside a piece: of an operation's output and of its inputs."""
     graph = piece.segment.graph
     size = {node: size_at(node.meta.get(TYPE), batch) for node in graph.nodes}
