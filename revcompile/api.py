@@ -16,9 +16,9 @@ from revcompile.arguments import check_cost, check_model, one_of, whole_number
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, model_unchanged
 from revcompile.compiler.capture.copies import attributes_kept
-from revcompile.compiler.cost import How, costs
+from revcompile.compiler.cost import CostSource, Workload, segment_costs
 from revcompile.compiler.find import find
-from revcompile.compiler.partition import Limits, partition
+from revcompile.compiler.partition import partition
 from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
@@ -31,6 +31,7 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
+from revcompile.units import parse_memory_budget
 
 __all__ = [
     "InversionReport",
@@ -56,7 +57,7 @@ class ReversibleModule(Reversible):
 
     def summary(self) -> str:
         """A table of the segments: what became reversible, what did not, and why."""
-        return summary_text(self.rewired, costs(self.rewired))
+        return summary_text(self.rewired, segment_costs(self.rewired))
 
 
 def reversify(
@@ -161,8 +162,8 @@ def petrafy(
     check: str = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
-    cost: How = "analytic",
-    memory_budget: int | None = None,
+    cost: CostSource = "analytic",
+    memory_budget: int | str | None = None,
     batch_size: int | None = None,
     optimizer_copies: int = 1,
     keep: str = "nothing",
@@ -173,10 +174,10 @@ def petrafy(
     "analytic" (FLOPs and bytes), "measured" on the device the model is on, updates included,
     "replayed" (kernels alone, as recorded rounds on a GPU take them), or given as a mapping or
     function from a block's name to a number. `memory_budget` is what one device can hold, in
-    bytes, with `batch_size` samples a micro-batch (the example's if not given) and
+    bytes or as "2GiB", with `batch_size` samples a micro-batch (the example's if not given) and
     `optimizer_copies` numbers of optimizer state a parameter (SGD with momentum 1, Adam 2).
     `keep` is what stages will keep of a micro-batch, and so what they have to compute again:
-    "nothing", or, where the trainer is given a budget of `memory` that suffices, their "graph".
+    "nothing", or, where the trainer is given a `memory_budget` that suffices, their "graph".
 
     >>> import timm, revcompile
     >>> net = revcompile.petrafy(timm.create_model("resnet18"), num_stages=4, check="off")
@@ -189,9 +190,9 @@ def petrafy(
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     kept = Keep(one_of("petrafy", "keep", keep, [one.value for one in Keep]))
     check_cost(cost)
-    for name, given in (("memory_budget", memory_budget), ("batch_size", batch_size)):
-        if given is not None:
-            whole_number("petrafy", name, given, 1)
+    budget = None if memory_budget is None else parse_memory_budget(memory_budget)
+    if batch_size is not None:
+        whole_number("petrafy", "batch_size", batch_size, 1)
     net, compared = _reversified(
         model,
         example_inputs,
@@ -203,11 +204,13 @@ def petrafy(
     )
     _refuse_state_in_python(net.rewired)
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
-    method, limits = choose("petra"), None
-    if memory_budget is not None:
-        limits = Limits(memory_budget, batch_size or _example_batch(net), optimizer_copies)
-    expected = dataclasses.replace(method, keep=kept)
-    cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
+    method = choose("petra")
+    workload = Workload(
+        dataclasses.replace(method, keep=kept),
+        batch_size or _example_batch(net),
+        optimizer_copies=optimizer_copies,
+    )
+    cut = partition(net.rewired, num_stages, workload, cost=cost, memory_budget=budget)
     verify_partition(cut)
     staged = StagedModel(net, cut, method)
     if compared is not None:

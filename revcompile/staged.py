@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.cost import MemoryModel, StageMemory
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
 from revcompile.compiler.lower import lower
+from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.verify import verify_programs
 from revcompile.inspect import drawing
 from revcompile.inspect.code import ActionList, action_list, code_text
@@ -19,10 +20,11 @@ from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Part, Partition, StageProgram
-from revcompile.plan.budget import MemoryPlan, Terms, budget, plan_memory
-from revcompile.plan.fit import assign_contiguous, check_schedule, plan_trainer_memory
+from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.checkpoint import export_weights, load_into
-from revcompile.runtime.distributed.process_groups import many_ranks
+from revcompile.runtime.distributed.placement import pipeline_ranks
+from revcompile.runtime.distributed.placement import plan as layout
+from revcompile.runtime.distributed.process_groups import many_ranks, world_size
 from revcompile.runtime.distributed.rank_weights import whole
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured import Backend, backend_of
@@ -30,10 +32,24 @@ from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import BuffersLike, buffers_of
 from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
-from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory
+from revcompile.runtime.stage.update import (
+    OptimizerFactory,
+    ParamGroups,
+    ScheduleFactory,
+    state_copies,
+)
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.runtime.trainer.trainer import Trainer
-from revcompile.schedule import Action, Keep, Method, actions, choose, delay
+from revcompile.schedule import (
+    Action,
+    Keep,
+    Method,
+    actions,
+    check_schedule,
+    choose,
+    delay,
+)
+from revcompile.units import parse_memory_budget
 
 __all__ = ["CompiledStage", "StagedModel"]
 
@@ -197,7 +213,7 @@ class StagedModel:
         measure_every: int | None = None,
         backend: str | Backend = "auto",
         buffers: BuffersLike = None,
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         batch_size: int | None = None,
         places: Sequence[int] | None = None,
         device: torch.device | str | None = None,
@@ -226,7 +242,7 @@ class StagedModel:
         torch.float8_e4m3fn with a scale for each tensor quarters them; backward then computes
         with rounded values), or, with "offload", on a GPU's host; a `Buffers` says both.
 
-        `memory` is what a device may hold, in bytes or as "2GiB", at `batch_size` samples a
+        `memory_budget` is what a device may hold, in bytes or as "2GiB", at `batch_size` samples a
         micro-batch (default: the example's). Stages for which that suffices keep the graphs of
         their micro-batches and compute nothing twice; `trainer.memory_plan` says which. Their
         backward pass goes through the activations of the forward pass, with the latest parameters
@@ -254,19 +270,24 @@ class StagedModel:
             measure_every=measure_every,
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
-            memory=None if memory is None else budget(memory),
         )
         chosen = choose(method, order=order, alpha=alpha)
-        check_schedule(self.partition, chosen, accumulate)
-        plan = plan_trainer_memory(
-            self.partition,
-            chosen,
-            settings,
-            optimizer,
-            parameters=dict(self.model.named_parameters()),
-            batch=self.batch if batch_size is None else batch_size,
-            places=places,
-        )
+        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties)
+        plan = None
+        if memory_budget is not None:
+            parameters = dict(self.model.named_parameters())
+            workload = Workload(
+                chosen,
+                self.batch_size if batch_size is None else batch_size,
+                accumulate,
+                state_copies(parameters, optimizer, param_groups),
+                settings.buffers.bytes_each,
+                autocast,
+            )
+            devices = self._stage_to_rank(places)
+            plan = plan_memory(
+                self.partition, parse_memory_budget(memory_budget), workload, devices
+            )
         programs = self._programs(chosen, plan.keeps if plan else None)
         model = self.model
         if many_ranks():
@@ -293,9 +314,9 @@ class StagedModel:
 
     def memory_plan(
         self,
-        memory: int | str,
+        memory_budget: int | str,
         *,
-        batch: int | None = None,
+        batch_size: int | None = None,
         accumulate: int = 1,
         order: str | None = None,
         alpha: float | None = None,
@@ -316,14 +337,22 @@ class StagedModel:
         ['graph', 'graph']
         """
         method = choose(self.method, order=order, alpha=alpha)
-        terms = Terms(
+        workload = Workload(
             method,
-            batch or self.batch,
+            batch_size or self.batch_size,
             accumulate,
             optimizer_copies,
             buffers_of(buffers).bytes_each,
         )
-        return plan_memory(self.partition, budget(memory), terms, places)
+        return plan_memory(self.partition, parse_memory_budget(memory_budget), workload, places)
+
+    def _stage_to_rank(self, places: Sequence[int] | None) -> Sequence[int]:
+        """The device of each stage in this world of ranks; in one process they share one."""
+        count, world = self.num_stages, world_size()
+        if world == 1:
+            return [0] * count
+        default = () if places else self._places(pipeline_ranks(count, world))
+        return layout(count, world, places, default).places
 
     def _places(self, ranks: int) -> list[int]:
         return assign_contiguous(self.partition, ranks)
@@ -334,59 +363,60 @@ class StagedModel:
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
     def memory(
-        self, batch: int | None = None, *, buffers: BuffersLike = None
+        self, batch_size: int | None = None, *, buffers: BuffersLike = None
     ) -> tuple[StageMemory, ...]:
-        """What each stage holds at its peak, in bytes, at so many samples a micro-batch.
+        """What each stage holds at its peak, in bytes, with `batch_size` samples a micro-batch.
 
         `buffers` as the trainer will be given it.
         """
+        buffer_bytes = buffers_of(buffers).bytes_each
+        size = batch_size or self.batch_size
         model = MemoryModel.of(
-            self.partition,
-            self.method,
-            batch=batch or self.batch,
-            buffer_bytes=buffers_of(buffers).bytes_each,
+            self.partition, Workload(self.method, size, buffer_bytes=buffer_bytes)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """The batch size of the example the model was captured with."""
         return self.partition.parts[0].costs[0].batch
 
     def facts(
         self,
-        batch: int | None = None,
+        batch_size: int | None = None,
         *,
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         buffers: BuffersLike = None,
     ) -> tuple[StageFacts, ...]:
         """What the summary tells, stage by stage, as numbers."""
-        size = batch or self.batch
+        size = batch_size or self.batch_size
         held: Sequence[StageMemory] = self.memory(size, buffers=buffers)
         programs = self._programs(self.method)
-        if memory is not None:
-            plan = self.memory_plan(memory, batch=size, buffers=buffers)
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=size, buffers=buffers)
             programs = self._programs(self.method, plan.keeps)
             held = [choice.memory for choice in plan.chosen]
         return stage_facts(self.partition, programs, held, size)
 
     def summary(
         self,
-        batch: int | None = None,
+        batch_size: int | None = None,
         *,
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         buffers: BuffersLike = None,
     ) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
-        `batch` is the size of a micro-batch (the example's if not given); `memory` what a device
-        may hold and `buffers` how inputs wait, as for the trainer, with one stage a device.
+        `batch_size` is that of a micro-batch (the example's if not given); `memory_budget` and
+        `buffers` are as for the trainer, with one stage a device.
         """
-        facts = self.facts(batch, memory=memory, buffers=buffers)
+        facts = self.facts(batch_size, memory_budget=memory_budget, buffers=buffers)
         planned = ""
-        if memory is not None:
-            planned = f"\n{self.memory_plan(memory, batch=batch, buffers=buffers)}"
-        model = MemoryModel.of(self.partition, choose("backprop"), 1, batch=batch or self.batch)
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=batch_size, buffers=buffers)
+            planned = f"\n{plan}"
+        workload = Workload(choose("backprop"), batch_size or self.batch_size)
+        model = MemoryModel.of(self.partition, workload, stages=1)
         plain = model.stage(0, 0, len(model.pieces))
         how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
         return stage_table(self.partition, facts, self.method.name + how, plain) + planned
@@ -405,12 +435,14 @@ class StagedModel:
         """
         return explain(self.partition, self._programs(self.method), path)
 
-    def draw(self, path: str | Path, *, batch: int | None = None, name: str | None = None) -> Path:
+    def draw(
+        self, path: str | Path, *, batch_size: int | None = None, name: str | None = None
+    ) -> Path:
         """Draw the stages: `net.svg` to look at, `net.html` to open stage by stage.
 
-        `batch` is the size of a micro-batch (the example's if not given), `name` the title.
+        `batch_size` is that of a micro-batch (the example's if not given), `name` the title.
         """
-        size = batch or self.batch
+        size = batch_size or self.batch_size
         programs, memory = self._programs(self.method), self.memory(size)
         return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
 

@@ -83,7 +83,7 @@ def test_what_is_no_model(model: Any, told: str) -> None:
         ({"policy": "papers"}, "policy: expected 'paper', 'pretrained' or a revcompile.Policy"),
         ({"policy": ["paper"]}, r"policy: expected .* got \['paper'\]"),
         ({"check": "slow"}, "check: expected one of 'full', 'fast', 'off', got 'slow'"),
-        ({"memory_budget": "2GiB"}, "memory_budget='2GiB'; expected a whole number, at least 1"),
+        ({"memory_budget": 0}, 'memory_budget=0; give bytes above 0, or a size like "2GiB"'),
         ({"batch_size": 0}, "batch_size=0; expected a whole number"),
         ({"example_kwargs": X}, "example_kwargs: expected a dict of keyword arguments, got Tensor"),
     ],
