@@ -14,8 +14,8 @@ from torch import nn
 
 from revcompile.arguments import check_cost, check_model, one_of, whole_number
 from revcompile.compiler.capture import capture, make_example
-from revcompile.compiler.capture.check import Check, model_unchanged
-from revcompile.compiler.capture.copies import attributes_kept
+from revcompile.compiler.capture.check import Check
+from revcompile.compiler.capture.isolation import preserve_attributes, preserve_model
 from revcompile.compiler.cost import How, costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Limits, partition
@@ -128,7 +128,7 @@ def _reversified(
     if tolerance is not None and (isinstance(tolerance, str | bool) or not tolerance > 0):
         raise InputError(f"tolerance={tolerance!r}; use a number above 0, or None")
     compared = None
-    with model_unchanged():
+    with preserve_model():
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
         )
@@ -272,9 +272,9 @@ def check_invertible(
             tolerance=tolerance,
         )
     limit = _tolerance(model, tolerance)
-    with model_unchanged(model), ExitStack() as kept:
+    with preserve_model(model), ExitStack() as kept:
         for part in model.children():  # counters and memories start where the user left them
-            kept.enter_context(attributes_kept(part))
+            kept.enter_context(preserve_attributes(part))
         errors = model.inversion_errors(*args, **kwargs)
     return InversionReport(tuple(errors), limit)
 
@@ -335,7 +335,7 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:
     tensors = [*net.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
     if any(t.is_meta for t in tensors):
         return
-    with model_unchanged(net):
+    with preserve_model(net):
         if not net.training:  # of a model in training mode what is frozen stays frozen
             net.train()
         report = check_invertible(net, *args, tolerance=net.tolerance, **kwargs)

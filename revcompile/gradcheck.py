@@ -22,10 +22,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
-from revcompile.compiler.capture.copies import set_mode
 from revcompile.compiler.capture.decisions import Ties
+from revcompile.compiler.capture.isolation import preserve_rng, seed_all, set_mode
 from revcompile.compiler.capture.memory import tensors_in
-from revcompile.compiler.capture.rng import rng_kept, seed_all
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
 from revcompile.ir.program import Partition, StageProgram
@@ -116,7 +115,7 @@ def _operations(node: fx.Node, root: nn.Module) -> float:
 
 def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compared:
     """Gradients of the chain must equal those with stored activations; returns the latter."""
-    with rng_kept():
+    with preserve_rng():
         stored = _module_gradients(net, args, kwargs, reversible=False)
         if not stored:
             return Compared(args, kwargs, {})
@@ -237,7 +236,7 @@ def compare_stages(
     if not compared.stored:
         return
     stored = {n: g for n, g in compared.stored.items() if not n.startswith("input ")}
-    with rng_kept():
+    with preserve_rng():
         found = {
             method: _staged_gradients(net, partition, given, compared)
             for method, given in programs.items()

@@ -161,14 +161,14 @@ def targets(captured: Captured, op: str) -> list[str]:
 
 
 RESISTING = {
-    "BufferReassigned": "ema is kept as one piece: the forward pass assigns to its buffer 'mean'",
-    "Counter": "1 is kept as one piece: the forward pass counts in its attribute 'calls'",
-    "Noise": "1 is kept as one piece: random numbers drawn outside the graph",
-    "AutocastRegions": "1 is kept as one piece: an autocast region, which a graph cannot hold",
-    "CustomFunction": "1 is kept as one piece: the custom autograd function Straight",
-    "DataDependentPart": "1 is kept as one piece: control flow depends on the contents of a tensor",
-    "ResistsInEvalMode": "1 is kept as one piece: control flow depends on the contents of a tensor",
-    "BooleanIndex": "1 is kept as one piece: a shape depends on the contents of a tensor",
+    "BufferReassigned": "ema is a leaf module: the forward pass assigns to its buffer 'mean'",
+    "Counter": "1 is a leaf module: the forward pass counts in its attribute 'calls'",
+    "Noise": "1 is a leaf module: random numbers drawn outside the graph",
+    "AutocastRegions": "1 is a leaf module: an autocast region, which no graph can hold",
+    "CustomFunction": "1 is a leaf module: the custom autograd function Straight",
+    "DataDependentPart": "1 is a leaf module: control flow depends on the contents of a tensor",
+    "ResistsInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
+    "BooleanIndex": "1 is a leaf module: a shape depends on the contents of a tensor",
 }
 WRITES_INPUT = "the model writes into its input x; captured, it leaves the caller's as it is"
 
@@ -208,7 +208,7 @@ def test_encoder_layers_are_opened() -> None:
 
 def test_what_resists_in_one_mode_is_kept_in_both() -> None:
     captured = caught("ResistsInEvalMode")[1]
-    assert captured.leaves == ("1",)
+    assert captured.leaf_modules == ("1",)
     assert "1" in targets(captured, "call_module")
 
 
@@ -218,7 +218,7 @@ def test_own_drop_paths_become_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -
     real = module.trace
     monkeypatch.setattr(module, "trace", lambda *a: traces.append(1) or real(*a))
     captured = FX(zoo.OwnDropPath(), zoo.tokens(2), check="off")
-    assert captured.leaves == ("skips.0", "skips.1")
+    assert captured.leaf_modules == ("skips.0", "skips.1")
     assert len(traces) == 4
 
 
@@ -546,7 +546,7 @@ def test_unregistered_dataclass_as_input() -> None:
 
     text = message(InputError, lambda: FX(Reads(), Batch(torch.randn(2, 8))))
     assert text == (
-        "capture: batch is a Batch, which holds tensors out of sight; register it first: "
+        "capture: batch is a Batch, which pytree does not know, and holds tensors; register it first: "
         "torch.export.register_dataclass(Batch)"
     )
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from revcompile.compiler.capture.copies import fake_copy
 from revcompile.compiler.capture.example import make_example
+from revcompile.compiler.capture.fake_values import fake_copy
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.compiler.capture.tracer import trace
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
@@ -239,7 +239,7 @@ def test_a_module_that_resists_leaves_nothing_behind() -> None:
         "stubborn.linear.weight()",
         "matmul(head, stubborn_linear_weight)",
     ]
-    assert found.resisted == {"stubborn": "control flow depends on the contents of a tensor"}
+    assert found.untraceable == {"stubborn": "control flow depends on the contents of a tensor"}
 
 
 def test_resisting_goes_up_until_a_module_can_be_kept() -> None:
@@ -253,7 +253,7 @@ def test_resisting_goes_up_until_a_module_can_be_kept() -> None:
                 return self.inner(x)
 
     found = traced(nn.Sequential(Region()), X)
-    assert list(found.resisted) == ["0"]
+    assert list(found.untraceable) == ["0"]
 
 
 def test_an_attempt_that_the_model_catches_leaves_nothing_behind() -> None:

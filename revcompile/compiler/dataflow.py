@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.ops import attribute, out_of_place, read_buffer
 from revcompile.ir.types import TYPE, TensorType
 

@@ -1,4 +1,4 @@
-"""The few functions generated graphs call besides torch's own, and what reads such graphs."""
+"""The few functions that generated graphs call besides torch's own, and names of operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from revcompile.kernels.autocast import is_autocasting
 
@@ -19,6 +19,7 @@ __all__ = [
     "device_of",
     "fuse_mean",
     "matching",
+    "op_name",
     "out_of_place",
     "read_buffer",
     "select",
@@ -120,6 +121,21 @@ def attribute(root: Any, path: str) -> Any:
     torch.Size([3])
     """
     return functools.reduce(getattr, path.split("."), root)
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of the function, method or operator that a node calls, without its overload.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> op_name(graph.call_function(torch.ops.aten.add.Tensor, (x, x)))
+    'add'
+    >>> op_name(graph.call_function(out_of_place, (x, "gt_", 1)))
+    'gt_'
+    """
+    if node.target is out_of_place:
+        return str(node.args[1])
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
 def as_read(x: Tensor) -> Tensor:

@@ -154,13 +154,14 @@ class Captured:
     eval_graph: fx.Graph | None
     signature: Signature
     frontend: Frontend
-    leaves: tuple[str, ...] = ()
+    leaf_modules: tuple[str, ...] = ()
+    """Paths of modules that are single calls."""
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
     draws: frozenset[str] = frozenset()
     """`file:line` of random numbers that decide nothing: the graph does not draw them."""
     stateful: tuple[str, ...] = ()
-    """Modules kept as one piece whose next call computes something else, and why."""
+    """Leaf modules whose next call computes something else, and why."""
 
 
 class NameSet(Set[str]):

@@ -21,11 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from revcompile.compiler.capture.copies import copy_model, set_mode
-from revcompile.compiler.capture.rng import rng_kept
+from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
 from revcompile.compiler.cost.run import Code, Given, Ran, bare, example_batch, walk
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import device_of_model, parameters_read
+from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.program import Piece
 from revcompile.ir.types import Cost, Rewired, TensorType
 
@@ -62,7 +61,7 @@ def analytic_costs(
                 f"cost: {rewired.name} looks at numbers ({error}), which the meta device has none "
                 "of; move it to a real device first"
             ) from error
-    with rng_kept():
+    with preserve_rng():
         return _Analysis(rewired, pieces, types, None).costs()
 
 
@@ -119,7 +118,11 @@ class _Analysis:
         with torch.enable_grad(), hooks, _Counter(self.own) as counter:
             ran = given.forward()
         work = counter.flops + FLOPS_PER_BYTE * counter.moved
-        new = [p for p in parameters_read(piece.segment.graph, self.root) if id(p) not in self.seen]
+        new = [
+            p
+            for p in TreeReads(piece.segment.graph, self.root).parameters
+            if id(p) not in self.seen
+        ]
         self.seen.update(map(id, new))
         self.found.append(
             Cost(

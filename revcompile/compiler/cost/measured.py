@@ -18,12 +18,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.compiler.capture.check import model_unchanged
-from revcompile.compiler.capture.copies import attributes_kept, set_mode
-from revcompile.compiler.capture.rng import seed_all
+from revcompile.compiler.capture.isolation import (
+    preserve_attributes,
+    preserve_model,
+    seed_all,
+    set_mode,
+)
 from revcompile.compiler.cost.run import Code, Given, Ran, bare, walk
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import device_of_model, parameters_read
+from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.program import Piece
 from revcompile.ir.types import Cost, Rewired, TensorType
 
@@ -74,7 +77,7 @@ def measured_costs(
 
     def visit(piece: Piece, given: Given) -> Ran:
         wanted = [t for t in given.inputs if isinstance(t, Tensor) and t.requires_grad]
-        wanted += [p for p in parameters_read(piece.segment.graph, root) if p.requires_grad]
+        wanted += [p for p in TreeReads(piece.segment.graph, root).parameters if p.requires_grad]
 
         def forward() -> Ran:
             with torch.no_grad():
@@ -90,7 +93,7 @@ def measured_costs(
         seconds.append((*passes(forward, backward, device), updating))
         return forward()
 
-    with model_unchanged(root), attributes_kept(root):
+    with preserve_model(root), preserve_attributes(root):
         set_mode(root, root, training=True)
         seed_all(0)
         values = _example(rewired, types, device)

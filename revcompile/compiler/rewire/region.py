@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.ir.types import PATH, SOURCE, TYPE
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from revcompile.compiler.capture.functional import forbid_inplace
-from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.find.conflicts import ready_times
 from revcompile.compiler.find.residual import Found, find

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.ir.ops import attribute
+from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.placement import Layout
 
@@ -53,13 +53,7 @@ def check_buffers(model: nn.Module, programs: Sequence[StageProgram], layout: La
 
 def _buffers(model: nn.Module, program: StageProgram) -> Iterator[str]:
     """Buffers of the layers a stage calls, and those its code reads itself."""
-    read: set[int] = set()
-    for node in program.forward.nodes:
-        if node.op in ("call_module", "get_attr"):
-            found = attribute(model, str(node.target))
-            read |= (
-                {id(b) for b in found.buffers()} if isinstance(found, nn.Module) else {id(found)}
-            )
+    read = {id(tensor) for _, tensor in TreeReads(program.forward, model).tensors()}
     for name, buffer in model.named_buffers():
         if id(buffer) in read:
             yield name

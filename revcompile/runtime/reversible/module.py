@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import casts_on_read, convolves, tensors_read
+from revcompile.ir.module_tree import TreeReads, casts_on_read, convolves
 from revcompile.ir.ops import attribute
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, WeightExpansion
 from revcompile.ir.weight_expansion import grow
@@ -160,7 +159,7 @@ class Reversible(OriginalSurface):
         bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
         branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
         found = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
-        for name, value in itertools.chain.from_iterable(tensors_read(b, self) for b in branches):
+        for name, value in TreeReads(branches, self).tensors():
             found.setdefault(id(value), name)
         return found
 
