@@ -25,7 +25,8 @@ from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
 from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
-from revcompile.ir.types import Policy, Rewired, TensorType
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Rewired, TensorType
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.probes import Tolerance, tolerance_for

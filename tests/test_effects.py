@@ -235,7 +235,7 @@ def test_writing_into_state_that_a_leaf_hands_out_is_refused() -> None:
 
     model = Model()
     graph = traced(model, X, leaf_paths=["leaf"]).graph
-    with pytest.raises(NotFunctional, match="add_ writes into state that leaf hands out"):
+    with pytest.raises(NotFunctional, match="add_ writes to state that leaf returns"):
         functionalize(graph, model)
 
 

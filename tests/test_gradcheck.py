@@ -19,7 +19,7 @@ from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_programs, verify_rewired
 from revcompile.errors import VerificationError
 from revcompile.ir import stage_ops
-from revcompile.ir.types import Policy
+from revcompile.ir.policy import Policy
 from revcompile.runtime.reversible import coupling
 from revcompile.schedule import choose
 from tests.test_values import Chunk, example, made, spectrum

@@ -16,7 +16,8 @@ from revcompile.compiler.find import find
 from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import CaptureError, GuardError, InputError
-from revcompile.ir.types import Frontend, Policy
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Frontend
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.reversible.module import Reversible
 from tests.helpers import gradients, worst

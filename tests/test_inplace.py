@@ -319,5 +319,5 @@ def test_what_cannot_be_rewritten_is_kept_in_one_piece_with_its_aliases() -> Non
 
 
 def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> None:
-    with pytest.raises(CaptureError, match=r"hidden writes into layer, .*test_inplace.py:\d+"):
+    with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_inplace.py:\d+"):
         capture(Around(), torch.randn(3, 8))

@@ -29,8 +29,8 @@ from revcompile.ir.types import (
     Rewired,
     Segment,
     TensorType,
-    WeightExpansion,
 )
+from revcompile.ir.weight_expansion import WeightExpansion
 
 __all__ = ["lost_in_programs", "lost_in_rewired"]
 

@@ -26,7 +26,8 @@ from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
 from revcompile.ir.guards import Guards
 from revcompile.ir.module_tree import device_of_model
-from revcompile.ir.types import Captured, Frontend, Policy, Rewired
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Captured, Frontend, Rewired
 
 __all__ = ["Recompiler"]
 

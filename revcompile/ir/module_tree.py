@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.ops import attribute, op_name
@@ -27,13 +27,15 @@ __all__ = [
     "TreeReads",
     "called_module",
     "casts_input",
-    "casts_on_read",
     "child_path",
     "convolves",
     "copy_module",
     "device_of_model",
+    "has_autocast_consumer",
+    "has_batch_norm",
     "is_cast",
     "parameters_of",
+    "parameters_read",
 ]
 
 NORMS: Final = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -144,13 +146,23 @@ class TreeReads:
         return list(found)
 
 
+def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...]:
+    """The parameters that a graph computes with, each once."""
+    return TreeReads(graph, root).parameters
+
+
 def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     """Does a graph hold convolutions (which may run in TF32)?"""
     by_module = any(isinstance(module, _ConvNd) for module in TreeReads(graph, root).modules)
     return by_module or any(op_name(node) in _CONVOLUTIONS for node in graph.nodes)
 
 
-def casts_on_read(graph: fx.Graph, root: nn.Module) -> bool:
+def has_batch_norm(module: nn.Module) -> bool:
+    """Is a module a batch norm, or does it hold one?"""
+    return any(isinstance(inner, _BatchNorm) for inner in module.modules())
+
+
+def has_autocast_consumer(graph: fx.Graph, root: nn.Module) -> bool:
     """Is a graph's first input read once, by a layer that autocast casts it for?"""
     first = next(iter(graph.nodes))
     users = list(first.users)

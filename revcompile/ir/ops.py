@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,7 @@ __all__ = [
     "batch_norm",
     "device_of",
     "fuse_mean",
+    "is_random_operator",
     "matching",
     "op_name",
     "out_of_place",
@@ -28,6 +29,7 @@ __all__ = [
     "store_buffer",
     "with_item",
     "with_view",
+    "writes_self",
 ]
 
 
@@ -99,12 +101,12 @@ def with_view(
 
 
 def read_buffer(buffer: Tensor) -> Tensor:
-    """What a buffer holds before the model writes to it in this call."""
+    """A buffer's contents before the model writes to it in this call."""
     return buffer.clone()
 
 
 def store_buffer(buffer: Tensor, value: Tensor) -> None:
-    """Write a buffer's new contents, which the graph has computed."""
+    """Write a buffer's new contents."""
     with torch.no_grad():
         buffer.copy_(value)
 
@@ -138,15 +140,50 @@ def op_name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
+_INPLACE_METHODS: Final = frozenset(("apply_", "map_", "map2_", "share_memory_"))
+"""In-place methods of tensors that are no operators of torch, which has no schema of them."""
+
+
+@functools.cache
+def writes_self(name: str) -> bool:
+    """Does torch's operator of this name write to its first argument, by its schema?
+
+    >>> writes_self("add_"), writes_self("add"), writes_self("and_")
+    (True, False, False)
+    """
+    if name == "requires_grad_":  # changes no contents
+        return False
+    schemas = [operator._schema for operator in _overloads(name)]
+    firsts = (schema.arguments[0].alias_info for schema in schemas if schema.arguments)
+    return name in _INPLACE_METHODS or any(alias and alias.is_write for alias in firsts)
+
+
+@functools.cache
+def is_random_operator(name: str) -> bool:
+    """Does torch tag its operator of this name as drawing random numbers?
+
+    >>> is_random_operator("dropout"), is_random_operator("relu")
+    (True, False)
+    """
+    return any(torch.Tag.nondeterministic_seeded in o.tags for o in _overloads(name))
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
 def as_read(x: Tensor) -> Tensor:
-    """A value as autocast would give it to the layers that read it."""
+    """A value in the type in which autocast passes it to the layers that read it."""
     if x.dtype != torch.float32 or not is_autocasting(x.device):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def matching(source: Any, like: Any) -> Any:
-    """A tensor in the floating-point type of another, under autocast; else as it is."""
+    """Under autocast, a tensor in the floating-point type of another; else the tensor itself."""
     if not isinstance(source, Tensor) or not isinstance(like, Tensor) or source.dtype == like.dtype:
         return source
     both = source.is_floating_point() and like.is_floating_point()
@@ -154,12 +191,12 @@ def matching(source: Any, like: Any) -> Any:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where a tensor lives: exported graphs ask at run time instead of remembering."""
+    """A tensor's device: exported graphs look it up at run time."""
     return tensor.device
 
 
 statistics_frozen = False
-"""True while a branch is recomputed: functional batch norms then leave their statistics alone."""
+"""True while a branch is recomputed: functional batch norms then do not update statistics."""
 
 
 def batch_norm(
@@ -173,7 +210,7 @@ def batch_norm(
     eps: float,
     count: Tensor | None = None,
 ) -> Tensor:
-    """Batch normalisation whose running statistics stand still during a recomputation."""
+    """Batch normalisation that updates no running statistics during a recomputation."""
     if training and statistics_frozen:
         mean = var = None
     elif training and count is not None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.ir.guards import NO_GUARDS, Guards
+from revcompile.ir.policy import Policy
+from revcompile.ir.weight_expansion import WeightExpansion
 
 __all__ = [
     "PATH",
@@ -29,15 +31,9 @@ __all__ = [
     "Captured",
     "Cost",
     "Coupling",
-    "Enter",
     "Frontend",
-    "Fuse",
-    "Growths",
-    "Leave",
     "Live",
-    "NameSet",
     "Opaque",
-    "Policy",
     "Rearrange",
     "Refusal",
     "Residual",
@@ -46,7 +42,6 @@ __all__ = [
     "Segment",
     "Signature",
     "TensorType",
-    "WeightExpansion",
 ]
 
 TYPE: Final = "revcompile_type"
@@ -164,34 +159,6 @@ class Captured:
     """Leaf modules whose next call computes something else, and why."""
 
 
-class NameSet(Set[str]):
-    """A set of names that is gone through in the order it was given, in every process alike.
-
-    >>> NameSet(["w2", "w1"]) | NameSet(["w3", "w2"])
-    NameSet(['w2', 'w1', 'w3'])
-    """
-
-    __slots__ = ("_names",)
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names = dict.fromkeys(names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __hash__(self) -> int:
-        return self._hash()
-
-    def __repr__(self) -> str:
-        return f"NameSet({list(self._names)})"
-
-
 class ResidualKind(enum.Enum):
     """What kind of additive shortcut a block is."""
 
@@ -216,10 +183,10 @@ class Residual:
     total: str
     out: str
     terms: tuple[str, ...]
-    adds: NameSet
-    branch: NameSet
+    adds: tuple[str, ...]
+    branch: tuple[str, ...]
     shortcut_term: str
-    shortcut: NameSet = field(default_factory=NameSet)
+    shortcut: tuple[str, ...] = ()
     post: tuple[str, ...] = ()
     sides: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
@@ -238,91 +205,6 @@ class Refusal:
 
     def __str__(self) -> str:
         return f"{self.path or '(top level)'}: {self.reason}"
-
-
-class Enter(enum.Enum):
-    """How one value becomes two streams.
-
-    >>> Policy(enter=Enter.DUPLICATE).enter.value
-    'duplicate'
-    """
-
-    WIDEN = "widen"
-    DUPLICATE = "duplicate"
-
-
-class Fuse(enum.Enum):
-    """How two streams become one value inside the model.
-
-    >>> Policy().fuse is Fuse.MEAN
-    True
-    """
-
-    MEAN = "mean"
-    CONCAT = "concat"
-
-
-class Leave(enum.Enum):
-    """How the last two streams reach the head.
-
-    >>> Policy.named("pretrained").leave is Leave.MEAN
-    True
-    """
-
-    CONCAT = "concat"
-    MEAN = "mean"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The free choices of rewiring. Where a choice cannot be met the safe one is taken and noted.
-
-    `Policy.named("paper")` builds PETRA's RevNets; `Policy.named("pretrained")` adds no
-    parameter and keeps the head's weights as they are.
-
-    >>> Policy.named("paper").leave.value
-    'concat'
-    """
-
-    enter: Enter = Enter.WIDEN
-    fuse: Fuse = Fuse.MEAN
-    leave: Leave = Leave.CONCAT
-
-    @staticmethod
-    def named(name: str | Policy) -> Policy:
-        """Look up a preset, or pass a `Policy` through."""
-        from revcompile.errors import PolicyError
-
-        if isinstance(name, Policy):
-            return name
-        presets = {
-            "paper": Policy(),
-            "pretrained": Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN),
-        }
-        if not isinstance(name, str) or name not in presets:
-            known = ", ".join(repr(p) for p in presets)
-            raise PolicyError(
-                f"policy: expected {known} or a revcompile.Policy, got {name!r}; for single "
-                "choices write e.g. revcompile.Policy(enter=Enter.DUPLICATE)"
-            )
-        return presets[name]
-
-
-class WeightExpansion(enum.Enum):
-    """How a tensor added or enlarged by rewiring starts from the original's weights."""
-
-    TILE = "tile"
-    """`[W, W]` along dim 0: both streams start equal."""
-    HALVE = "halve"
-    """`[W/2, W/2]` along dim 1: the head of two equal streams gives what it gave for one."""
-    COPY = "copy"
-    """a second tensor equal to the first."""
-    REVIVE_ZERO_INIT = "revive_zero_init"
-    """1 where the original is 0 throughout: behind a ReLU nothing would ever move it."""
-
-
-Growths = Mapping[str, tuple[str, WeightExpansion]]
-"""Name of each tensor rewiring made -> (name in the original state dict, how it grew)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +351,8 @@ class Rewired:
     policy: Policy
     residuals: tuple[Residual, ...]
     refusals: tuple[Refusal, ...]
-    weight_expansions: Growths
+    weight_expansions: Mapping[str, tuple[str, WeightExpansion]]
+    """Name of each tensor that rewiring made -> (name in the original state dict, how)."""
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
     stateful: tuple[str, ...] = ()

@@ -1,12 +1,25 @@
-"""How tensors that rewiring enlarges start from the original's weights."""
+"""How tensors that rewiring adds or enlarges start from the original's weights."""
 
 from __future__ import annotations
 
+import enum
+
 import torch
 
-from revcompile.ir.types import WeightExpansion
+__all__ = ["WeightExpansion", "grow"]
 
-__all__ = ["grow"]
+
+class WeightExpansion(enum.Enum):
+    """How a tensor added or enlarged by rewiring starts from the original's weights."""
+
+    TILE = "tile"
+    """`[W, W]` along dim 0: both streams start equal."""
+    HALVE = "halve"
+    """`[W/2, W/2]` along dim 1: the head of two equal streams gives what it gave for one."""
+    COPY = "copy"
+    """a second tensor equal to the first."""
+    REVIVE_ZERO_INIT = "revive_zero_init"
+    """1 where the original is 0 throughout: behind a ReLU nothing would ever move it."""
 
 
 def grow(tensor: torch.Tensor, how: WeightExpansion) -> torch.Tensor:

@@ -9,7 +9,6 @@ with no other reader.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.module_tree import NORMS, called_module
-from revcompile.ir.ops import op_name, store_buffer
+from revcompile.ir.ops import op_name, store_buffer, writes_self
 
 __all__ = [
     "INPLACE_OPERATORS",
@@ -69,9 +68,6 @@ INPLACE_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
     operator.ilshift: operator.lshift,
     operator.irshift: operator.rshift,
 }
-
-_INPLACE_METHODS: Final = frozenset(("apply_", "map_", "map2_", "share_memory_"))
-"""In-place methods of tensors that are no operators of torch, which has no schema of them."""
 
 _ASSERTIONS: Final = frozenset(("_assert", "_assert_scalar", "_assert_tensor_metadata"))
 
@@ -157,7 +153,7 @@ def is_effect(node: fx.Node) -> bool:
     if node.meta.get(WRITES):
         return True
     if node.op == "call_method":
-        return _writes_self(str(node.target))
+        return writes_self(str(node.target))
     if node.op != "call_function":
         return False
     if node.target is store_buffer or node.target is operator.setitem:
@@ -167,20 +163,8 @@ def is_effect(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)
-    return _writes_self(op_name(node)) or bool(node.kwargs.get("inplace", False))
-
-
-@functools.cache
-def _writes_self(name: str) -> bool:
-    """Does torch's operator of this name write to its first argument, by its schema?"""
-    if name == "requires_grad_":  # changes no contents
-        return False
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return name in _INPLACE_METHODS
-    schemas = (getattr(packet, overload)._schema for overload in packet.overloads())
-    firsts = (schema.arguments[0].alias_info for schema in schemas if schema.arguments)
-    return any(alias is not None and alias.is_write for alias in firsts)
+    name = str(getattr(node.target, "__name__", ""))
+    return writes_self(name) or bool(node.kwargs.get("inplace", False))
 
 
 def works_in_place(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
 from revcompile.compiler.cost.run import Code, Given, Ran, bare, example_batch, walk
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import TreeReads, device_of_model
+from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.program import Piece
 from revcompile.ir.types import Cost, Rewired, TensorType
 
@@ -118,11 +118,7 @@ class _Analysis:
         with torch.enable_grad(), hooks, _Counter(self.own) as counter:
             ran = given.forward()
         work = counter.flops + FLOPS_PER_BYTE * counter.moved
-        new = [
-            p
-            for p in TreeReads(piece.segment.graph, self.root).parameters
-            if id(p) not in self.seen
-        ]
+        new = [p for p in parameters_read(piece.segment.graph, self.root) if id(p) not in self.seen]
         self.seen.update(map(id, new))
         self.found.append(
             Cost(

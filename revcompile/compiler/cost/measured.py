@@ -26,7 +26,7 @@ from revcompile.compiler.capture.isolation import (
 )
 from revcompile.compiler.cost.run import Code, Given, Ran, bare, walk
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import TreeReads, device_of_model
+from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.program import Piece
 from revcompile.ir.types import Cost, Rewired, TensorType
 
@@ -77,7 +77,7 @@ def measured_costs(
 
     def visit(piece: Piece, given: Given) -> Ran:
         wanted = [t for t in given.inputs if isinstance(t, Tensor) and t.requires_grad]
-        wanted += [p for p in TreeReads(piece.segment.graph, root).parameters if p.requires_grad]
+        wanted += [p for p in parameters_read(piece.segment.graph, root) if p.requires_grad]
 
         def forward() -> Ran:
             with torch.no_grad():

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from revcompile.ir.module_tree import TreeReads
+from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.ops import read_buffer, store_buffer
 from revcompile.ir.program import Piece
-from revcompile.ir.types import Live, Rewired, TensorType
+from revcompile.ir.types import Coupling, Live, Rewired, Segment, TensorType
 
-__all__ = ["crossing", "parameter_names", "size_of", "updated_buffers"]
+__all__ = ["crossing", "graphs_of", "parameter_names", "size_of", "updated_buffers"]
 
 
 def crossing(rewired: Rewired, pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
@@ -40,10 +40,11 @@ def updated_buffers(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
     """Buffers that graphs write to: name -> the pieces that read or write them."""
     users: dict[str, list[int]] = {}
     for index, piece in enumerate(pieces):
-        for node in piece.segment.graph.nodes:
-            if node.target in (read_buffer, store_buffer):
-                (buffer, *_) = node.all_input_nodes
-                users.setdefault(str(buffer.target), []).append(index)
+        for graph in graphs_of(piece.segment):
+            for node in graph.nodes:
+                if node.target in (read_buffer, store_buffer):
+                    (buffer, *_) = node.all_input_nodes
+                    users.setdefault(str(buffer.target), []).append(index)
     return {name: tuple(dict.fromkeys(found)) for name, found in users.items()}
 
 
@@ -51,6 +52,11 @@ def size_of(names: Sequence[str], types: Mapping[str, Any]) -> int:
     """Bytes of the values at the example's batch size."""
     kinds = (types.get(name) for name in names)
     return sum(k.nbytes() for k in kinds if isinstance(k, TensorType))
+
+
+def graphs_of(segment: Segment) -> tuple[fx.Graph, ...]:
+    """The graphs of a segment that compute with parameters."""
+    return (segment.branch,) if isinstance(segment, Coupling) else (segment.graph,)
 
 
 def parameter_names(
@@ -61,4 +67,4 @@ def parameter_names(
     `names` maps `id(parameter)` to that name; it is worked out if not given.
     """
     known = names or {id(p): name for name, p in root.named_parameters()}
-    return tuple(known[id(parameter)] for parameter in TreeReads(graph, root).parameters)
+    return tuple(known[id(parameter)] for parameter in parameters_read(graph, root))

@@ -18,6 +18,7 @@ from revcompile.compiler.cost import How, MemoryModel, piece_costs, sum_costs
 from revcompile.compiler.partition.balance import balance, largest
 from revcompile.compiler.partition.cuts import (
     crossing,
+    graphs_of,
     parameter_names,
     size_of,
     updated_buffers,
@@ -122,8 +123,9 @@ def _shared(rewired: Rewired, pieces: Sequence[Piece]) -> dict[str, tuple[int, .
     names = {id(p): name for name, p in rewired.root.named_parameters()}
     readers: dict[str, list[int]] = {}
     for index, piece in enumerate(pieces):
-        for name in parameter_names(piece.segment.graph, rewired.root, names):
-            readers.setdefault(name, []).append(index)
+        for graph in graphs_of(piece.segment):
+            for name in parameter_names(graph, rewired.root, names):
+                readers.setdefault(name, []).append(index)
     return {name: tuple(found) for name, found in readers.items() if len(found) > 1}
 
 

@@ -1,8 +1,7 @@
 """rewire: a captured graph and its residual blocks -> two streams, as a list of segments.
 
-Blocks are taken in order, and each becomes a segment by one of the named `rules`. Everything
-else goes into the opaque regions between them (`placement`). How streams begin and end
-(`border`) is the policy's choice.
+Each block becomes a segment by one of the `rules`. Everything else is computed in opaque regions
+between them (`placement`). How streams begin and end (`stream_ends`) is the policy's choice.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.rules import RULES, Streams
 from revcompile.compiler.rewire.sizes import guards_with
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
+from revcompile.ir.module_tree import TreeReads
+from revcompile.ir.policy import Enter, Fuse, Policy
 from revcompile.ir.types import (
     PATH,
     TYPE,
     Body,
     Captured,
-    Enter,
-    Fuse,
-    Leave,
     Live,
     Opaque,
-    Policy,
     Residual,
     Rewired,
     Segment,
@@ -58,12 +55,12 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
         if _disagree(captured, trained, editor.asked):
-            kept = Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN)
+            kept = Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Fuse.MEAN)
             plain = rewire(captured, found, kept)
-            note = "layers keep their widths: in eval mode the model reads them otherwise"
+            note = "layers keep their widths: train and eval mode would need different ones"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
-        # a layer may now stand before a stream or a kept value
+        # the input of a layer may now be a stream, which has other readers
         forbid_inplace(segment.graph, editor.root)
     return Rewired(
         name=captured.name,
@@ -84,13 +81,12 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
 def _disagree(
     captured: Captured, trained: set[tuple[str, str]], evaluated: set[tuple[str, str]]
 ) -> bool:
-    """Would train and eval mode want a layer they share in different widths?"""
+    """Do train and eval mode need different widths of a layer that both call?"""
     assert captured.eval_graph is not None
-    called = [
-        {str(node.target) for node in graph.find_nodes(op="call_module")}
-        for graph in (captured.graph, captured.eval_graph)
-    ]
-    shared = called[0] & called[1]
+    train, evaluation = (
+        TreeReads(graph, captured.root).called for graph in (captured.graph, captured.eval_graph)
+    )
+    shared = train.keys() & evaluation.keys()
     widths = {
         (path, what)
         for path, what in trained ^ evaluated
@@ -115,23 +111,23 @@ class _Rewiring:
             self.blocks,
             set(self.place.owner) | set(self.place.rearrangements),
             inner=policy.fuse is Fuse.CONCAT,
-            last=policy.leave is Leave.CONCAT,
+            last=policy.leave is Fuse.CONCAT,
         )
-        if policy.leave is Leave.CONCAT and self.blocks:
+        if policy.leave is Fuse.CONCAT and self.blocks:
             end = self.blocks[-1]
             if flow.by_name[end.out] not in self.place.concatenated:
                 self.notes.append(f"{end.path or end.out}: the streams end as their mean")
 
     def run(self) -> Body:
-        """Place every node: blocks as units, the rest in the regions between them."""
-        place, units = self.place, list[Segment]()
+        """Turn blocks into segments, and place every other node in the regions between them."""
+        place, segments = self.place, list[Segment]()
         result: tuple[object, ...] = ()
         ready = ready_times(self.flow, self.blocks)
 
-        def turn(node: fx.Node) -> tuple[int, bool, int]:
+        def order(node: fx.Node) -> tuple[int, bool, int]:
             return ready[node], node not in place.by_out, self.flow.index[node]
 
-        for node in sorted(self.flow.nodes, key=turn):
+        for node in sorted(self.flow.nodes, key=order):
             if node.op == "output":
                 leaves = node.args[0]
                 assert isinstance(leaves, tuple)
@@ -140,27 +136,27 @@ class _Rewiring:
                 place.levels[node] = 0
                 place.types[node.name] = node.meta.get(TYPE)
             elif node in place.by_out:
-                units.append(self._unit(place.by_out[node], len(units)))
+                segments.append(self._segment(place.by_out[node], len(segments)))
             elif node in place.rearrangements and place.rearranges_only(node):
                 place.levels[node] = place.levels[place.rearrangements[node][0]]
             elif node not in place.owner and not place.block_only(node):
                 place.place(node)
-        return self._assemble(units, result)
+        return self._assemble(segments, result)
 
     def _widened(self) -> dict[fx.Node, int]:
         """Where streams begin as halves of a wider layer: value -> dimension to split."""
         if self.policy.enter is not Enter.WIDEN:
             return {}
-        found = {}
+        split: dict[fx.Node, int] = {}
         for x in self.place.entries():
             begins = not any(self.flow.depends(x, out) for out in self.place.by_out)
             if begins and all(self.place.reads_pair(user, x) for user in x.users):
                 dimension = enter_widened(self.flow, self.editor, x)
                 if dimension is not None:
-                    found[x] = dimension
-        return found
+                    split[x] = dimension
+        return split
 
-    def _unit(self, block: Residual, index: int) -> Segment:
+    def _segment(self, block: Residual, index: int) -> Segment:
         """The block's segment, by the first rule that takes it."""
         place = self.place
         x, out = self.flow.by_name[block.x], self.flow.by_name[block.out]
@@ -204,14 +200,14 @@ class _Rewiring:
         place.pairs[x] = pair
         return pair
 
-    def _assemble(self, units: list[Segment], result: tuple[object, ...]) -> Body:
+    def _assemble(self, blocks: list[Segment], result: tuple[object, ...]) -> Body:
         """Close the regions from the last to the first, each with the outputs still needed."""
         needed = {leaf.name for leaf in result if isinstance(leaf, Live)}
         segments: list[Segment] = []
         for index in reversed(range(len(self.place.regions))):
-            if index < len(units):
-                segments.append(units[index])
-                needed |= set(units[index].inputs)
+            if index < len(blocks):
+                segments.append(blocks[index])
+                needed |= set(blocks[index].inputs)
             region = self.place.regions[index]
             outputs = tuple(name for name in region.defined if name in needed)
             graph = region.finish(tuple(region.defined[name] for name in outputs))

@@ -1,7 +1,7 @@
-"""The rules: what becomes of a residual block in the two-stream model.
+"""The rules that turn residual blocks into segments of the two-stream model.
 
-A rule says which blocks it takes and makes a segment of one. They are tried in order; to handle
-another kind of block, write a rule and put it into `RULES`.
+A rule says which blocks it applies to, and makes a segment of one. Rules are tried in order; to
+handle another kind of block, write a rule and add it to `RULES`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from revcompile.compiler.find.conflicts import is_flat_at_zero
 from revcompile.compiler.rewire.module_editor import ModuleEditor
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
+from revcompile.ir.module_tree import NORMS, called_module
 from revcompile.ir.types import (
     Coupling,
-    NameSet,
     Opaque,
     Rearrange,
     Residual,
@@ -74,7 +74,7 @@ class Couple:
         b = region.keep = region.input("b", like=x)
         region.bind(x, b)
         value = place.side_reader(region)
-        _wake(flow, block, editor)
+        _revive_zero_init(flow, block, editor)
         _copy_all(region, block.branch, value)
         terms = [region.value(flow.by_name[term], value) for term in block.terms]
         addend = terms[0]
@@ -120,7 +120,7 @@ class Transition:
             a, b = (_rearranged(region, streams.rearrange, stream) for stream in (a, b))
         value = place.side_reader(region)
         region.bind(x, b)
-        _wake(flow, block, editor)
+        _revive_zero_init(flow, block, editor)
         _copy_all(region, block.branch, value)
         shaped = _first_shaped(flow, block)
         if shaped is not None:
@@ -143,7 +143,7 @@ class Transition:
 RULES: tuple[Rule, ...] = (Couple(), Transition())
 
 
-def _copy_all(region: Region, names: NameSet, value: Callable[[fx.Node], fx.Node]) -> None:
+def _copy_all(region: Region, names: tuple[str, ...], value: Callable[[fx.Node], fx.Node]) -> None:
     flow = region.flow
     for node in flow.in_order(names):
         if node not in flow.constant and not region.has(node):
@@ -160,16 +160,16 @@ def _post(
     return addend
 
 
-def _wake(flow: Flow, block: Residual, editor: ModuleEditor) -> None:
-    """Let norms train that start as 0, so that a block starts as its shortcut.
+def _revive_zero_init(flow: Flow, block: Residual, editor: ModuleEditor) -> None:
+    """Let norms train whose weight starts as 0 (so that a block starts as its shortcut).
 
-    With `relu(x + F(x))` they get a gradient through the sum. With `a + relu(F(b))` they stand
-    alone before a function that is flat at 0.
+    In `relu(x + F(x))` they get a gradient through the sum. In `a + relu(F(b))` they are alone
+    before a function whose derivative at 0 is 0, and would never move.
     """
     if not any(is_flat_at_zero(flow.by_name[name], flow.root) for name in block.post):
         return
     for node in flow.in_order(block.branch):
-        if node.op == "call_module" and "Norm" in flow.module_name(node):
+        if isinstance(called_module(node, flow.root), NORMS):
             editor.revive_zero_init(str(node.target))
 
 
@@ -189,7 +189,7 @@ def _project(
     value: Callable[[fx.Node], fx.Node],
     copying: ModuleEditor | None = None,
 ) -> fx.Node:
-    """P on one stream. Given a editor, a copy of P whose parameters start equal."""
+    """P on one stream; with an editor, a copy of P whose parameters start equal."""
     flow = region.flow
     local: dict[fx.Node, fx.Node] = {flow.by_name[block.x]: stream}
 
@@ -208,12 +208,13 @@ def _project(
 
 
 def _first_shaped(flow: Flow, block: Residual) -> fx.Node | None:
-    """The branch's first layer (with its norm), short of its last, of the output's shape."""
+    """The branch's first layer (with its norm) of the output's shape; not its last layer."""
     wanted = tensor_type(flow.by_name[block.total])
     layers = [n for n in flow.in_order(block.branch) if flow.is_weighted(n)]
     for layer in layers[:-1]:
         users = flow.users(layer)
-        unit = users[0] if len(users) == 1 and "Norm" in flow.module_name(users[0]) else layer
-        if tensor_type(unit) == wanted:
-            return unit
+        has_norm = len(users) == 1 and isinstance(called_module(users[0], flow.root), NORMS)
+        last = users[0] if has_norm else layer
+        if tensor_type(last) == wanted:
+            return last
     return None

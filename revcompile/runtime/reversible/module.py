@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import TreeReads, casts_on_read, convolves
+from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
 from revcompile.ir.ops import attribute
-from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, WeightExpansion
-from revcompile.ir.weight_expansion import grow
+from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
+from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.call_arguments import bind
@@ -311,7 +311,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         bindings=bindings,
         units=_units(bindings),
         replay_context=_circumstances(list(bindings.modules)),
-        casts_on_read=casts_on_read(coupling.branch, root),
+        casts_on_read=has_autocast_consumer(coupling.branch, root),
     )
 
 
