@@ -34,10 +34,15 @@ class Fuse(enum.Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """The free choices of rewiring. Where a choice cannot be met the safe one is taken and noted.
+    """The free choices of rewiring. Where one is impossible, the other is taken, with a note.
 
-    `Policy.named("paper")` builds PETRA's RevNets; `Policy.named("pretrained")` adds no
-    parameter and keeps the head's weights as they are.
+    `Policy.named("paper")` builds PETRA's RevNets; `Policy.named("pretrained")` adds no parameter
+    and does not change the head's weights.
+
+    Args:
+        enter: how one value becomes two streams.
+        fuse: how two streams become one value inside the model.
+        leave: how the last two streams reach the head.
 
     >>> Policy.named("paper").leave.value
     'concat'

@@ -1,9 +1,8 @@
-"""The immutable values that travel between the passes.
+"""The model from capture to rewire, and its types.
 
     nn.Module --capture--> Captured --find--> Residual, Refusal --rewire--> Rewired (Segments)
 
-Graphs are `torch.fx.Graph`s. Once a pass has handed one over nobody changes it any more: the
-next pass builds its own. Facts about a node live in its `meta` under the keys named here.
+Graphs are `torch.fx.Graph`s. Facts about a node are in its `meta`, under the keys named here.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class TensorType:
 
     @property
     def differentiable(self) -> bool:
-        """Can the value have a gradient: is it made of real or complex numbers?"""
+        """Can the value have a gradient: is its type floating-point or complex?"""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def at(self, batch: int) -> tuple[int, ...]:
@@ -115,22 +114,25 @@ class Frontend(enum.Enum):
 class Signature:
     """How a call of the model maps to the graph's placeholders and back.
 
-    Arguments are flattened as a pytree: tensors become placeholders in order, everything else
-    was fixed when the model was captured and is only compared. `eval_out_spec` is there only if
-    the model returns another structure in eval mode.
+    Arguments are flattened as a pytree: tensors become placeholders in order; other values are
+    constants of the graph, and must be the same in every call.
     """
 
     forward: inspect.Signature
     given: tuple[str, ...]
+    """Names of the arguments that the example has."""
     in_spec: pytree.TreeSpec
     fixed: tuple[tuple[int, Any], ...]
+    """Position and value of each flat argument that is no tensor."""
     placeholders: tuple[str, ...]
     labels: tuple[str, ...]
+    """For each placeholder, the argument as a user writes it: `batch['mask']`."""
     out_spec: pytree.TreeSpec
     eval_out_spec: pytree.TreeSpec | None = None
+    """If the model returns another structure in eval mode, that one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
-        """Nothing in it changes; and copying a `TreeSpec` makes torch 2.11 warn about itself."""
+        """Immutable; and torch 2.11 warns when a `TreeSpec` is copied."""
         return self
 
 
@@ -138,9 +140,8 @@ class Signature:
 class Captured:
     """A model as a graph. `root` is a private copy of the model that owns the parameters.
 
-    `graph` is the model in training mode; what differs in eval mode is selected inside the
-    graph by `self.training`. Only where the two differ in structure (auxiliary heads) does
-    `eval_graph` hold a graph of its own.
+    `graph` serves train and eval mode: constants that differ are selected by `self.training`. Only
+    if the modes differ in structure (auxiliary heads) is there an `eval_graph`.
     """
 
     name: str
@@ -154,7 +155,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
     draws: frozenset[str] = frozenset()
-    """`file:line` of random numbers that decide nothing: the graph does not draw them."""
+    """Lines (`file:line`) that draw random numbers which decide nothing; the graph draws none."""
     stateful: tuple[str, ...] = ()
     """Leaf modules whose next call computes something else, and why."""
 
@@ -170,26 +171,35 @@ class ResidualKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Residual:
-    """An additive shortcut that rewiring can use: `out = post(shortcut(x) + branch(x, sides))`.
+    """A block: `total = shortcut(x) + branch(x, *sides); out = post(total)`.
 
-    `x`, `out` and `terms` name nodes of the captured graph. `branch` holds every node between
-    `x` and the sum; `shortcut` those of a projected shortcut; `extras` are values of the branch
-    that are also read outside the block. Sets of names are in the graph's order.
+    All names are nodes of the captured graph, in the graph's order.
     """
 
     path: str
+    """The module whose forward has the sum."""
     kind: ResidualKind
     x: str
     total: str
+    """The sum."""
     out: str
+    """The sum, or the activation after it."""
     terms: tuple[str, ...]
+    """The summands that the branch computes."""
     adds: tuple[str, ...]
+    """The additions that join the summands."""
     branch: tuple[str, ...]
+    """Every node between `x` and the sum."""
     shortcut_term: str
+    """The summand that is `x` or its projection; "" if the branch computes a scaled `x` too."""
     shortcut: tuple[str, ...] = ()
+    """The nodes of a projection."""
     post: tuple[str, ...] = ()
+    """The activation after the sum."""
     sides: tuple[str, ...] = ()
+    """Other values that the branch reads."""
     extras: tuple[str, ...] = ()
+    """Values of the branch that are also read outside the block."""
 
     def __str__(self) -> str:
         return f"{self.path or '(top level)'}: {self.kind.value}"
@@ -209,7 +219,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A reference to a named live value, in a place where constants may stand too."""
+    """A live value by name, as an item of `Body.result`, which may hold constants too."""
 
     name: str
 
@@ -227,7 +237,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Rearrange:
-    """The same elements in another arrangement (NCHW to tokens, windows), and the way back.
+    """A bijection of a stream's elements (NCHW to tokens, windows) and its inverse.
 
     `forward` maps `(stream, *sides)` to `(arranged, shapes)`; `inverse` maps
     `(arranged, shapes)` to the stream. `sides` are sizes only.
@@ -242,9 +252,9 @@ class Rearrange:
 class Coupling:
     """A reversible segment: `(a, b) -> (b, a + F(b, *sides))`, PETRA Fig. 2.
 
-    `branch` is F; where values inside it are read elsewhere it returns `(F(b), *extras)`. Where
-    the block works on another arrangement of the stream than the block before it, `rearrange` is
-    applied to both streams first.
+    `branch` is F; if values inside it are read elsewhere it returns `(F(b), *extras)`. If the block
+    works on another arrangement of the stream than the block before it, `rearrange` is applied to
+    both streams first.
     """
 
     name: str
@@ -258,7 +268,7 @@ class Coupling:
 
     @property
     def graph(self) -> fx.Graph:
-        """What the segment computes, as an opaque one calls it: `branch`."""
+        """The branch: the graph of every segment, for passes that treat all alike."""
         return self.branch
 
     @property
@@ -329,7 +339,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Body:
-    """Segments in order over named live values, and where the model's flat outputs are."""
+    """Segments in order over named live values.
+
+    `result` has the model's flat outputs (`Live` or constants), `types` the type of every value.
+    """
 
     segments: tuple[Segment, ...]
     result: tuple[Any, ...]
@@ -340,7 +353,7 @@ class Body:
 class Rewired:
     """The two-stream model. `root` owns the parameters under their original names.
 
-    `eval_body` is there only if the model has another structure in eval mode.
+    There is an `eval_body` only if the model has another structure in eval mode.
     """
 
     name: str

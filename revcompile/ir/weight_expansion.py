@@ -15,11 +15,11 @@ class WeightExpansion(enum.Enum):
     TILE = "tile"
     """`[W, W]` along dim 0: both streams start equal."""
     HALVE = "halve"
-    """`[W/2, W/2]` along dim 1: the head of two equal streams gives what it gave for one."""
+    """`[W/2, W/2]` along dim 1: for two equal streams the head computes the same as for one."""
     COPY = "copy"
-    """a second tensor equal to the first."""
+    """A second tensor equal to the first."""
     REVIVE_ZERO_INIT = "revive_zero_init"
-    """1 where the original is 0 throughout: behind a ReLU nothing would ever move it."""
+    """1 where all of the original is 0: before a ReLU it would have no gradient."""
 
 
 def grow(tensor: torch.Tensor, how: WeightExpansion) -> torch.Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +26,8 @@ from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual, Residual
 __all__ = ["Pair", "Placement"]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The two streams of one captured value, as names of live values."""
-
-    a: str
-    b: str
+Pair = tuple[str, str]
+"""The two streams of one captured value, as names of live values."""
 
 
 class Placement:
@@ -208,7 +203,7 @@ class Placement:
         """A value of which only the size is read: one of two streams is enough."""
         node = self._same_shape(node)
         if node in self.pairs:
-            return region.input(self.pairs[node].b, like=node)
+            return region.input(self.pairs[node][1], like=node)
         return region.value(node, lambda n: self.outside(region, n))
 
     # -- reading values of other regions ------------------------------------------------------
@@ -218,7 +213,7 @@ class Placement:
         pair = self.pairs.get(node)
         if pair is None:
             return region.input(node.name, like=node)
-        a, b = region.input(pair.a, like=node), region.input(pair.b, like=node)
+        a, b = (region.input(name, like=node) for name in pair)
         if node in self.concatenated:
             fused = region.call(torch.cat, (a, b), self.concatenated[node], like=node)
         else:

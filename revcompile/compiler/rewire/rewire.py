@@ -168,13 +168,13 @@ class _Rewiring:
             before = place.pairs[source]
         else:
             before = self._enter(x)
-        after = Pair(f"{out.name}_a", f"{out.name}_b")
+        after = (f"{out.name}_a", f"{out.name}_b")
         rule = next(rule for rule in RULES if rule.applies(block))
         streams = Streams(before, rearrange, after)
         name = self.names[block.total]
         segment = rule.segment(name, block, streams, place, self.editor)
         place.pairs[out] = after
-        place.types[after.a] = place.types[after.b] = out.meta.get(TYPE)
+        place.types |= dict.fromkeys(after, out.meta.get(TYPE))
         for node in (out, *(self.flow.by_name[extra] for extra in block.extras)):
             place.levels[node] = index + 1
             place.types[node.name] = node.meta.get(TYPE)
@@ -184,19 +184,19 @@ class _Rewiring:
         """`widen`: split a value twice as wide; `duplicate`: `(x, x)`."""
         place = self.place
         region = place.regions[place.levels[x]]
-        pair = Pair(f"{x.name}_a", f"{x.name}_b")
+        pair = (f"{x.name}_a", f"{x.name}_b")
         value = region.value(x, lambda n: place.outside(region, n))
         if x in self.widened:
             halves = region.call(torch.chunk, value, 2, self.widened[x], like=x)
             halves.meta[TYPE] = (x.meta.get(TYPE),) * 2
-            for index, name in enumerate((pair.a, pair.b)):
+            for index, name in enumerate(pair):
                 region.defined[name] = region.call(operator.getitem, halves, index, like=x)
             region.defined.pop(x.name, None)
         else:
-            region.defined[pair.a] = region.defined[pair.b] = value
+            region.defined |= dict.fromkeys(pair, value)
             where = x.meta.get(PATH) or x.name
             self.notes.append(f"{where}: the streams start as two copies")
-        place.types[pair.a] = place.types[pair.b] = x.meta.get(TYPE)
+        place.types |= dict.fromkeys(pair, x.meta.get(TYPE))
         place.pairs[x] = pair
         return pair
 

@@ -88,8 +88,8 @@ class Couple:
         return Coupling(
             name=name,
             kind=block.kind,
-            streams_in=(streams.before.a, streams.before.b),
-            streams_out=(streams.after.a, streams.after.b),
+            streams_in=streams.before,
+            streams_out=streams.after,
             sides=tuple(side for side in region.inputs if side != "b"),
             branch=branch,
             rearrange=streams.rearrange,
@@ -115,7 +115,7 @@ class Transition:
         flow = place.flow
         x, total = flow.by_name[block.x], flow.by_name[block.total]
         region = Region(flow)
-        a, b = (region.input(s, like=x) for s in (streams.before.a, streams.before.b))
+        a, b = (region.input(s, like=x) for s in streams.before)
         if streams.rearrange is not None:
             a, b = (_rearranged(region, streams.rearrange, stream) for stream in (a, b))
         value = place.side_reader(region)
@@ -134,7 +134,7 @@ class Transition:
         return Opaque(
             name=name,
             inputs=tuple(region.inputs),
-            outputs=(streams.after.a, streams.after.b),
+            outputs=streams.after,
             graph=graph,
             reason="its shortcut is projected to another shape",
         )
