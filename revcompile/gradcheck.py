@@ -145,7 +145,7 @@ def _explain_by_ties(
         _module_gradients(net, args, kwargs, reversible=False)
     for coupling in net.rewired.couplings:
         names = {op_name(node) for node in coupling.branch.nodes}
-        selecting = [name for name in ties.found if name in names]
+        selecting = [name for name in ties.operations if name in names]
         if selecting:
             raise InversionError(
                 f"reversify: {coupling.name} selects among numbers that are exactly equal (by "
@@ -266,13 +266,13 @@ def _staged_gradients(
     for stage in stages:
         values = stage.forward(0, values)
     gradients: Mapping[str, Tensor | None] = objective(0, values)
-    values, found = {}, Gradients()
+    values, summed = {}, Gradients()
     for stage in reversed(stages):
         values, gradients = stage.backward(0, values, gradients)
         for name, gradient in stage.take_gradients().items():
-            before = found.get(name)
-            found[name] = gradient if before is None else before + gradient
-    return found
+            before = summed.get(name)
+            summed[name] = gradient if before is None else before + gradient
+    return summed
 
 
 def _staged_loss(output: Any, target: Any) -> Tensor:
@@ -300,10 +300,10 @@ def _is_deterministic(
 # -- comparing ------------------------------------------------------------------------------------
 
 
-def _differences(expected: Gradients, found: Gradients, tolerance: Tolerance) -> list[str]:
+def _differences(expected: Gradients, actual: Gradients, tolerance: Tolerance) -> list[str]:
     """Gradients that are missing, or differ by more than rounding errors."""
     want = {name: _dense(gradient) for name, gradient in expected.items()}
-    have = {name: _dense(gradient) for name, gradient in found.items()}
+    have = {name: _dense(gradient) for name, gradient in actual.items()}
     sizes = {name: _largest(g) for name, g in want.items() if g is not None}
     overall = max(sizes.values(), default=0.0)
     wrong = []

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import fake_copy
+from revcompile.compiler.capture.fx_frontend import trace
 from revcompile.compiler.capture.trace_errors import Untraceable
-from revcompile.compiler.capture.tracer import trace
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 from tests.tracing import lines, traced
 

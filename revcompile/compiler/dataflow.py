@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -154,23 +154,20 @@ class Flow:
 
     def sources(self, node: fx.Node) -> set[fx.Node]:
         """A recomputable value with everything it is computed from."""
-        found, work = {node}, [node]
-        while work:
-            for source in work.pop().all_input_nodes:
-                if source not in found:
-                    found.add(source)
-                    if source not in self.plain:
-                        work.append(source)
-        return found
+        return self._walk_back(node, lambda source: source not in self.plain)
 
     def sources_with_sizes(self, node: fx.Node) -> set[fx.Node]:
         """Everything a value is computed from, including values of which only a size is read."""
-        found, work = {node}, [node]
+        return self._walk_back(node, lambda source: True)
+
+    @staticmethod
+    def _walk_back(node: fx.Node, goes_on: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        reached, work = {node}, [node]
         while work:
-            fresh = [source for source in work.pop().all_input_nodes if source not in found]
-            found.update(fresh)
-            work += fresh
-        return found
+            new = [source for source in work.pop().all_input_nodes if source not in reached]
+            reached.update(new)
+            work += filter(goes_on, new)
+        return reached
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """Is `on` a tensor ancestor of `node`?"""

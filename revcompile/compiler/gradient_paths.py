@@ -179,7 +179,7 @@ def lost_in_programs(partition: Partition, programs: Sequence[StageProgram]) -> 
 def _stage(partition: Partition, index: int, sources: _Sources) -> _Stage:
     part, first = partition.parts[index], len(sources.names)
     inputs = {name: 1 << (first + i) for i, name in enumerate(part.inputs)}
-    # Types are not looked at here: they are compared with the ports afterwards.
+    # Types do not matter here: they are compared with the ports afterwards.
     masks: dict[str, int] = dict(inputs)
     for piece in part.pieces:
         outputs = _through(piece.segment, sources, masks)
@@ -225,8 +225,8 @@ def _missing_gradients(
     problems = []
     for name, bit, gradient in checked:
         ends = [gradients[n] for n in graded if n in needed and stage.outputs[n] & bit]
-        found = ancestors.get(gradient, 0) if isinstance(gradient, fx.Node) else 0
-        if ends and not any(found & ancestors[end] for end in ends):
+        reached = ancestors.get(gradient, 0) if isinstance(gradient, fx.Node) else 0
+        if ends and not any(reached & ancestors[end] for end in ends):
             problems.append(f"stage {program.index} computes no gradient of {name}")
     return problems
 

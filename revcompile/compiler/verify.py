@@ -105,10 +105,10 @@ def verify_partition(partition: Partition) -> None:
                 f"stage {before.index} sends {before.outputs}, the next expects {after.inputs}"
             )
     expected = _computations(rewired.body.segments)
-    found = _computations([piece.segment for part in parts for piece in part.pieces])
-    for name in dict.fromkeys((*expected, *found)):
-        if expected[name] != found[name]:
-            problems.append(f"{name} is computed {found[name]} times, not {expected[name]}")
+    actual = _computations([piece.segment for part in parts for piece in part.pieces])
+    for name in dict.fromkeys((*expected, *actual)):
+        if expected[name] != actual[name]:
+            problems.append(f"{name} is computed {actual[name]} times, not {expected[name]}")
     for leaf in rewired.body.result:
         if isinstance(leaf, Live) and leaf.name not in parts[-1].outputs:
             problems.append(f"the result {leaf.name} does not leave the last stage")

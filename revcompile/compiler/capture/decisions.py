@@ -104,20 +104,20 @@ class DecisionWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: str | None = None
+        self.operation: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if func._overloadname == "dim" and name in ("max", "min"):
             name = f"{name}_dim"
-        if self.found is None and (name in _PICKS or name in _JUMPS):
+        if self.operation is None and (name in _PICKS or name in _JUMPS):
             floats = (
                 t
                 for t in pytree.tree_leaves((args, kwargs))
                 if isinstance(t, torch.Tensor) and t.is_floating_point()
             )
             if next(floats, None) is not None:
-                self.found = name.strip("_").removesuffix("_dim")
+                self.operation = name.strip("_").removesuffix("_dim")
         return func(*args, **(kwargs or {}))
 
 
@@ -130,7 +130,7 @@ class Ties(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[str, None] = {}
+        self.operations: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
@@ -139,5 +139,5 @@ class Ties(TorchDispatchMode):
             numbers = torch.cat([t.detach().flatten() for t in given]) if given else torch.ones(0)
             numbers = numbers[numbers != 0]
             if numbers.unique().numel() < numbers.numel():
-                self.found[name.removesuffix("_with_indices")] = None
+                self.operations[name.removesuffix("_with_indices")] = None
         return func(*args, **(kwargs or {}))

@@ -29,7 +29,7 @@ from revcompile.compiler.capture.fake_values import (
     type_of_values,
 )
 from revcompile.compiler.capture.functional import NotFunctional
-from revcompile.compiler.capture.fx_frontend import Traces
+from revcompile.compiler.capture.fx_frontend import Traced, Traces
 from revcompile.compiler.capture.guards import exported_guards, free_dimensions
 from revcompile.compiler.capture.isolation import (
     copy_model,
@@ -48,7 +48,6 @@ from revcompile.compiler.capture.trace_errors import (
     Untraceable,
     describe_failure,
 )
-from revcompile.compiler.capture.tracer import Traced
 from revcompile.ir.guards import AttributeGuard, ModeGuards
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.ops import attribute, batch_norm, device_of, op_name

@@ -6,29 +6,108 @@ structure, or because it writes to memory that others see. Both modes are then t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
+from revcompile.compiler.capture.attributes import log_attributes
+from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import fake_copy
 from revcompile.compiler.capture.functional import NotFunctional
-from revcompile.compiler.capture.isolation import copy_model, register_constant, set_mode
+from revcompile.compiler.capture.isolation import (
+    copy_model,
+    preserve_attributes,
+    preserve_rng,
+    register_constant,
+    set_mode,
+)
 from revcompile.compiler.capture.leaf_modules import innermost_module, mode_dependent
-from revcompile.compiler.capture.trace_errors import Untraceable
-from revcompile.compiler.capture.tracer import Traced, trace
+from revcompile.compiler.capture.memory import mark_state
+from revcompile.compiler.capture.patches import patched
+from revcompile.compiler.capture.trace_errors import Untraceable, describe_failure
+from revcompile.compiler.capture.tracer import Tracer
+from revcompile.ir.guards import ModeGuards
+from revcompile.ir.ops import attribute
 from revcompile.ir.types import SOURCE, Frontend
 
-__all__ = ["FxFrontend", "Traces"]
+__all__ = ["FxFrontend", "Traced", "Traces", "trace"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The raw graph of one mode, the structure of its output, and what tracing found out."""
+
+    graph: fx.Graph
+    out_spec: pytree.TreeSpec
+    guards: ModeGuards
+    draws: frozenset[str] = frozenset()
+    """Lines that draw random numbers which decide nothing; the graph does not draw them."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Tensors that the graph reads and that are neither parameters nor buffers."""
+    untraceable: Mapping[str, str] = field(default_factory=dict)
+    """Modules that became leaf modules, and why."""
+    stateful: frozenset[str] = frozenset()
+    """Those of them whose next call computes something else."""
+    leaked: frozenset[tuple[str, str, Any]] = frozenset()
+    """Attributes in which forward passes left tensors: path, name, and the key of a dict entry."""
+
+
+def trace(
+    fake: nn.Module,
+    model: nn.Module,
+    example: Example,
+    mode: FakeTensorMode,
+    leaf_paths: Iterable[str] = (),
+    constants: dict[str, torch.Tensor] | None = None,
+) -> Traced:
+    """Trace a fake copy of a model in the mode that it is in.
+
+    Args:
+        fake: the fake copy, on tensors of `mode`.
+        model: the model itself, for leaf modules that need real tensors.
+        example: the example arguments.
+        mode: the fake tensors' mode.
+        leaf_paths: modules that become single calls.
+        constants: collects tensors found while tracing; with the same dict for both modes, equal
+            constants get equal names.
+    """
+    constants = {} if constants is None else constants
+    tracer = Tracer(model, example, mode, frozenset(leaf_paths), constants)
+    with preserve_rng(), preserve_attributes(fake) as tracer.restore, torch.enable_grad():
+        try:
+            with log_attributes(tracer.log), patched(tracer):
+                graph = tracer.trace(fake)
+        except Exception as error:
+            raise (tracer.failure or describe_failure("", error)) from error
+        reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
+        attributes = {name: attribute(fake, name) for name in reads}
+    state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
+    guards = tracer.guards()
+    remove_unused(graph)
+    mark_state(graph, fake)
+    detach_no_grad(graph)
+    assert tracer.out_spec is not None
+    return Traced(
+        graph,
+        tracer.out_spec,
+        guards,
+        draws=frozenset(tracer.draws),
+        constants={name: value for name, value in attributes.items() if name not in state},
+        untraceable=tracer.untraceable,
+        stateful=frozenset(tracer.stateful),
+        leaked=frozenset(tracer.leaked),
+    )
 
 
 @dataclass(frozen=True)
 class Traces:
-    """What a front end hands over: a raw graph for each mode, and the root that both run on."""
+    """The result of a front end: a raw graph for each mode, and the root that both run on."""
 
     root: nn.Module
     modes: tuple[Traced, Traced]
@@ -36,7 +115,7 @@ class Traces:
     leaves: tuple[str, ...] = ()
     """Paths of modules that are single calls."""
     leaf_reasons: Mapping[str, str] = field(default_factory=dict)
-    """For leaf modules that the user has not asked for: why."""
+    """For leaf modules that the user has not requested: why."""
     stateful: tuple[str, ...] = ()
     """Leaf modules whose next call computes something else."""
     leaked: tuple[tuple[str, str, Any], ...] = ()

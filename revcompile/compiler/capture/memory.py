@@ -89,8 +89,8 @@ class Location:
 
     def same_elements(self, other: Location) -> bool:
         """Do both name the same elements, at every batch size?"""
-        mine = self.storage, self.layout, self.dtype
-        return mine == (other.storage, other.layout, other.dtype)
+        own = self.storage, self.layout, self.dtype
+        return own == (other.storage, other.layout, other.dtype)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -181,7 +181,7 @@ def overwrites_unshared(node: fx.Node, root: nn.Module) -> bool:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove pure nodes without users, assertions, and parameters nobody reads."""
+    """Remove pure nodes without users, assertions, and parameters without readers."""
     for node in reversed(list(graph.nodes)):
         is_assertion = node.op == "call_function" and op_name(node) in _ASSERTIONS
         is_needed = node.users or node.op in ("placeholder", "output", "call_module")

@@ -12,9 +12,8 @@ numbers from outside torch are refused. Values that decided Python's control flo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -23,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.attributes import AttributeLog, log_attributes, state_of
-from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
+from revcompile.compiler.capture.attributes import AttributeLog, state_of
 from revcompile.compiler.capture.decisions import DECIDES, DecisionWatch
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import (
@@ -38,19 +36,16 @@ from revcompile.compiler.capture.fake_values import (
 from revcompile.compiler.capture.guards import PythonRead, ReadKind, size_guards
 from revcompile.compiler.capture.isolation import (
     foreign_rng_state,
-    preserve_attributes,
-    preserve_rng,
 )
 from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.capture.memory import (
     NO_GRAD,
     STORAGES,
     WRITES,
-    mark_state,
     tensors_in,
     watch_memory,
 )
-from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled, patched
+from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled
 from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer
 from revcompile.compiler.capture.structures import (
     STRUCTURE,
@@ -72,7 +67,7 @@ from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, store_buffer
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
-__all__ = ["CONSTANT_PREFIX", "Traced", "trace"]
+__all__ = ["CONSTANT_PREFIX", "Tracer"]
 
 CONSTANT_PREFIX: Final = "revcompile_constant_"
 """How the names of constants begin that tracing registers as buffers."""
@@ -80,73 +75,9 @@ CONSTANT_PREFIX: Final = "revcompile_constant_"
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """The raw graph of one mode, the structure of its output, and what tracing found out."""
+class Tracer(ShapedTracer):
+    """Traces one model in the mode that it is in, see `fx_frontend.trace`."""
 
-    graph: fx.Graph
-    out_spec: pytree.TreeSpec
-    guards: ModeGuards
-    draws: frozenset[str] = frozenset()
-    """Lines that draw random numbers which decide nothing; the graph does not draw them."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Tensors that the graph reads and that are neither parameters nor buffers."""
-    untraceable: Mapping[str, str] = field(default_factory=dict)
-    """Modules that became leaf modules, and why."""
-    stateful: frozenset[str] = frozenset()
-    """Those of them whose next call computes something else."""
-    leaked: frozenset[tuple[str, str, Any]] = frozenset()
-    """Attributes in which forward passes left tensors: path, name, and the key of a dict entry."""
-
-
-def trace(
-    fake: nn.Module,
-    model: nn.Module,
-    example: Example,
-    mode: FakeTensorMode,
-    leaf_paths: Iterable[str] = (),
-    constants: dict[str, torch.Tensor] | None = None,
-) -> Traced:
-    """Trace a fake copy of a model in the mode that it is in.
-
-    Args:
-        fake: the fake copy, on tensors of `mode`.
-        model: the model itself, for leaf modules that need real tensors.
-        example: the example arguments.
-        mode: the fake tensors' mode.
-        leaf_paths: modules that become single calls.
-        constants: collects tensors found while tracing; with the same dict for both modes, equal
-            constants get equal names.
-    """
-    constants = {} if constants is None else constants
-    tracer = _Tracer(model, example, mode, frozenset(leaf_paths), constants)
-    with preserve_rng(), preserve_attributes(fake) as tracer.restore, torch.enable_grad():
-        try:
-            with log_attributes(tracer.log), patched(tracer):
-                graph = tracer.trace(fake)
-        except Exception as error:
-            raise (tracer.failure or describe_failure("", error)) from error
-        reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
-        attributes = {name: attribute(fake, name) for name in reads}
-    state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
-    guards = tracer.guards()
-    remove_unused(graph)
-    mark_state(graph, fake)
-    detach_no_grad(graph)
-    assert tracer.out_spec is not None
-    return Traced(
-        graph,
-        tracer.out_spec,
-        guards,
-        draws=frozenset(tracer.draws),
-        constants={name: value for name, value in attributes.items() if name not in state},
-        untraceable=tracer.untraceable,
-        stateful=frozenset(tracer.stateful),
-        leaked=frozenset(tracer.leaked),
-    )
-
-
-class _Tracer(ShapedTracer):
     proxy_buffer_attributes = True
 
     def __init__(
@@ -518,10 +449,10 @@ class _Tracer(ShapedTracer):
         finally:
             self.evaluating = False
             if isinstance(watch, DecisionWatch):
-                node.meta.setdefault(DECIDES, watch.found)
+                node.meta.setdefault(DECIDES, watch.operation)
 
     def fold(self, node: fx.Node, which: int) -> Any:
-        """The real value of a node that is made from sizes alone."""
+        """The real value of a node that is computed from sizes alone."""
         self.evaluating = True
         try:
             return fold(node, {n: v[which] for n, v in self.values.items()})

@@ -299,10 +299,12 @@ def _exclusive(
         # A discrete operation is computed once, outside: recomputed, it might decide differently.
         fixed = fixed or any(decision(n, flow.root) for n in whole)
         fixed = fixed or node.target is read_buffer  # read before it is written, not in a branch
-        mine = all(u in inside or u in closure or u in whole for n in whole for u in n.users)
+        is_exclusive = all(
+            u in inside or u in closure or u in whole for n in whole for u in n.users
+        )
         if flow.recomputable(node):
             closure |= flow.sources(node)
-        elif fixed or is_add(node) or not mine:
+        elif fixed or is_add(node) or not is_exclusive:
             reads.append(node)
         else:
             closure.update(whole)

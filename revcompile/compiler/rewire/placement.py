@@ -60,7 +60,7 @@ class Placement:
                     owner[node] = block
         shared = self.flow.plain | self.flow.derived
         sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in shared]
-        for node in sizes:  # users first: a size read outside takes what it is made from along
+        for node in sizes:  # users first: a size read outside needs its own inputs outside
             inside = owner[node]
             if any(u not in owner or owner[u] is not inside for u in node.users):
                 del owner[node]

@@ -93,8 +93,8 @@ class Region:
         """Close the graph, and erase nodes that nothing needs."""
         self.graph.output(outputs)
         for node in reversed(list(self.graph.nodes)):
-            kept = node.op in ("call_module", "output") or is_effect(node)
-            if not kept and not node.users and node is not self.keep:
+            is_needed = node.op in ("call_module", "output") or is_effect(node)
+            if not is_needed and not node.users and node is not self.keep:
                 self.graph.erase_node(node)
                 self.inputs = {k: v for k, v in self.inputs.items() if v is not node}
         self.graph.lint()

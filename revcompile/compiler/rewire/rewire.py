@@ -48,15 +48,14 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
     eval_body, sizes = None, rewiring.place.written_sizes()
     eval_sizes = sizes
     if captured.eval_graph is not None:
-        trained, editor.asked = editor.asked, set()
+        trained, editor.requested = editor.requested, set()
         found_eval = find(captured, captured.eval_graph)
         flow = Flow(captured.eval_graph, captured.root)
         evaluated = _Rewiring(flow, found_eval, policy, editor)
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
-        if _disagree(captured, trained, editor.asked):
-            kept = Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Fuse.MEAN)
-            plain = rewire(captured, found, kept)
+        if _disagree(captured, trained, editor.requested):
+            plain = rewire(captured, found, Policy.named("pretrained"))
             note = "layers keep their widths: train and eval mode would need different ones"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):

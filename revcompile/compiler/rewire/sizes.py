@@ -23,7 +23,7 @@ from revcompile.ir.types import SOURCE, VALUE, Captured
 __all__ = ["WrittenSizes", "guards_with"]
 
 WrittenSizes = tuple[Iterable[fx.Node], tuple[fx.Node, int] | None]
-"""Nodes whose size was written down; the input that tells the batch size, and the example's."""
+"""Sizes that became functions of the batch size; an input with that size, and the example's."""
 
 
 def guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSizes) -> Guards:
