@@ -181,7 +181,7 @@ class _Explainer:
                 yield "the activation behind the sum moved into F"
             if segment.rearrange is not None:
                 yield "both streams are rearranged first, and back in the inverse"
-        elif block is not None and block.kind is ResidualKind.PROJECTED:
+        elif block is not None and block.is_projected:
             yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
             yield f"not reversible: {segment.reason}"
         else:

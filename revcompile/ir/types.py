@@ -201,6 +201,11 @@ class Residual:
     extras: tuple[str, ...] = ()
     """Values of the branch that are also read outside the block."""
 
+    @property
+    def is_projected(self) -> bool:
+        """Does the shortcut change the shape?"""
+        return self.kind is ResidualKind.PROJECTED
+
     def __str__(self) -> str:
         return f"{self.path or '(top level)'}: {self.kind.value}"
 

@@ -1,7 +1,6 @@
 """find, second half: conflicts between residual blocks.
 
-Blocks inside blocks, activations that follow a sum, projections without a reversible neighbour, and
-blocks that read each other's branches.
+Each pass takes the blocks and returns those that remain, and a refusal for each of the others.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residua
     for block in residuals:  # inner blocks end before the block around them
         region = {*block.branch, *block.shortcut}
         inner = [r for r in kept if r.total in region]
-        reversible = [r for r in inner if r.kind is not ResidualKind.PROJECTED]
-        chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
-        if reversible and (chain or block.kind is ResidualKind.PROJECTED):
+        reversible = [r for r in inner if not r.is_projected]
+        is_chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
+        if reversible and (is_chain or block.is_projected):
             reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
             dropped.append(Refusal(block.path, block.total, reason))
             continue
@@ -92,11 +91,13 @@ def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
     return sum(map(size, inner)) >= _INNER_SHARE * size(outer)
 
 
-def absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:
-    """Post-activation blocks: the activation after the sum belongs to the block.
+def absorb_activations(
+    flow: Flow, residuals: list[Residual]
+) -> tuple[list[Residual], list[Refusal]]:
+    """Make the activation after the sum of a post-activation block part of the block.
 
-    A lone activation after the last sum of a pre-activation network belongs to the head: it
-    counts only if the next block starts from its result, or the block started from one.
+    The activation after the last sum of a pre-activation network belongs to the head. It is part of
+    a block only if the next block starts from its result, or this block started from one.
     """
     result: list[Residual] = []
     activated: set[str] = set()
@@ -112,7 +113,7 @@ def absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:
                     kind = ResidualKind.POST_ACTIVATION
                 block = replace(block, kind=kind, out=post.name, post=(post.name,))
         result.append(block)
-    return result
+    return result, []
 
 
 def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
@@ -126,13 +127,11 @@ def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual],
 
     def feeds_coupling(block: Residual) -> bool:
         return any(
-            after.kind is not ResidualKind.PROJECTED or feeds_coupling(after)
-            for after in by_x.get(block.out, [])
+            not after.is_projected or feeds_coupling(after) for after in by_x.get(block.out, [])
         )
 
     for block in residuals:
-        projected = block.kind is ResidualKind.PROJECTED
-        if projected and block.x not in streams and not feeds_coupling(block):
+        if block.is_projected and block.x not in streams and not feeds_coupling(block):
             reason = "a projected shortcut next to no reversible block"
             dropped.append(Refusal(block.path, block.total, reason))
             continue

@@ -30,6 +30,14 @@ from revcompile.ir.types import PATH, VALUE, Captured, Refusal, Residual, Residu
 __all__ = ["Found", "find"]
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
+_CONFLICT_PASSES: Final = (
+    resolve_nesting,  # blocks inside blocks
+    absorb_activations,  # relu(x + F(x))
+    drop_overlapping,  # blocks that share a computation
+    drop_useless,  # projections without a reversible neighbour
+    drop_cyclic,  # blocks that read each other's branches
+)
+"""In this order: each sees only the blocks that the ones before have left."""
 _LIGHT: Final = 2
 """How many layers may be moved into a branch rather than passed to it as a side value."""
 
@@ -55,12 +63,10 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
             residuals.append(result)
         else:
             refusals.append(result)
-    kept, dropped = resolve_nesting(flow, residuals)
-    kept = absorb_activations(flow, kept)
-    kept, overlapping = drop_overlapping(flow, kept)
-    kept, useless = drop_useless(flow, kept)
-    kept, cyclic = drop_cyclic(flow, kept)
-    return Found(tuple(kept), (*refusals, *dropped, *overlapping, *useless, *cyclic))
+    for conflict_pass in _CONFLICT_PASSES:
+        residuals, dropped = conflict_pass(flow, residuals)
+        refusals += dropped
+    return Found(tuple(residuals), tuple(refusals))
 
 
 # -- classifying one sum ---------------------------------------------------------------------------

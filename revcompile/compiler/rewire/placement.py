@@ -21,7 +21,7 @@ from revcompile.compiler.rewire.rearrange import build_rearrange, rearranged_sou
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.sizes import WrittenSizes
 from revcompile.ir.ops import fuse_mean, op_name, read_buffer, shape
-from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual, ResidualKind
+from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual
 
 __all__ = ["Pair", "Placement"]
 
@@ -189,7 +189,7 @@ class Placement:
 
     def _same_shape(self, node: fx.Node) -> fx.Node:
         """An earlier value of the same shape: reading a size must not interrupt a chain."""
-        while node in self.by_out and self.by_out[node].kind is not ResidualKind.PROJECTED:
+        while node in self.by_out and not self.by_out[node].is_projected:
             x = self.flow.by_name[self.by_out[node].x]
             if x in self.rearrangements and self.rearranges_only(x):
                 like = _viewed_like(x)

@@ -1,7 +1,7 @@
 """rewire: a captured graph and its residual blocks -> two streams, as a list of segments.
 
-Each block becomes a segment by one of the `rules`. Everything else is computed in opaque regions
-between them (`placement`). How streams begin and end (`stream_ends`) is the policy's choice.
+Each block becomes a segment (`segments`). Everything else is computed in opaque regions between
+them (`placement`). How streams begin and end (`stream_ends`) is the policy's choice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
-from revcompile.compiler.rewire.rules import RULES, Streams
+from revcompile.compiler.rewire.segments import Streams, coupling, transition
 from revcompile.compiler.rewire.sizes import guards_with
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
 from revcompile.ir.module_tree import TreeReads
@@ -41,7 +41,13 @@ __all__ = ["rewire"]
 
 
 def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
-    """Turn every accepted residual block into a coupling. Changes neither argument."""
+    """Turn every residual block into a segment over two streams. Changes no argument.
+
+    Args:
+        captured: the model's graph.
+        found: its residual blocks.
+        policy: how streams begin, meet and end.
+    """
     editor = ModuleEditor(own_copy(captured.root))
     rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, editor)
     body = rewiring.run()
@@ -54,7 +60,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         evaluated = _Rewiring(flow, found_eval, policy, editor)
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
-        if _disagree(captured, trained, editor.requested):
+        if _widths_differ(captured, trained, editor.requested):
             plain = rewire(captured, found, Policy.named("pretrained"))
             note = "layers keep their widths: train and eval mode would need different ones"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
@@ -77,7 +83,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
     )
 
 
-def _disagree(
+def _widths_differ(
     captured: Captured, trained: set[tuple[str, str]], evaluated: set[tuple[str, str]]
 ) -> bool:
     """Do train and eval mode need different widths of a layer that both call?"""
@@ -156,7 +162,7 @@ class _Rewiring:
         return split
 
     def _segment(self, block: Residual, index: int) -> Segment:
-        """The block's segment, by the first rule that takes it."""
+        """The block as a segment."""
         place = self.place
         x, out = self.flow.by_name[block.x], self.flow.by_name[block.out]
         rearrange = None
@@ -168,10 +174,10 @@ class _Rewiring:
         else:
             before = self._enter(x)
         after = (f"{out.name}_a", f"{out.name}_b")
-        rule = next(rule for rule in RULES if rule.applies(block))
+        build = transition if block.is_projected else coupling
         streams = Streams(before, rearrange, after)
         name = self.names[block.total]
-        segment = rule.segment(name, block, streams, place, self.editor)
+        segment = build(name, block, streams, place, self.editor)
         place.pairs[out] = after
         place.types |= dict.fromkeys(after, out.meta.get(TYPE))
         for node in (out, *(self.flow.by_name[extra] for extra in block.extras)):
