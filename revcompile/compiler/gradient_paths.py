@@ -46,7 +46,6 @@ class _Sources:
         self._bits = {id(p): 1 << i for i, (_, p) in enumerate(parameters)}
 
     def of_inputs(self, inputs: Sequence[str]) -> list[int]:
-        """The bit of each input of the model."""
         first = len(self.names) - len(inputs)
         return [1 << (first + i) for i in range(len(inputs))]
 
@@ -55,7 +54,6 @@ class _Sources:
         return _union(self._bits.get(id(p), 0) for p in parameters_of(node, self.root))
 
     def listed(self, mask: int) -> list[str]:
-        """The names in a set."""
         return [name for i, name in enumerate(self.names) if mask >> i & 1]
 
 

@@ -75,7 +75,6 @@ class AttributeGuard:
 
     @property
     def expression(self) -> str:
-        """How a user would write it."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
@@ -90,7 +89,6 @@ class FlagGuard:
 
     @property
     def expression(self) -> str:
-        """How a user would write it."""
         return f"torch.{self.name}({', '.join(map(repr, self.args))})"
 
 
@@ -125,7 +123,6 @@ class Guards:
     seen: frozenset[Any] = frozenset()
 
     def of(self, training: bool) -> ModeGuards:
-        """The guards of a mode."""
         return self.train if training else self.evaluation
 
     def of_attributes(self) -> Guards:

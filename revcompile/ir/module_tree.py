@@ -96,7 +96,6 @@ class TreeReads:
 
     @property
     def called(self) -> dict[str, nn.Module]:
-        """Modules that the graphs call."""
         return {path: m for path, m in self.targets.items() if isinstance(m, nn.Module)}
 
     @property

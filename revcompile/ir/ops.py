@@ -43,7 +43,6 @@ def select(training: bool, train: Any, evaluation: Any) -> Any:
 
 
 def shape(*dims: int) -> torch.Size:
-    """A shape from its numbers."""
     return torch.Size(dims)
 
 
@@ -106,7 +105,6 @@ def read_buffer(buffer: Tensor) -> Tensor:
 
 
 def store_buffer(buffer: Tensor, value: Tensor) -> None:
-    """Write a buffer's new contents."""
     with torch.no_grad():
         buffer.copy_(value)
 

@@ -81,12 +81,10 @@ class TensorType:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def at(self, batch: int) -> tuple[int, ...]:
-        """The shape at another batch size."""
         grown = batch - self.batch
         return tuple(n + s * grown for n, s in zip(self.shape, self.per_sample, strict=True))
 
     def numel(self) -> int:
-        """Number of elements at the example's batch size."""
         return torch.Size(self.shape).numel()
 
     def nbytes(self, batch: int | None = None) -> int:
@@ -378,5 +376,4 @@ class Rewired:
 
     @property
     def couplings(self) -> tuple[Coupling, ...]:
-        """The reversible segments."""
         return tuple(s for s in self.body.segments if isinstance(s, Coupling))

@@ -57,7 +57,6 @@ class AttributeLog:
         self._busy = False
 
     def note(self, module: nn.Module, name: str, is_read: bool, value: Any) -> None:
-        """Note a read, or a write, of an attribute."""
         if self._busy or self._paused():
             return
         self._busy = True  # finding the user's line reads attributes too

@@ -42,7 +42,6 @@ class Check(enum.Enum):
 
     @staticmethod
     def parse(level: Check | str) -> Check:
-        """Accept the enum or its value."""
         try:
             return Check(level)
         except ValueError:
@@ -150,7 +149,6 @@ class _PureInterpreter(fx.Interpreter):
         return node.op == "call_module" and overwrites_unshared(node, self.root_module())
 
     def root_module(self) -> nn.Module:
-        """The module whose layers are called."""
         assert isinstance(self.module, nn.Module)
         return self.module
 

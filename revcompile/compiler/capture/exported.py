@@ -341,7 +341,6 @@ class _Recorder(fx.Interpreter):
         self._other = others[0] if others else None
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
         if self._other is None:
             self.values[n] = super().run_node(n)
             return self.values[n]

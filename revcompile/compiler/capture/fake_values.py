@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -88,17 +88,11 @@ def empty_like_on(
 # -- a node's values at two batch sizes -----------------------------------------------------------
 
 
-class Values:
+class Values(NamedTuple):
     """The fake values of one node at the two batch sizes."""
 
-    __slots__ = ("first", "second")
-
-    def __init__(self, first: Any, second: Any) -> None:
-        self.first = first
-        self.second = second
-
-    def __getitem__(self, which: int) -> Any:
-        return (self.first, self.second)[which]
+    first: Any
+    second: Any
 
     def plain(self) -> Any:
         """The Python value, if it is the same at both batch sizes; raises otherwise."""

@@ -112,7 +112,6 @@ class _Functional:
         """The original value that a buffer was assigned, by the buffer's storage."""
 
     def run(self) -> fx.Graph:
-        """The new graph."""
         for node in self.original.nodes:
             self._visit(node)
         eliminate_dead_code(self.graph)
@@ -321,7 +320,6 @@ class _Functional:
         self._define(node, new)
 
     def _store_buffers(self) -> None:
-        """Write the buffers' new contents."""
         for storage, buffer in self.buffers.items():
             given = self.assigned.get(storage)
             value = self._read(given) if given is not None else self._contents(self.owners[storage])

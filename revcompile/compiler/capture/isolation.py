@@ -81,7 +81,6 @@ def foreign_rng_state() -> tuple[Any, ...]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -83,7 +83,6 @@ class ShapedProxy(fx.Proxy):
 
     @property
     def known(self) -> Values:
-        """The values of the proxy's node."""
         return self.tracer.values[self.node]
 
     def plain(self) -> Any:
@@ -216,7 +215,6 @@ for _function, _plain in INPLACE_OPERATORS.items():
 
 
 def contains_proxy(values: Any) -> bool:
-    """Is there a proxy anywhere among arguments?"""
     if isinstance(values, fx.Proxy):
         return True
     if isinstance(values, dict):

@@ -6,6 +6,7 @@ the number, and the draw itself is left out of the graph.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -66,17 +67,10 @@ class _Draw:
         self._lines.add(self._line)
         return outcome
 
-    def __lt__(self, bound: Any) -> bool:
-        return self._decide("lt", bound)
-
-    def __le__(self, bound: Any) -> bool:
-        return self._decide("le", bound)
-
-    def __gt__(self, bound: Any) -> bool:
-        return self._decide("gt", bound)
-
-    def __ge__(self, bound: Any) -> bool:
-        return self._decide("ge", bound)
+    __lt__ = functools.partialmethod(_decide, "lt")
+    __le__ = functools.partialmethod(_decide, "le")
+    __gt__ = functools.partialmethod(_decide, "gt")
+    __ge__ = functools.partialmethod(_decide, "ge")
 
 
 @contextmanager

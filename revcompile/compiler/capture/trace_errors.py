@@ -8,6 +8,7 @@ import inspect
 import linecache
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -154,13 +155,9 @@ def compares_types_by_identity() -> bool:
 @functools.lru_cache(maxsize=64)
 def _comparing_functions(file: str) -> list[tuple[int, int]]:
     """First and last line of every function of a file that compares types by identity."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
     return [
         (node.lineno, node.end_lineno or 0)
-        for node in ast.walk(tree)
+        for node in _syntax(file)
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(n, ast.Compare) and _is_of_types(n) for n in ast.walk(node))
     ]
@@ -179,15 +176,18 @@ def _is_of_types(compare: ast.Compare) -> bool:
 @functools.lru_cache(maxsize=64)
 def _statements(file: str) -> list[tuple[int, int, bool]]:
     """First and last line of every statement of a file, and whether it has no result."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
     return [
         (node.lineno, node.end_lineno or 0, isinstance(node, (ast.Expr, ast.Raise, ast.Assert)))
-        for node in ast.walk(tree)
+        for node in _syntax(file)
         if isinstance(node, ast.stmt)
     ]
+
+
+def _syntax(file: str) -> Iterator[ast.AST]:
+    try:
+        return ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except SyntaxError:
+        return iter(())
 
 
 def _source(error: Exception) -> str:

@@ -28,11 +28,6 @@ class Region:
         self.keep: fx.Node | None = None
         self._copies: dict[fx.Node, fx.Node] = {}
 
-    @property
-    def empty(self) -> bool:
-        """Does the region compute nothing?"""
-        return not self.defined
-
     def bind(self, original: fx.Node, node: fx.Node) -> None:
         """Use `node` for a captured value inside this region."""
         self._copies[original] = node

@@ -162,7 +162,6 @@ class _Rewiring:
         return split
 
     def _segment(self, block: Residual, index: int) -> Segment:
-        """The block as a segment."""
         place = self.place
         x, out = self.flow.by_name[block.x], self.flow.by_name[block.out]
         rearrange = None
