@@ -166,14 +166,14 @@ RESISTING = {
     "AutocastRegions": "1 is a leaf module: an autocast region, which no graph can hold",
     "CustomFunction": "1 is a leaf module: the custom autograd function Straight",
     "DataDependentPart": "1 is a leaf module: control flow depends on the contents of a tensor",
-    "ResistsInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
+    "UntraceableInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
     "BooleanIndex": "1 is a leaf module: a shape depends on the contents of a tensor",
 }
 WRITES_INPUT = "the model writes to its input x; the captured graph does not"
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_only_what_resists_is_kept_as_one_piece(name: str) -> None:
+def test_only_untraceable_modules_become_leaf_modules(name: str) -> None:
     notes = caught(name)[1].notes
     if name in RESISTING:
         assert notes[0].startswith(RESISTING[name])
@@ -205,8 +205,8 @@ def test_encoder_layers_are_opened() -> None:
     assert "layers.1" not in targets(captured, "call_module")
 
 
-def test_what_resists_in_one_mode_is_kept_in_both() -> None:
-    captured = caught("ResistsInEvalMode")[1]
+def test_a_leaf_module_in_one_mode_is_one_in_both() -> None:
+    captured = caught("UntraceableInEvalMode")[1]
     assert captured.leaf_modules == ("1",)
     assert "1" in targets(captured, "call_module")
 

@@ -311,7 +311,7 @@ class Around(nn.Module):
         return y + z
 
 
-def test_what_cannot_be_rewritten_is_kept_in_one_piece_with_its_aliases() -> None:
+def test_what_cannot_be_rewritten_becomes_a_leaf_module_with_its_aliases() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Around(), nn.Linear(8, 8))
     captured = capture(model, torch.randn(3, 8), check="full")
     assert captured.leaf_modules == ("1", "1.hidden")

@@ -223,7 +223,7 @@ class Stubborn(nn.Module):
         return self.after(y) if y.sum() > 0 else y
 
 
-def test_a_module_that_resists_leaves_nothing_behind() -> None:
+def test_an_untraceable_module_leaves_no_nodes() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,7 +242,7 @@ def test_a_module_that_resists_leaves_nothing_behind() -> None:
     assert found.untraceable == {"stubborn": "control flow depends on the contents of a tensor"}
 
 
-def test_resisting_goes_up_until_a_module_can_be_kept() -> None:
+def test_the_innermost_module_that_can_be_a_leaf_becomes_one() -> None:
     class Region(nn.Module):
         def __init__(self) -> None:
             super().__init__()

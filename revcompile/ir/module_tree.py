@@ -152,7 +152,8 @@ def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...
 
 def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     """Does a graph hold convolutions (which may run in TF32)?"""
-    by_module = any(isinstance(module, _ConvNd) for module in TreeReads(graph, root).modules)
+    called = (root.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module"))
+    by_module = any(isinstance(inner, _ConvNd) for module in called for inner in module.modules())
     return by_module or any(op_name(node) in _CONVOLUTIONS for node in graph.nodes)
 
 

@@ -23,6 +23,7 @@ from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.modes import flags_selected
 from revcompile.ir.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
+from revcompile.ir.ops import op_name
 from revcompile.ir.types import PATH
 
 __all__ = [
@@ -101,14 +102,14 @@ def size_guards(
     printer, facts = ExpressionPrinter(labels), dict[fx.Node, _Facts]()
     for node in values:
         facts[node] = _facts(node, values, facts)
-    wanted: dict[tuple[str, str], tuple[PythonRead, str]] = {}
+    needed: dict[tuple[str, str], tuple[PythonRead, str]] = {}
     for read in reads:
         if _is_needed(read, values[read.node], facts[read.node]):
             text = printer.show(read.node)
             text = f"len({text})" if read.kind is ReadKind.LENGTH else text
-            wanted.setdefault((text, repr(read.value)), (read, text))
+            needed.setdefault((text, repr(read.value)), (read, text))
     groups: tuple[list[tuple[PythonRead, str]], ...] = ([], [])
-    for read, text in wanted.values():
+    for read, text in needed.values():
         groups[facts[read.node].looks_inside].append((read, text))
     direct, derived = (_with_graph(group) for group in groups)
     return direct, derived
@@ -136,13 +137,12 @@ def _facts(node: fx.Node, values: Mapping[fx.Node, Any], known: Mapping[fx.Node,
 
 
 def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
-    """Can the value be another one in another call of the same network?"""
+    """Can the value differ in another call of the same network?"""
     if not facts.from_input or (read.by_torch and _CHOOSES_KERNELS & facts.attributes):
         return False
     if read.kind is not ReadKind.LENGTH or isinstance(value, torch.Tensor):
         return True
-    name = str(getattr(read.node.target, "__name__", read.node.target))
-    return not tensors_in(value) or name in _ARITIES
+    return not tensors_in(value) or op_name(read.node) in _ARITIES
 
 
 def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -234,15 +234,13 @@ class ExpressionPrinter:
         if node.target in _INFIX:
             text = f"{self.show(args[0], True)} {_INFIX[node.target]} {self.show(args[1], True)}"
             return f"({text})" if inner else text
-        name = getattr(node.target, "__name__", str(node.target))
-        return f"{name}({', '.join(self.show(a, False) for a in args)})"
+        return f"{op_name(node)}({', '.join(self.show(a, False) for a in args)})"
 
     def _operand(self, value: Any) -> str:
         """What is before a dot; a value inside the network is shown with its module's path."""
         is_call = isinstance(value, fx.Node) and value.op in ("call_function", "call_method")
         if is_call and value.target not in (getattr, operator.getitem) and value.meta.get(PATH):
-            name = getattr(value.target, "__name__", str(value.target))
-            return f"{name}(...) [in {value.meta[PATH]}]"
+            return f"{op_name(value)}(...) [in {value.meta[PATH]}]"
         return self.show(value, inner=True)
 
 
