@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     )
     from revcompile.compiler.capture import capture
     from revcompile.errors import RevcompileError
-    from revcompile.ir.types import Enter, Fuse, Leave, Policy
+    from revcompile.ir.policy import Enter, Fuse, Policy
 
 __all__ = [
     "Enter",
     "Fuse",
     "InversionReport",
-    "Leave",
     "Policy",
     "RevcompileError",
     "ReversibleModule",
@@ -36,7 +35,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _ELSEWHERE = {"RevcompileError": "errors", "capture": "compiler.capture"} | dict.fromkeys(
-    ("Enter", "Fuse", "Leave", "Policy"), "ir"
+    ("Enter", "Fuse", "Policy"), "ir.policy"
 )
 
 

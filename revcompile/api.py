@@ -14,8 +14,8 @@ from torch import nn
 
 from revcompile.arguments import check_cost, check_model, one_of, whole_number
 from revcompile.compiler.capture import capture, make_example
-from revcompile.compiler.capture.check import Check, model_unchanged
-from revcompile.compiler.capture.copies import attributes_kept
+from revcompile.compiler.capture.check import Check
+from revcompile.compiler.capture.isolation import preserve_attributes, preserve_model
 from revcompile.compiler.cost import CostSource, Workload, segment_costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import partition
@@ -25,7 +25,8 @@ from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
 from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
-from revcompile.ir.types import Policy, Rewired, TensorType
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Rewired, TensorType
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
@@ -129,7 +130,7 @@ def _reversified(
     if tolerance is not None and (isinstance(tolerance, str | bool) or not tolerance > 0):
         raise InputError(f"tolerance={tolerance!r}; use a number above 0, or None")
     compared = None
-    with model_unchanged():
+    with preserve_model():
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
         )
@@ -275,9 +276,9 @@ def check_invertible(
             tolerance=tolerance,
         )
     limit = _tolerance(model, tolerance)
-    with model_unchanged(model), ExitStack() as kept:
+    with preserve_model(model), ExitStack() as kept:
         for part in model.children():  # counters and memories start where the user left them
-            kept.enter_context(attributes_kept(part))
+            kept.enter_context(preserve_attributes(part))
         errors = model.inversion_errors(*args, **kwargs)
     return InversionReport(tuple(errors), limit)
 
@@ -338,7 +339,7 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:
     tensors = [*net.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
     if any(t.is_meta for t in tensors):
         return
-    with model_unchanged(net):
+    with preserve_model(net):
         if not net.training:  # of a model in training mode what is frozen stays frozen
             net.train()
         report = check_invertible(net, *args, tolerance=net.tolerance, **kwargs)

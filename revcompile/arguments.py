@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError
 
@@ -68,8 +69,7 @@ def _check_tensor_like(value: Any, where: str) -> None:
         raise InputError(f"{where}: a numpy array; pass a tensor, torch.from_numpy(...)")
     if kind.__module__.partition(".")[0] == "PIL":
         raise InputError(f"{where}: an image; pass a batch of tensors, of shape (2, 3, H, W)")
-    is_loader = "DataLoader" in {base.__name__ for base in kind.__mro__}
-    if is_loader or inspect.isgenerator(value):
+    if isinstance(value, DataLoader) or inspect.isgenerator(value):
         raise InputError(
             f"{where}: a {kind.__name__}; pass the inputs of one batch: x, y = next(iter(loader))"
         )

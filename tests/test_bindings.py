@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import revcompile
 from revcompile.errors import ModifiedError
-from revcompile.ir.module_tree import copied
+from revcompile.ir.module_tree import copy_module
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -51,7 +51,7 @@ def found(net: Any, is_reversible: bool, call: Callable[[Tensor], Tensor] | None
 
 def assert_exact(net: Any, call: Callable[[Tensor], Tensor] | None = None) -> None:
     """Gradients equal those with stored activations; buffers that runs change are left out."""
-    want, have = found(copied(net), False), found(net, True, call)
+    want, have = found(copy_module(net), False), found(net, True, call)
     for name, gradient in want.items():
         assert (gradient is None) == (have[name] is None), name
         assert gradient is None or torch.allclose(gradient, have[name], atol=1e-12), name

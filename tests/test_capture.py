@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture import capture, make_example
+from revcompile.compiler.capture import capture, fx_frontend, make_example
 from revcompile.compiler.capture.check import Check, check_capture
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import CaptureError, InputError
@@ -161,20 +160,20 @@ def targets(captured: Captured, op: str) -> list[str]:
 
 
 RESISTING = {
-    "BufferReassigned": "ema is kept as one piece: the forward pass assigns to its buffer 'mean'",
-    "Counter": "1 is kept as one piece: the forward pass counts in its attribute 'calls'",
-    "Noise": "1 is kept as one piece: random numbers drawn outside the graph",
-    "AutocastRegions": "1 is kept as one piece: an autocast region, which a graph cannot hold",
-    "CustomFunction": "1 is kept as one piece: the custom autograd function Straight",
-    "DataDependentPart": "1 is kept as one piece: control flow depends on the contents of a tensor",
-    "ResistsInEvalMode": "1 is kept as one piece: control flow depends on the contents of a tensor",
-    "BooleanIndex": "1 is kept as one piece: a shape depends on the contents of a tensor",
+    "BufferReassigned": "ema is a leaf module: the forward pass assigns to its buffer 'mean'",
+    "Counter": "1 is a leaf module: the forward pass counts in its attribute 'calls'",
+    "Noise": "1 is a leaf module: random numbers drawn outside the graph",
+    "AutocastRegions": "1 is a leaf module: an autocast region, which no graph can hold",
+    "CustomFunction": "1 is a leaf module: the custom autograd function Straight",
+    "DataDependentPart": "1 is a leaf module: control flow depends on the contents of a tensor",
+    "UntraceableInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
+    "BooleanIndex": "1 is a leaf module: a shape depends on the contents of a tensor",
 }
-WRITES_INPUT = "the model writes into its input x; captured, it leaves the caller's as it is"
+WRITES_INPUT = "the model writes to its input x; the captured graph does not"
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_only_what_resists_is_kept_as_one_piece(name: str) -> None:
+def test_only_untraceable_modules_become_leaf_modules(name: str) -> None:
     notes = caught(name)[1].notes
     if name in RESISTING:
         assert notes[0].startswith(RESISTING[name])
@@ -206,19 +205,18 @@ def test_encoder_layers_are_opened() -> None:
     assert "layers.1" not in targets(captured, "call_module")
 
 
-def test_what_resists_in_one_mode_is_kept_in_both() -> None:
-    captured = caught("ResistsInEvalMode")[1]
-    assert captured.leaves == ("1",)
+def test_a_leaf_module_in_one_mode_is_one_in_both() -> None:
+    captured = caught("UntraceableInEvalMode")[1]
+    assert captured.leaf_modules == ("1",)
     assert "1" in targets(captured, "call_module")
 
 
 def test_own_drop_paths_become_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
-    module = sys.modules[capture.__module__]
-    real = module.trace
-    monkeypatch.setattr(module, "trace", lambda *a: traces.append(1) or real(*a))
+    real = fx_frontend.trace
+    monkeypatch.setattr(fx_frontend, "trace", lambda *a: traces.append(1) or real(*a))
     captured = FX(zoo.OwnDropPath(), zoo.tokens(2), check="off")
-    assert captured.leaves == ("skips.0", "skips.1")
+    assert captured.leaf_modules == ("skips.0", "skips.1")
     assert len(traces) == 4
 
 
@@ -546,8 +544,8 @@ def test_unregistered_dataclass_as_input() -> None:
 
     text = message(InputError, lambda: FX(Reads(), Batch(torch.randn(2, 8))))
     assert text == (
-        "capture: batch is a Batch, which holds tensors out of sight; register it first: "
-        "torch.export.register_dataclass(Batch)"
+        "capture: batch is a Batch, which pytree does not know, and holds tensors; register it "
+        "first: torch.export.register_dataclass(Batch)"
     )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import revcompile
 from tests.fingerprint import SMALL
 from tests.test_families import MODELS
 
@@ -55,7 +54,7 @@ def test_all_families_compile_the_same_in_processes_of_different_hash_seeds() ->
 
 # -- sets are for membership ----------------------------------------------------------------------
 
-ORDERLESS = {"sorted", "any", "all", "len", "sum", "min", "max", "set", "frozenset", "NameSet"}
+ORDERLESS = {"sorted", "any", "all", "len", "sum", "min", "max", "set", "frozenset"}
 """What may go through a set, for the result does not depend on the order."""
 
 
@@ -154,9 +153,3 @@ def test_going_through_a_set_is_found(source: str) -> None:
 )
 def test_other_uses_of_sets_are_not(source: str) -> None:
     assert not list(iterations_over_sets(source))
-
-
-def test_a_name_set_keeps_its_order() -> None:
-    names = revcompile.ir.types.NameSet(["c", "a", "b"])
-    assert list(names | revcompile.ir.types.NameSet(["d", "a"])) == ["c", "a", "b", "d"]
-    assert names == {"a", "b", "c"} and hash(names) == hash(revcompile.ir.types.NameSet("abc"))

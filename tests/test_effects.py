@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from revcompile.compiler.capture import capture
-from revcompile.compiler.capture.functional import Entangled, forbid_inplace, functionalize
-from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.compiler.capture.functional import NotFunctional, forbid_inplace, functionalize
+from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.types import TYPE, Frontend
 from tests.tracing import Function, lines, outputs, traced
 
@@ -235,7 +235,7 @@ def test_writing_into_state_that_a_leaf_hands_out_is_refused() -> None:
 
     model = Model()
     graph = traced(model, X, leaf_paths=["leaf"]).graph
-    with pytest.raises(Entangled, match="add_ writes into state that leaf hands out"):
+    with pytest.raises(NotFunctional, match="add_ writes to state that leaf returns"):
         functionalize(graph, model)
 
 

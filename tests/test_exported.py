@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from revcompile.compiler.capture import capture
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
-from revcompile.ir.types import Captured, Frontend, Policy
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Captured, Frontend
 from revcompile.runtime.reversible.module import Reversible
 from tests.helpers import gradients, worst
 

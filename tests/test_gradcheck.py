@@ -19,7 +19,7 @@ from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_programs, verify_rewired
 from revcompile.errors import VerificationError
 from revcompile.ir import stage_ops
-from revcompile.ir.types import Policy
+from revcompile.ir.policy import Policy
 from revcompile.runtime.reversible import coupling
 from revcompile.schedule import choose
 from tests.test_values import Chunk, example, made, spectrum
@@ -147,4 +147,4 @@ def test_a_long_comparison_is_left_out_with_a_line_in_the_summary(
 def test_the_meta_device_has_no_numbers_to_compare() -> None:
     with torch.device("meta"):
         net = revcompile.reversify(Noisy(), torch.randn(5, 8))
-    assert any("the meta device has no numbers" in note for note in net.rewired.notes)
+    assert any("needs real tensors, not meta ones" in note for note in net.rewired.notes)

@@ -16,7 +16,8 @@ from revcompile.compiler.find import find
 from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import CaptureError, GuardError, InputError
-from revcompile.ir.types import Frontend, Policy
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Frontend
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.reversible.module import Reversible
 from tests.helpers import gradients, worst
@@ -232,7 +233,7 @@ def test_counters_are_refused_at_the_top_and_kept_whole_inside(kind: str) -> Non
     with pytest.raises(CaptureError, match="counts in its attribute"):
         revcompile.capture(Counter(kind), x, frontend=Frontend.EXPORT)
     captured = revcompile.capture(nn.Sequential(Inner(), Counter(kind)), x, check="off")
-    assert "1" in captured.leaves
+    assert "1" in captured.leaf_modules
 
 
 class Asks(nn.Module):

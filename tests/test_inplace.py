@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.check import run_graph
-from revcompile.compiler.capture.side_effects import is_effect
+from revcompile.compiler.capture.memory import is_effect
 from revcompile.errors import CaptureError
 from revcompile.ir.types import Frontend
 
@@ -289,7 +289,7 @@ def test_check_sees_a_layer_that_writes_where_others_read() -> None:
     captured = capture(Net(relu_after_identity), torch.randn(3, 8))
     assert not captured.root.relu.inplace
     captured.root.relu.inplace = True
-    with pytest.raises(RuntimeError, match="relu writes into what it is given"):
+    with pytest.raises(RuntimeError, match="relu writes to its input"):
         run_graph(captured.graph, captured.root, [torch.randn(3, 8)])
 
 
@@ -311,13 +311,13 @@ class Around(nn.Module):
         return y + z
 
 
-def test_what_cannot_be_rewritten_is_kept_in_one_piece_with_its_aliases() -> None:
+def test_what_cannot_be_rewritten_becomes_a_leaf_module_with_its_aliases() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Around(), nn.Linear(8, 8))
     captured = capture(model, torch.randn(3, 8), check="full")
-    assert captured.leaves == ("1", "1.hidden")
-    assert "1 is kept as one piece: 1.hidden writes into _1_layer" in "".join(captured.notes)
+    assert captured.leaf_modules == ("1", "1.hidden")
+    assert "1 is a leaf module: 1.hidden writes to _1_layer" in "".join(captured.notes)
 
 
 def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> None:
-    with pytest.raises(CaptureError, match=r"hidden writes into layer, .*test_inplace.py:\d+"):
+    with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_inplace.py:\d+"):
         capture(Around(), torch.randn(3, 8))

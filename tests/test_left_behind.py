@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.compiler.capture.leaked_tensors import LeftBehind
+from revcompile.compiler.capture.attributes import UncomputedTensor
 from revcompile.errors import InputError
 
 X = torch.randn(3, 8)
@@ -63,10 +63,10 @@ def test_a_tensor_left_in_an_attribute_is_an_error_where_it_is_used(read: Any) -
 
 def test_what_stands_for_it_can_be_copied_and_pickled() -> None:
     net = copy.deepcopy(_net())
-    assert isinstance(net.get_submodule("0").aux, LeftBehind)
+    assert isinstance(net.get_submodule("0").aux, UncomputedTensor)
     assert "0.aux" in repr(pickle.loads(pickle.dumps(net.get_submodule("0").aux)))
     staged = revcompile.petrafy(nn.Sequential(Block(), Block(), Block()), 2, X)
-    assert isinstance(staged.module().get_submodule("1").aux, LeftBehind)
+    assert isinstance(staged.module().get_submodule("1").aux, UncomputedTensor)
 
 
 def test_a_dict_changed_in_place_is_seen() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
-from revcompile.ir.module_tree import casts_on_read
+from revcompile.ir.module_tree import has_autocast_consumer
 from revcompile.ir.ops import as_read
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
@@ -74,7 +74,7 @@ def test_gradients_are_widened_only_where_they_are_added(monkeypatch: pytest.Mon
     net = revcompile.reversify(_Stack(), X, check="off").train()
     twin = copy.deepcopy(net)
     found, widened = _differentiated(net)
-    monkeypatch.setattr(reversible, "casts_on_read", lambda graph, root: False)
+    monkeypatch.setattr(reversible, "has_autocast_consumer", lambda graph, root: False)
     expected, before = _differentiated(twin)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     assert widened == before - 3
@@ -208,14 +208,14 @@ def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.Mo
 def test_only_a_sole_reader_that_autocast_casts_for_counts() -> None:
     def first(model: nn.Module) -> bool:
         net = revcompile.reversify(model, X, check="off")
-        return casts_on_read(net.rewired.couplings[0].branch, net)
+        return has_autocast_consumer(net.rewired.couplings[0].branch, net)
 
     assert first(_Stack())
     assert first(_Stack(_Functional))
     assert not first(_Stack(nn.ReLU))
     hooked = revcompile.reversify(_Stack(), X, check="off")
     hooked.get_submodule("blocks.0.1").register_forward_pre_hook(lambda layer, args: None)
-    assert not casts_on_read(hooked.rewired.couplings[0].branch, hooked)
+    assert not has_autocast_consumer(hooked.rewired.couplings[0].branch, hooked)
 
 
 def _has_early_casts(net: revcompile.ReversibleModule) -> list[bool]:

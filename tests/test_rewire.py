@@ -12,13 +12,14 @@ import torchvision
 from torch import Tensor, nn
 
 import revcompile
-from revcompile import Enter, Fuse, Leave, Policy
+from revcompile import Enter, Fuse, Policy
 from revcompile.compiler.capture import capture
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
-from revcompile.ir.types import Body, Captured, Coupling, Opaque, Rewired, WeightExpansion
+from revcompile.ir.types import Body, Captured, Coupling, Opaque, Rewired
+from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.runtime.reversible.graph_code import compile_graph
 from tests.helpers import gradients, worst
 
@@ -148,7 +149,7 @@ POLICIES = [
     Policy(enter, fuse, leave)
     for enter in Enter
     for fuse in Fuse
-    for leave in Leave
+    for leave in Fuse
 ]  # fmt: skip
 
 

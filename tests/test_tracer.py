@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from revcompile.compiler.capture.copies import fake_copy
 from revcompile.compiler.capture.example import make_example
+from revcompile.compiler.capture.fake_values import fake_copy
+from revcompile.compiler.capture.fx_frontend import trace
 from revcompile.compiler.capture.trace_errors import Untraceable
-from revcompile.compiler.capture.tracer import trace
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 from tests.tracing import lines, traced
 
@@ -223,7 +223,7 @@ class Stubborn(nn.Module):
         return self.after(y) if y.sum() > 0 else y
 
 
-def test_a_module_that_resists_leaves_nothing_behind() -> None:
+def test_an_untraceable_module_leaves_no_nodes() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -239,10 +239,10 @@ def test_a_module_that_resists_leaves_nothing_behind() -> None:
         "stubborn.linear.weight()",
         "matmul(head, stubborn_linear_weight)",
     ]
-    assert found.resisted == {"stubborn": "control flow depends on the contents of a tensor"}
+    assert found.untraceable == {"stubborn": "control flow depends on the contents of a tensor"}
 
 
-def test_resisting_goes_up_until_a_module_can_be_kept() -> None:
+def test_the_innermost_module_that_can_be_a_leaf_becomes_one() -> None:
     class Region(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,7 +253,7 @@ def test_resisting_goes_up_until_a_module_can_be_kept() -> None:
                 return self.inner(x)
 
     found = traced(nn.Sequential(Region()), X)
-    assert list(found.resisted) == ["0"]
+    assert list(found.untraceable) == ["0"]
 
 
 def test_an_attempt_that_the_model_catches_leaves_nothing_behind() -> None:

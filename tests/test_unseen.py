@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.compiler.capture.check import model_unchanged
+from revcompile.compiler.capture.isolation import preserve_model
 from revcompile.errors import CaptureError, ModifiedError
 from revcompile.ir.types import Frontend
 from revcompile.runtime.reversible.replay import StatefulBuffers
@@ -67,7 +67,7 @@ def test_a_custom_function_is_not_exported(inside: bool, frontend: Frontend | No
     model = nn.Sequential(CustomFunction()) if inside else CustomFunction()
     if inside and frontend is None:  # FX keeps the submodule as one piece
         captured = revcompile.capture(model, X, check="full")
-        assert captured.leaves == ("0",)
+        assert captured.leaf_modules == ("0",)
         return
     with pytest.raises(CaptureError, match="custom autograd function Tripled") as caught:
         revcompile.capture(model, X, frontend=frontend)
@@ -158,7 +158,7 @@ def test_compiling_leaves_assigned_buffers_alone() -> None:
 def test_all_that_a_buffer_can_suffer_is_undone() -> None:
     model = Counted()
     before, slots = copy.deepcopy(model.state_dict()), dict(model._buffers)
-    with model_unchanged(model):
+    with preserve_model(model):
         model(X)
         model.table = torch.ones(3)
         model.ema.data = torch.ones(2, 2)
@@ -281,9 +281,9 @@ def test_counting_in_an_attribute_of_a_child_is_seen(kind: type[Block]) -> None:
     with pytest.raises(CaptureError, match="counts in the attribute"):
         revcompile.capture(kind(), X, check="off")
     captured = revcompile.capture(nn.Sequential(kind(), Block()), X, check="off")
-    assert captured.leaves == ("0",)
+    assert captured.leaf_modules == ("0",)
 
 
 def test_what_is_remembered_in_a_child_is_no_counter() -> None:
     captured = revcompile.capture(nn.Sequential(RemembersInChild(), Block()), X, check="full")
-    assert captured.leaves == ()
+    assert captured.leaf_modules == ()

@@ -716,7 +716,7 @@ class Guarded(nn.Module):
 
 
 @specimen(rows)
-def ResistsInEvalMode() -> nn.Module:
+def UntraceableInEvalMode() -> nn.Module:
     return nn.Sequential(Mlp(), Guarded())
 
 

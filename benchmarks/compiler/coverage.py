@@ -90,7 +90,7 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
         reasons[text] = reasons.get(text, 0) + 1
     return {
         "frontend": captured.frontend.value,
-        "leaves": len(captured.leaves),
+        "leaves": len(captured.leaf_modules),
         "seconds": round(spent, 1),
         "segments": len(rewired.body.segments),
         "reversible": len(rewired.couplings),

@@ -1,12 +1,12 @@
 """Which parameters and inputs have a gradient path to the model's results.
 
-A path goes through every node that computes real or complex numbers from others, whatever is in
-between (tuples, dicts, layers kept whole); it ends at `detach`, integers, sizes. The same question
-is asked of the captured graph, of the rewired segments and of the stages' programs, and the answers
-must be equal: a parameter that lost its path would silently never train.
+A path goes through every node that computes floating-point or complex numbers from others (through
+tuples, dicts and leaf modules too); it ends at `detach`, integers and sizes. The paths of the
+captured graph, of the rewired segments and of the stages' programs must be equal: a parameter that
+has lost its path would silently never train.
 
 From one segment to the next only live values of a differentiable type carry a path, since only
-those are given a gradient when the model runs.
+those have a gradient when the model runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx, nn
 
 from revcompile.compiler.dataflow import cuts_gradient
-from revcompile.ir.ops import attribute
+from revcompile.ir.module_tree import parameters_of
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import (
     TYPE,
@@ -29,14 +29,14 @@ from revcompile.ir.types import (
     Rewired,
     Segment,
     TensorType,
-    WeightExpansion,
 )
+from revcompile.ir.weight_expansion import WeightExpansion
 
 __all__ = ["lost_in_programs", "lost_in_rewired"]
 
 
 class _Sources:
-    """Parameters and inputs, each a bit of a number."""
+    """Parameters and inputs; a set of them is an integer with one bit for each."""
 
     def __init__(self, root: nn.Module, inputs: Iterable[str] = ()) -> None:
         parameters = list(root.named_parameters())
@@ -46,32 +46,26 @@ class _Sources:
         self._bits = {id(p): 1 << i for i, (_, p) in enumerate(parameters)}
 
     def of_inputs(self, inputs: Sequence[str]) -> list[int]:
-        """The bit of each input of the model."""
         first = len(self.names) - len(inputs)
         return [1 << (first + i) for i in range(len(inputs))]
 
-    def of_module(self, path: str) -> int:
-        """Everything a layer computes with."""
-        return _union(self._bits.get(id(p), 0) for p in self.root.get_submodule(path).parameters())
-
-    def of_attribute(self, path: str) -> int:
-        """A parameter that is read by itself."""
-        return self._bits.get(id(attribute(self.root, path)), 0)
+    def read_by(self, node: fx.Node) -> int:
+        """The parameters that a node itself reads."""
+        return _union(self._bits.get(id(p), 0) for p in parameters_of(node, self.root))
 
     def listed(self, mask: int) -> list[str]:
-        """The names of a number's bits."""
         return [name for i, name in enumerate(self.names) if mask >> i & 1]
 
 
 def _union(masks: Iterable[int]) -> int:
-    found = 0
+    union = 0
     for mask in masks:
-        found |= mask
-    return found
+        union |= mask
+    return union
 
 
 def _propagated(graph: fx.Graph, sources: _Sources, given: Sequence[int]) -> list[int]:
-    """What has a path to each of a graph's outputs, from what has one to its inputs."""
+    """The sources of each output of a graph, given the sources of its inputs."""
     masks: dict[fx.Node, int] = {}
     inputs = iter(given)
     for node in graph.nodes:
@@ -80,13 +74,11 @@ def _propagated(graph: fx.Graph, sources: _Sources, given: Sequence[int]) -> lis
         elif node.op == "output":
             leaves = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
             return [masks[leaf] if isinstance(leaf, fx.Node) else 0 for leaf in leaves]
-        elif node.op == "get_attr":
-            masks[node] = sources.of_attribute(str(node.target))
         elif cuts_gradient(node):
             masks[node] = 0
         else:
-            own = sources.of_module(str(node.target)) if node.op == "call_module" else 0
-            masks[node] = own | _union(masks[i] for i in node.all_input_nodes)
+            inputs_of_node = (masks[source] for source in node.all_input_nodes)
+            masks[node] = sources.read_by(node) | _union(inputs_of_node)
     raise AssertionError("a graph without output")
 
 
@@ -94,7 +86,7 @@ def _propagated(graph: fx.Graph, sources: _Sources, given: Sequence[int]) -> lis
 
 
 def lost_in_rewired(captured: Captured, rewired: Rewired) -> list[str]:
-    """Parameters and inputs whose path the rewired model has lost, or has won."""
+    """Parameters and inputs that have a path only in the model, or only in the rewired model."""
     names = rewired.signature.placeholders
     before = _Sources(captured.root, names)
     kinds = [node.meta.get(TYPE) for node in captured.graph.find_nodes(op="placeholder")]
@@ -105,17 +97,17 @@ def lost_in_rewired(captured: Captured, rewired: Rewired) -> list[str]:
     after = _Sources(rewired.root, names)
     live = dict(zip(names, after.of_inputs(names), strict=True))
     reached = _results(rewired.body, _walk(rewired.body.segments, rewired.body.types, after, live))
-    grown = {
+    copies = {
         name: source
         for name, (source, how) in rewired.weight_expansions.items()
         if how is WeightExpansion.COPY
     }
-    found = [grown.get(name, name) for name in after.listed(reached)]
-    lost = [f"{name} has a gradient in the model but none here" for name in expected]
-    won = [f"{name} has a gradient here but none in the model" for name in dict.fromkeys(found)]
+    actual = dict.fromkeys(copies.get(name, name) for name in after.listed(reached))
+    lost = [name for name in expected if name not in actual]
+    gained = [name for name in actual if name not in expected]
     return [
-        *(text for text, name in zip(lost, expected, strict=True) if name not in found),
-        *(t for t, name in zip(won, dict.fromkeys(found), strict=True) if name not in expected),
+        *(f"{name} has a gradient in the model but none here" for name in lost),
+        *(f"{name} has a gradient here but none in the model" for name in gained),
     ]
 
 
@@ -129,7 +121,7 @@ def _walk(
     sources: _Sources,
     live: Mapping[str, int],
 ) -> dict[str, int]:
-    """What has a path to each live value, segment by segment."""
+    """The sources of each live value, segment by segment."""
     masks = {name: mask if _differentiable(types.get(name)) else 0 for name, mask in live.items()}
     for segment in segments:
         for name, mask in zip(segment.outputs, _through(segment, sources, masks), strict=True):
@@ -138,7 +130,7 @@ def _walk(
 
 
 def _through(segment: Segment, sources: _Sources, masks: Mapping[str, int]) -> list[int]:
-    """A segment's outputs from its inputs; a rearrange only moves elements."""
+    """The sources of a segment's outputs; a rearrangement changes none."""
     if not isinstance(segment, Coupling):
         return _propagated(segment.graph, sources, [masks.get(n, 0) for n in segment.inputs])
     a, b, *sides = (masks.get(name, 0) for name in (*segment.streams_in, *segment.sides))
@@ -155,28 +147,28 @@ def _results(body: Body, masks: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Paths through one stage: to each of its outputs, from its inputs and its parameters."""
+    """Paths through one stage: for each output its sources, inputs of the stage included."""
 
     inputs: Mapping[str, int]
-    """Each input's bit."""
+    """The bit of each input."""
     outputs: Mapping[str, int]
 
 
 def lost_in_programs(partition: Partition, programs: Sequence[StageProgram]) -> list[str]:
-    """Parameters whose gradient is never computed, and values that should have carried one."""
+    """Parameters whose gradient is never computed, and values sent without their gradient."""
     parts = partition.parts
     sources = _Sources(partition.rewired.root)
     stages = [_stage(partition, index, sources) for index in range(len(parts))]
-    leads = _leading(partition, stages)
+    needed = _needed_gradients(partition, stages)
     problems: list[str] = []
     arriving: Mapping[str, int] = {}
     for index, (stage, program) in enumerate(zip(stages, programs, strict=True)):
         graded = {port.name for port in (*program.inputs, *program.outputs) if port.graded}
-        problems += _unpaid(stage, program, sources, leads[index + 1])
+        problems += _missing_gradients(stage, program, sources, needed[index + 1])
         passed = _composed(stage, arriving, len(sources.names))
         arriving = {name: mask for name, mask in passed.items() if name in graded}
         for name, mask in passed.items():
-            if mask and name in leads[index + 1] and name not in graded:
+            if mask and name in needed[index + 1] and name not in graded:
                 lost = ", ".join(sources.listed(mask)[:3])
                 problems.append(f"stage {index} sends {name} without a gradient (for {lost})")
     return problems
@@ -185,7 +177,7 @@ def lost_in_programs(partition: Partition, programs: Sequence[StageProgram]) -> 
 def _stage(partition: Partition, index: int, sources: _Sources) -> _Stage:
     part, first = partition.parts[index], len(sources.names)
     inputs = {name: 1 << (first + i) for i, name in enumerate(part.inputs)}
-    # Any number is let through here: what a type says is compared with the ports afterwards.
+    # Types do not matter here: they are compared with the ports afterwards.
     masks: dict[str, int] = dict(inputs)
     for piece in part.pieces:
         outputs = _through(piece.segment, sources, masks)
@@ -193,18 +185,18 @@ def _stage(partition: Partition, index: int, sources: _Sources) -> _Stage:
     return _Stage(inputs, {name: masks.get(name, 0) for name in part.outputs})
 
 
-def _leading(partition: Partition, stages: Sequence[_Stage]) -> list[list[str]]:
+def _needed_gradients(partition: Partition, stages: Sequence[_Stage]) -> list[list[str]]:
     """For every cut the values whose gradient the results depend on."""
     results = [leaf.name for leaf in partition.rewired.body.result if isinstance(leaf, Live)]
-    leads = [[name for name in results if _differentiable(partition.types.get(name))]]
+    needed = [[name for name in results if _differentiable(partition.types.get(name))]]
     for stage in reversed(stages):
-        wanted = _union(stage.outputs.get(name, 0) for name in leads[0])
-        leads.insert(0, [name for name, bit in stage.inputs.items() if bit & wanted])
-    return leads
+        sources = _union(stage.outputs.get(name, 0) for name in needed[0])
+        needed.insert(0, [name for name, bit in stage.inputs.items() if bit & sources])
+    return needed
 
 
 def _composed(stage: _Stage, arriving: Mapping[str, int], parameters: int) -> dict[str, int]:
-    """Which parameters, of all stages so far, have a path to each output."""
+    """The parameters of all stages so far that have a path to each output."""
     own = (1 << parameters) - 1
     return {
         name: (mask & own)
@@ -213,8 +205,8 @@ def _composed(stage: _Stage, arriving: Mapping[str, int], parameters: int) -> di
     }
 
 
-def _unpaid(
-    stage: _Stage, program: StageProgram, sources: _Sources, leads: Sequence[str]
+def _missing_gradients(
+    stage: _Stage, program: StageProgram, sources: _Sources, needed: Sequence[str]
 ) -> list[str]:
     """Parameters and inputs whose gradient the backward program does not compute."""
     placeholders = program.backward.find_nodes(op="placeholder")
@@ -230,17 +222,17 @@ def _unpaid(
     ancestors = _ancestors(program.backward)
     problems = []
     for name, bit, gradient in checked:
-        ends = [gradients[n] for n in graded if n in leads and stage.outputs[n] & bit]
-        found = ancestors.get(gradient, 0) if isinstance(gradient, fx.Node) else 0
-        if ends and not any(found & ancestors[end] for end in ends):
+        ends = [gradients[n] for n in graded if n in needed and stage.outputs[n] & bit]
+        reached = ancestors.get(gradient, 0) if isinstance(gradient, fx.Node) else 0
+        if ends and not any(reached & ancestors[end] for end in ends):
             problems.append(f"stage {program.index} computes no gradient of {name}")
     return problems
 
 
 def _ancestors(graph: fx.Graph) -> dict[fx.Node, int]:
     """The placeholders that each node depends on, itself included, as bits."""
-    found: dict[fx.Node, int] = {}
+    ancestors: dict[fx.Node, int] = {}
     for index, node in enumerate(graph.nodes):
         own = 1 << index if node.op == "placeholder" else 0
-        found[node] = own | _union(found[source] for source in node.all_input_nodes)
-    return found
+        ancestors[node] = own | _union(ancestors[source] for source in node.all_input_nodes)
+    return ancestors

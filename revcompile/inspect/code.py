@@ -9,6 +9,7 @@ from typing import Final
 from torch import fx
 
 from revcompile.ir.program import StageProgram
+from revcompile.ir.stage_ops import normalised
 from revcompile.ir.types import PATH
 from revcompile.schedule import Action, Keep, Op
 
@@ -52,8 +53,7 @@ def _owners(graph: fx.Graph) -> dict[str, tuple[str, str]]:
 
 def _is_norm(node: fx.Node) -> bool:
     """Batch norms are called through a step, which gets the layer as its first argument."""
-    first = node.args[0] if node.args else None
-    return isinstance(first, fx.Node) and first.op == "get_attr" and first.name.endswith("_layer")
+    return node.target is normalised
 
 
 def _with_paths(lines: Iterable[str], owners: Mapping[str, tuple[str, str]]) -> Iterable[str]:

@@ -17,14 +17,13 @@ from revcompile.ir.types import (
     PATH,
     SOURCE,
     Coupling,
-    NameSet,
     Opaque,
     Residual,
     ResidualKind,
     Rewired,
     TensorType,
-    WeightExpansion,
 )
+from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep, delay, window
 
 __all__ = ["Explanation", "Story", "explain"]
@@ -132,7 +131,7 @@ class _Explainer:
         """The shortcut that the piece was made of; copies of nodes keep their names."""
         names = {node.name for node in self.graph.nodes if node.op.startswith("call")}
         for block in self.rewired.residuals:
-            if names & block.branch:
+            if names & {*block.branch}:
                 return block
         return None
 
@@ -165,7 +164,7 @@ class _Explainer:
     def _holds(self, name: str) -> bool:
         return any(node.name == name for node in self.graph.nodes)
 
-    def _layers(self, names: NameSet) -> str:
+    def _layers(self, names: tuple[str, ...]) -> str:
         """Module paths of nodes in the order they run, without what they have in common."""
         nodes = [node for node in self.graph.nodes if node.name in names]
         paths = dict.fromkeys(str(n.meta.get(PATH, "")) or n.name for n in nodes)
@@ -182,7 +181,7 @@ class _Explainer:
                 yield "the activation behind the sum moved into F"
             if segment.rearrange is not None:
                 yield "both streams are rearranged first, and back in the inverse"
-        elif block is not None and block.kind is ResidualKind.PROJECTED:
+        elif block is not None and block.is_projected:
             yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
             yield f"not reversible: {segment.reason}"
         else:

@@ -15,7 +15,8 @@ from revcompile.inspect.facts import Memory, stages_of
 from revcompile.inspect.tables import refusals, render
 from revcompile.inspect.words import amount, bytes_of, counted, size, span
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.ir.types import Rewired, WeightExpansion
+from revcompile.ir.types import Rewired
+from revcompile.ir.weight_expansion import WeightExpansion
 
 __all__ = ["StageFacts", "short_range", "stage_facts", "stage_table"]
 

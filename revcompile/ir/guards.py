@@ -1,11 +1,11 @@
-"""What a capture took for granted: conditions that are checked again at every call.
+"""Guards: conditions under which a captured graph is the model, checked at every call.
 
-While a model is traced, sizes, attributes and flags steer its Python code. Each such value is a
-guard: the graph is the model only as long as the value is what it was.
+While a model is traced, sizes, attributes and flags decide its Python control flow. Each such value
+becomes a guard: the graph is valid only while the value is the same.
 
     x.shape[1] > 8         a size: computed again from the inputs of the call
-    blocks.0.alpha         an attribute of a module: compared with what it was
-    is_grad_enabled()      a switch of torch: compared with what it was
+    blocks.0.alpha         an attribute of a module: compared with its value then
+    is_grad_enabled()      a flag of torch: compared with its value then
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """What of a call's inputs the shapes inside the network depend on."""
+    """The properties of inputs on which shapes inside the network depend."""
     return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
 
 
 def frozen(value: Any) -> Any:
-    """A copy that stays what it is when the original is changed in place."""
+    """A copy of nested containers that does not change with the original."""
     if type(value) is dict:
         return {k: frozen(v) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -56,7 +56,7 @@ class SizeGuard:
 class SizeGuards:
     """Guards and the graph that computes their values from the model's inputs, in order.
 
-    `contents` are positions whose value is a tensor made from sizes alone: its numbers count.
+    `contents` are positions whose value is a tensor computed from sizes: its elements are compared.
     """
 
     guards: tuple[SizeGuard, ...] = ()
@@ -75,13 +75,12 @@ class AttributeGuard:
 
     @property
     def expression(self) -> str:
-        """How a user would write it."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
 
 @dataclass(frozen=True)
 class FlagGuard:
-    """A switch of torch, by the name of the function of `torch` that tells it."""
+    """A flag of torch, by the name of the function of `torch` that returns it."""
 
     name: str
     args: tuple[Any, ...]
@@ -90,7 +89,6 @@ class FlagGuard:
 
     @property
     def expression(self) -> str:
-        """How a user would write it."""
         return f"torch.{self.name}({', '.join(map(repr, self.args))})"
 
 
@@ -98,9 +96,10 @@ class FlagGuard:
 class ModeGuards:
     """All guards of one mode, training or evaluation.
 
-    `direct` needs only the inputs themselves, and is computed at every call; `derived` needs the
+    `direct` needs only the inputs themselves, and is computed at every call. `derived` needs the
     shapes of values inside the network, and is computed on the meta device, once for each new
-    combination of input shapes; so is `written`, sizes that rewiring takes for granted.
+    combination of input shapes; so is `written`: sizes that rewiring has replaced by functions of
+    the batch size.
     """
 
     direct: SizeGuards = SizeGuards()
@@ -112,10 +111,10 @@ class ModeGuards:
 
 @dataclass(frozen=True)
 class Guards:
-    """What a captured graph depends on besides its inputs' numbers.
+    """What a captured graph depends on besides the elements of its inputs.
 
     `skeleton` is the captured model on the meta device, to compute `derived` sizes on. `seen` are
-    combinations of input shapes and types for which those are known to hold.
+    combinations of input shapes and types for which the derived guards are known to hold.
     """
 
     train: ModeGuards = ModeGuards()
@@ -124,11 +123,10 @@ class Guards:
     seen: frozenset[Any] = frozenset()
 
     def of(self, training: bool) -> ModeGuards:
-        """The guards of a mode."""
         return self.train if training else self.evaluation
 
     def of_attributes(self) -> Guards:
-        """Only what does not depend on a call's inputs."""
+        """Only the guards that do not depend on a call's inputs."""
         train, evaluation = (
             ModeGuards(attributes=mode.attributes, flags=mode.flags)
             for mode in (self.train, self.evaluation)
@@ -136,7 +134,7 @@ class Guards:
         return Guards(train, evaluation)
 
     def rebased(self, root: nn.Module) -> Guards:
-        """The same guards for a root of which rewiring has changed attributes itself."""
+        """The same guards for a root whose attributes rewiring has changed."""
 
         def current(guard: AttributeGuard) -> AttributeGuard:
             if guard.name == "training":
@@ -151,4 +149,4 @@ class Guards:
 
 
 NO_GUARDS: Final = Guards()
-"""Of a graph that depends on its inputs alone."""
+"""For a graph that depends on its inputs alone."""

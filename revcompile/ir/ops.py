@@ -1,14 +1,14 @@
-"""The few functions generated graphs call besides torch's own, and what reads such graphs."""
+"""The few functions that generated graphs call besides torch's own, and names of operations."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from revcompile.kernels.autocast import is_autocasting
 
@@ -18,7 +18,9 @@ __all__ = [
     "batch_norm",
     "device_of",
     "fuse_mean",
+    "is_random_operator",
     "matching",
+    "op_name",
     "out_of_place",
     "read_buffer",
     "select",
@@ -27,6 +29,7 @@ __all__ = [
     "store_buffer",
     "with_item",
     "with_view",
+    "writes_self",
 ]
 
 
@@ -40,7 +43,6 @@ def select(training: bool, train: Any, evaluation: Any) -> Any:
 
 
 def shape(*dims: int) -> torch.Size:
-    """A shape from its numbers."""
     return torch.Size(dims)
 
 
@@ -98,12 +100,11 @@ def with_view(
 
 
 def read_buffer(buffer: Tensor) -> Tensor:
-    """What a buffer holds before the model writes to it in this call."""
+    """A buffer's contents before the model writes to it in this call."""
     return buffer.clone()
 
 
 def store_buffer(buffer: Tensor, value: Tensor) -> None:
-    """Write a buffer's new contents, which the graph has computed."""
     with torch.no_grad():
         buffer.copy_(value)
 
@@ -122,15 +123,65 @@ def attribute(root: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), root)
 
 
+def op_name(node: fx.Node) -> str:
+    """The name of the function, method or operator that a node calls, without its overload.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> op_name(graph.call_function(torch.ops.aten.add.Tensor, (x, x)))
+    'add'
+    >>> op_name(graph.call_function(out_of_place, (x, "gt_", 1)))
+    'gt_'
+    """
+    if node.target is out_of_place:
+        return str(node.args[1])
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+_INPLACE_METHODS: Final = frozenset(("apply_", "map_", "map2_", "share_memory_"))
+"""In-place methods of tensors that are no operators of torch, which has no schema of them."""
+
+
+@functools.cache
+def writes_self(name: str) -> bool:
+    """Does torch's operator of this name write to its first argument, by its schema?
+
+    >>> writes_self("add_"), writes_self("add"), writes_self("and_")
+    (True, False, False)
+    """
+    if name == "requires_grad_":  # changes no contents
+        return False
+    schemas = [operator._schema for operator in _overloads(name)]
+    firsts = (schema.arguments[0].alias_info for schema in schemas if schema.arguments)
+    return name in _INPLACE_METHODS or any(alias and alias.is_write for alias in firsts)
+
+
+@functools.cache
+def is_random_operator(name: str) -> bool:
+    """Does torch tag its operator of this name as drawing random numbers?
+
+    >>> is_random_operator("dropout"), is_random_operator("relu")
+    (True, False)
+    """
+    return any(torch.Tag.nondeterministic_seeded in o.tags for o in _overloads(name))
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
 def as_read(x: Tensor) -> Tensor:
-    """A value as autocast would give it to the layers that read it."""
+    """A value in the type in which autocast passes it to the layers that read it."""
     if x.dtype != torch.float32 or not is_autocasting(x.device):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def matching(source: Any, like: Any) -> Any:
-    """A tensor in the floating-point type of another, under autocast; else as it is."""
+    """Under autocast, a tensor in the floating-point type of another; else the tensor itself."""
     if not isinstance(source, Tensor) or not isinstance(like, Tensor) or source.dtype == like.dtype:
         return source
     both = source.is_floating_point() and like.is_floating_point()
@@ -138,12 +189,12 @@ def matching(source: Any, like: Any) -> Any:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where a tensor lives: exported graphs ask at run time instead of remembering."""
+    """A tensor's device: exported graphs look it up at run time."""
     return tensor.device
 
 
 statistics_frozen = False
-"""True while a branch is recomputed: functional batch norms then leave their statistics alone."""
+"""True while a branch is recomputed: functional batch norms then do not update statistics."""
 
 
 def batch_norm(
@@ -157,7 +208,7 @@ def batch_norm(
     eps: float,
     count: Tensor | None = None,
 ) -> Tensor:
-    """Batch normalisation whose running statistics stand still during a recomputation."""
+    """Batch normalisation that updates no running statistics during a recomputation."""
     if training and statistics_frozen:
         mean = var = None
     elif training and count is not None:

@@ -1,17 +1,16 @@
-"""The immutable values that travel between the passes.
+"""The model from capture to rewire, and its types.
 
     nn.Module --capture--> Captured --find--> Residual, Refusal --rewire--> Rewired (Segments)
 
-Graphs are `torch.fx.Graph`s. Once a pass has handed one over nobody changes it any more: the
-next pass builds its own. Facts about a node live in its `meta` under the keys named here.
+Graphs are `torch.fx.Graph`s. Facts about a node are in its `meta`, under the keys named here.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,6 +18,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.ir.guards import NO_GUARDS, Guards
+from revcompile.ir.policy import Policy
+from revcompile.ir.weight_expansion import WeightExpansion
 
 __all__ = [
     "PATH",
@@ -29,15 +30,9 @@ __all__ = [
     "Captured",
     "Cost",
     "Coupling",
-    "Enter",
     "Frontend",
-    "Fuse",
-    "Growths",
-    "Leave",
     "Live",
-    "NameSet",
     "Opaque",
-    "Policy",
     "Rearrange",
     "Refusal",
     "Residual",
@@ -46,7 +41,6 @@ __all__ = [
     "Segment",
     "Signature",
     "TensorType",
-    "WeightExpansion",
 ]
 
 TYPE: Final = "revcompile_type"
@@ -83,16 +77,14 @@ class TensorType:
 
     @property
     def differentiable(self) -> bool:
-        """Can the value have a gradient: is it made of real or complex numbers?"""
+        """Can the value have a gradient: is its type floating-point or complex?"""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def at(self, batch: int) -> tuple[int, ...]:
-        """The shape at another batch size."""
         grown = batch - self.batch
         return tuple(n + s * grown for n, s in zip(self.shape, self.per_sample, strict=True))
 
     def numel(self) -> int:
-        """Number of elements at the example's batch size."""
         return torch.Size(self.shape).numel()
 
     def nbytes(self, batch: int | None = None) -> int:
@@ -120,22 +112,25 @@ class Frontend(enum.Enum):
 class Signature:
     """How a call of the model maps to the graph's placeholders and back.
 
-    Arguments are flattened as a pytree: tensors become placeholders in order, everything else
-    was fixed when the model was captured and is only compared. `eval_out_spec` is there only if
-    the model returns another structure in eval mode.
+    Arguments are flattened as a pytree: tensors become placeholders in order; other values are
+    constants of the graph, and must be the same in every call.
     """
 
     forward: inspect.Signature
     given: tuple[str, ...]
+    """Names of the arguments that the example has."""
     in_spec: pytree.TreeSpec
     fixed: tuple[tuple[int, Any], ...]
+    """Position and value of each flat argument that is no tensor."""
     placeholders: tuple[str, ...]
     labels: tuple[str, ...]
+    """For each placeholder, the argument as a user writes it: `batch['mask']`."""
     out_spec: pytree.TreeSpec
     eval_out_spec: pytree.TreeSpec | None = None
+    """If the model returns another structure in eval mode, that one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
-        """Nothing in it changes; and copying a `TreeSpec` makes torch 2.11 warn about itself."""
+        """Immutable; and torch 2.11 warns when a `TreeSpec` is copied."""
         return self
 
 
@@ -143,9 +138,8 @@ class Signature:
 class Captured:
     """A model as a graph. `root` is a private copy of the model that owns the parameters.
 
-    `graph` is the model in training mode; what differs in eval mode is selected inside the
-    graph by `self.training`. Only where the two differ in structure (auxiliary heads) does
-    `eval_graph` hold a graph of its own.
+    `graph` serves train and eval mode: constants that differ are selected by `self.training`. Only
+    if the modes differ in structure (auxiliary heads) is there an `eval_graph`.
     """
 
     name: str
@@ -154,41 +148,14 @@ class Captured:
     eval_graph: fx.Graph | None
     signature: Signature
     frontend: Frontend
-    leaves: tuple[str, ...] = ()
+    leaf_modules: tuple[str, ...] = ()
+    """Paths of modules that are single calls."""
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
     draws: frozenset[str] = frozenset()
-    """`file:line` of random numbers that decide nothing: the graph does not draw them."""
+    """Lines (`file:line`) that draw random numbers which decide nothing; the graph draws none."""
     stateful: tuple[str, ...] = ()
-    """Modules kept as one piece whose next call computes something else, and why."""
-
-
-class NameSet(Set[str]):
-    """A set of names that is gone through in the order it was given, in every process alike.
-
-    >>> NameSet(["w2", "w1"]) | NameSet(["w3", "w2"])
-    NameSet(['w2', 'w1', 'w3'])
-    """
-
-    __slots__ = ("_names",)
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names = dict.fromkeys(names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __hash__(self) -> int:
-        return self._hash()
-
-    def __repr__(self) -> str:
-        return f"NameSet({list(self._names)})"
+    """Leaf modules whose next call computes something else, and why."""
 
 
 class ResidualKind(enum.Enum):
@@ -202,26 +169,40 @@ class ResidualKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Residual:
-    """An additive shortcut that rewiring can use: `out = post(shortcut(x) + branch(x, sides))`.
+    """A block: `total = shortcut(x) + branch(x, *sides); out = post(total)`.
 
-    `x`, `out` and `terms` name nodes of the captured graph. `branch` holds every node between
-    `x` and the sum; `shortcut` those of a projected shortcut; `extras` are values of the branch
-    that are also read outside the block. Sets of names are in the graph's order.
+    All names are nodes of the captured graph, in the graph's order.
     """
 
     path: str
+    """The module whose forward has the sum."""
     kind: ResidualKind
     x: str
     total: str
+    """The sum."""
     out: str
+    """The sum, or the activation after it."""
     terms: tuple[str, ...]
-    adds: NameSet
-    branch: NameSet
+    """The summands that the branch computes."""
+    adds: tuple[str, ...]
+    """The additions that join the summands."""
+    branch: tuple[str, ...]
+    """Every node between `x` and the sum."""
     shortcut_term: str
-    shortcut: NameSet = field(default_factory=NameSet)
+    """The summand that is `x` or its projection; "" if the branch computes a scaled `x` too."""
+    shortcut: tuple[str, ...] = ()
+    """The nodes of a projection."""
     post: tuple[str, ...] = ()
+    """The activation after the sum."""
     sides: tuple[str, ...] = ()
+    """Other values that the branch reads."""
     extras: tuple[str, ...] = ()
+    """Values of the branch that are also read outside the block."""
+
+    @property
+    def is_projected(self) -> bool:
+        """Does the shortcut change the shape?"""
+        return self.kind is ResidualKind.PROJECTED
 
     def __str__(self) -> str:
         return f"{self.path or '(top level)'}: {self.kind.value}"
@@ -239,94 +220,9 @@ class Refusal:
         return f"{self.path or '(top level)'}: {self.reason}"
 
 
-class Enter(enum.Enum):
-    """How one value becomes two streams.
-
-    >>> Policy(enter=Enter.DUPLICATE).enter.value
-    'duplicate'
-    """
-
-    WIDEN = "widen"
-    DUPLICATE = "duplicate"
-
-
-class Fuse(enum.Enum):
-    """How two streams become one value inside the model.
-
-    >>> Policy().fuse is Fuse.MEAN
-    True
-    """
-
-    MEAN = "mean"
-    CONCAT = "concat"
-
-
-class Leave(enum.Enum):
-    """How the last two streams reach the head.
-
-    >>> Policy.named("pretrained").leave is Leave.MEAN
-    True
-    """
-
-    CONCAT = "concat"
-    MEAN = "mean"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The free choices of rewiring. Where a choice cannot be met the safe one is taken and noted.
-
-    `Policy.named("paper")` builds PETRA's RevNets; `Policy.named("pretrained")` adds no
-    parameter and keeps the head's weights as they are.
-
-    >>> Policy.named("paper").leave.value
-    'concat'
-    """
-
-    enter: Enter = Enter.WIDEN
-    fuse: Fuse = Fuse.MEAN
-    leave: Leave = Leave.CONCAT
-
-    @staticmethod
-    def named(name: str | Policy) -> Policy:
-        """Look up a preset, or pass a `Policy` through."""
-        from revcompile.errors import PolicyError
-
-        if isinstance(name, Policy):
-            return name
-        presets = {
-            "paper": Policy(),
-            "pretrained": Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN),
-        }
-        if not isinstance(name, str) or name not in presets:
-            known = ", ".join(repr(p) for p in presets)
-            raise PolicyError(
-                f"policy: expected {known} or a revcompile.Policy, got {name!r}; for single "
-                "choices write e.g. revcompile.Policy(enter=Enter.DUPLICATE)"
-            )
-        return presets[name]
-
-
-class WeightExpansion(enum.Enum):
-    """How a tensor added or enlarged by rewiring starts from the original's weights."""
-
-    TILE = "tile"
-    """`[W, W]` along dim 0: both streams start equal."""
-    HALVE = "halve"
-    """`[W/2, W/2]` along dim 1: the head of two equal streams gives what it gave for one."""
-    COPY = "copy"
-    """a second tensor equal to the first."""
-    REVIVE_ZERO_INIT = "revive_zero_init"
-    """1 where the original is 0 throughout: behind a ReLU nothing would ever move it."""
-
-
-Growths = Mapping[str, tuple[str, WeightExpansion]]
-"""Name of each tensor rewiring made -> (name in the original state dict, how it grew)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A reference to a named live value, in a place where constants may stand too."""
+    """A live value by name, as an item of `Body.result`, which may hold constants too."""
 
     name: str
 
@@ -344,7 +240,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Rearrange:
-    """The same elements in another arrangement (NCHW to tokens, windows), and the way back.
+    """A bijection of a stream's elements (NCHW to tokens, windows) and its inverse.
 
     `forward` maps `(stream, *sides)` to `(arranged, shapes)`; `inverse` maps
     `(arranged, shapes)` to the stream. `sides` are sizes only.
@@ -359,9 +255,9 @@ class Rearrange:
 class Coupling:
     """A reversible segment: `(a, b) -> (b, a + F(b, *sides))`, PETRA Fig. 2.
 
-    `branch` is F; where values inside it are read elsewhere it returns `(F(b), *extras)`. Where
-    the block works on another arrangement of the stream than the block before it, `rearrange` is
-    applied to both streams first.
+    `branch` is F; if values inside it are read elsewhere it returns `(F(b), *extras)`. If the block
+    works on another arrangement of the stream than the block before it, `rearrange` is applied to
+    both streams first.
     """
 
     name: str
@@ -375,7 +271,7 @@ class Coupling:
 
     @property
     def graph(self) -> fx.Graph:
-        """What the segment computes, as an opaque one calls it: `branch`."""
+        """The branch: the graph of every segment, for passes that treat all alike."""
         return self.branch
 
     @property
@@ -446,7 +342,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Body:
-    """Segments in order over named live values, and where the model's flat outputs are."""
+    """Segments in order over named live values.
+
+    `result` has the model's flat outputs (`Live` or constants), `types` the type of every value.
+    """
 
     segments: tuple[Segment, ...]
     result: tuple[Any, ...]
@@ -457,7 +356,7 @@ class Body:
 class Rewired:
     """The two-stream model. `root` owns the parameters under their original names.
 
-    `eval_body` is there only if the model has another structure in eval mode.
+    There is an `eval_body` only if the model has another structure in eval mode.
     """
 
     name: str
@@ -468,7 +367,8 @@ class Rewired:
     policy: Policy
     residuals: tuple[Residual, ...]
     refusals: tuple[Refusal, ...]
-    weight_expansions: Growths
+    weight_expansions: Mapping[str, tuple[str, WeightExpansion]]
+    """Name of each tensor that rewiring made -> (name in the original state dict, how)."""
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
     stateful: tuple[str, ...] = ()
@@ -476,5 +376,4 @@ class Rewired:
 
     @property
     def couplings(self) -> tuple[Coupling, ...]:
-        """The reversible segments."""
         return tuple(s for s in self.body.segments if isinstance(s, Coupling))

@@ -1,12 +1,25 @@
-"""How tensors that rewiring enlarges start from the original's weights."""
+"""How tensors that rewiring adds or enlarges start from the original's weights."""
 
 from __future__ import annotations
 
+import enum
+
 import torch
 
-from revcompile.ir.types import WeightExpansion
+__all__ = ["WeightExpansion", "grow"]
 
-__all__ = ["grow"]
+
+class WeightExpansion(enum.Enum):
+    """How a tensor added or enlarged by rewiring starts from the original's weights."""
+
+    TILE = "tile"
+    """`[W, W]` along dim 0: both streams start equal."""
+    HALVE = "halve"
+    """`[W/2, W/2]` along dim 1: for two equal streams the head computes the same as for one."""
+    COPY = "copy"
+    """A second tensor equal to the first."""
+    REVIVE_ZERO_INIT = "revive_zero_init"
+    """1 where all of the original is 0: before a ReLU it would have no gradient."""
 
 
 def grow(tensor: torch.Tensor, how: WeightExpansion) -> torch.Tensor:

@@ -85,7 +85,7 @@ class ErrorFeedback(Optimizer):
         self.state = optimizer.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of the wrapped optimizer, and what the delay adds to it."""
         loss = None
         if closure is not None:

@@ -258,7 +258,8 @@ def muon_groups(
 
 
 def _not_matrices(model: nn.Module) -> list[nn.Module]:
-    modules = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = nn.Embedding, nn.EmbeddingBag
+    modules: list[nn.Module] = [m for m in model.modules() if isinstance(m, embeddings)]
     for getter in ("get_classifier", "get_output_embeddings"):
         head = getattr(model, getter, lambda: None)()
         heads = head if isinstance(head, tuple | list) else [head]

@@ -1,4 +1,9 @@
-"""Which plain attributes of modules a forward pass reads and writes."""
+"""Attributes of modules: which ones a forward pass reads and writes, and tensors it leaves there.
+
+self.step += 1             a counter: read, then changed (`AttributeLog.overwritten`)
+if self.alpha > 0:         read: becomes a guard (`AttributeLog.guards`)
+self.aux = p.mean()        a tensor that only the traced forward computes (`UncomputedTensor`)
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,17 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
 
 from revcompile.compiler.capture.trace_errors import user_line
+from revcompile.errors import InputError
 from revcompile.ir.guards import AttributeGuard, frozen
+from revcompile.ir.module_tree import child_path
 
-__all__ = ["AttributeLog", "attributes_logged", "state_of"]
+__all__ = ["AttributeLog", "UncomputedTensor", "log_attributes", "mark_uncomputed", "state_of"]
 
 _OF_NN: Final = frozenset(vars(nn.Module())) - {"training"}
 """Attributes every module has, for torch's own use."""
@@ -26,8 +33,8 @@ _SCALARS: Final = (
     *(type, types.FunctionType, types.BuiltinFunctionType),
 )
 _CONTAINERS: Final = (tuple, list, set, frozenset, dict)
-_MOST: Final = 256
-"""Larger containers are taken for tables, which nobody steers by."""
+_MAX_GUARDED: Final = 256
+"""Larger containers are taken for data, which decides no control flow."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,12 @@ class _Event:
     is_read: bool
     value: Any
     content: Any
-    """What the value was then: a list may have grown since."""
+    """The value's contents at that time: a list may have grown since."""
     source: str
 
 
 class AttributeLog:
-    """Reads and writes in the order they happen; `paused` says when nothing counts."""
+    """Reads and writes in the order they happen; none are noted while `paused()` is true."""
 
     def __init__(self, paused: Callable[[], bool]) -> None:
         self.events: list[_Event] = []
@@ -50,10 +57,9 @@ class AttributeLog:
         self._busy = False
 
     def note(self, module: nn.Module, name: str, is_read: bool, value: Any) -> None:
-        """Remember a read, or a write, of an attribute."""
         if self._busy or self._paused():
             return
-        self._busy = True  # finding the line must not count as reading
+        self._busy = True  # finding the user's line reads attributes too
         try:
             event = _Event(module, name, is_read, value, _content(value), user_line())
             self.events.append(event)
@@ -61,7 +67,7 @@ class AttributeLog:
             self._busy = False
 
     def guards(self, paths: Mapping[nn.Module, str]) -> tuple[AttributeGuard, ...]:
-        """What was read before the forward pass itself wrote it, as far as it is plain."""
+        """Guards on plain attributes that were read before the forward pass itself wrote them."""
         first: dict[tuple[nn.Module, str], _Event] = {}
         for event in self.events:
             first.setdefault((event.module, event.name), event)
@@ -74,23 +80,23 @@ class AttributeLog:
     def overwritten(self, since: int = 0) -> list[tuple[nn.Module, str]]:
         """Attributes that were read and then changed, by assignment or in place."""
         first: dict[tuple[nn.Module, str], _Event] = {}
-        found: dict[tuple[nn.Module, str], None] = {}
+        changed: dict[tuple[nn.Module, str], None] = {}
         for event in self.events[since:]:
             key = event.module, event.name
             start = first.setdefault(key, event)
             if start.is_read and _content(event.value) != start.content:
-                found[key] = None
-        return list(found)
+                changed[key] = None
+        return list(changed)
 
     def read_first(self, module: nn.Module, name: str, since: int) -> bool:
         """Was the attribute read before it was written, since an event?"""
-        mine = (e for e in self.events[since:] if e.module is module and e.name == name)
-        return next((e.is_read for e in mine), False)
+        events = (e for e in self.events[since:] if e.module is module and e.name == name)
+        return next((e.is_read for e in events), False)
 
 
 @contextmanager
-def attributes_logged(log: AttributeLog) -> Iterator[None]:
-    """Have every module report which of its own attributes are read and written."""
+def log_attributes(log: AttributeLog) -> Iterator[None]:
+    """Log reads and writes of all modules' own attributes."""
     get, put = object.__getattribute__, nn.Module.__setattr__
 
     def getting(self: nn.Module, name: str) -> Any:
@@ -154,7 +160,60 @@ def _item(value: Any) -> Any:
 def _is_plain(value: Any, depth: int = 0) -> bool:
     if _is_scalar(value):
         return True
-    if type(value) not in (*_CONTAINERS, torch.Size) or depth > 4 or len(value) > _MOST:
+    if type(value) not in (*_CONTAINERS, torch.Size) or depth > 4 or len(value) > _MAX_GUARDED:
         return False
     items: Iterable[Any] = (*value, *value.values()) if type(value) is dict else value
     return all(_is_plain(item, depth + 1) for item in items)
+
+
+class UncomputedTensor:
+    """In the place of a tensor that a traced forward stored in an attribute; using it raises.
+
+    The captured graph does not set the attribute: what was there before would be used silently.
+
+    >>> UncomputedTensor("blocks.0.aux") + 1
+    Traceback (most recent call last):
+    revcompile.errors.InputError: blocks.0.aux is set by a forward pass that is part of ...
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise InputError(
+            f"{self._name} is set by a forward pass that is part of the captured graph now, which "
+            "computes only what the model returns: the attribute would be out of date, and a loss "
+            "that uses it would have no gradient. Let the model return the tensor"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        given = [*args, *(kwargs or {}).values()]
+        flat = [a for arg in given for a in (arg if isinstance(arg, list | tuple) else [arg])]
+        next(a for a in flat if isinstance(a, UncomputedTensor))._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle look for optional methods
+            raise AttributeError(name)
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{self.__dict__.get('_name', '?')}, which the captured graph does not set>"
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __pow__ = __neg__ = __matmul__ = __rmatmul__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __float__ = __int__ = __bool__ = __len__ = __iter__ = __getitem__ = _refuse
+
+
+def mark_uncomputed(root: nn.Module, names: Iterable[tuple[str, str, Any]]) -> None:
+    """Replace attributes (module's path, name, and None or the key of a dict's entry)."""
+    for path, name, key in names:
+        owner = vars(root.get_submodule(path))
+        full = child_path(path, name)
+        if key is None:
+            owner[name] = UncomputedTensor(full)
+        elif type(owner.get(name)) is dict:
+            owner[name][key] = UncomputedTensor(f"{full}[{key!r}]")

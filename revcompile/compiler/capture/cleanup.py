@@ -1,25 +1,21 @@
-"""A raw trace made comparable and complete: no dead code, and `no_grad` said in the graph."""
+"""Small passes over a traced graph: dead code, `no_grad`, identity layers."""
 
 from __future__ import annotations
 
-from typing import Final
+from torch import fx, nn
 
-from torch import fx
-
-from revcompile.compiler.capture.memory import WRITES
-from revcompile.compiler.capture.side_effects import eliminate_dead_code, is_effect
+from revcompile.compiler.capture.memory import NO_GRAD, WRITES, eliminate_dead_code, is_effect
+from revcompile.ir.module_tree import called_module
 from revcompile.ir.types import TYPE, TensorType
 
-__all__ = ["NO_GRAD", "detach_no_grad", "tidy"]
-
-NO_GRAD: Final = "revcompile_no_grad"
-"""`node.meta` key: was the node made where gradients are off?"""
+__all__ = ["detach_no_grad", "remove_identities", "remove_unused"]
 
 
-def tidy(graph: fx.Graph) -> None:
-    """Drop what was only looked at, and fetch attributes where they are first needed.
+def remove_unused(graph: fx.Graph) -> None:
+    """Erase nodes that were only inspected, and move each `get_attr` before its first reader.
 
-    Two modes that compute the same then have the same graph, whatever they asked on the way.
+    Train and eval traces that compute the same then have the same graph, whatever the model
+    inspected while it was traced.
     """
     eliminate_dead_code(graph)
     placed: set[fx.Node] = set()
@@ -31,7 +27,7 @@ def tidy(graph: fx.Graph) -> None:
 
 
 def detach_no_grad(graph: fx.Graph) -> None:
-    """Values made under `no_grad` pass no gradient: say so in the graph."""
+    """Insert `detach` where values computed under `no_grad` are read outside of it."""
     for node in list(graph.nodes):
         if not node.meta.get(NO_GRAD):
             continue
@@ -51,3 +47,23 @@ def _detach(graph: fx.Graph, node: fx.Node, before: fx.Node, users: list[fx.Node
     detached.meta[WRITES] = frozenset()
     for user in users:
         user.replace_input_with(node, detached)
+
+
+def remove_identities(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A copy without calls of `nn.Identity`, which hide where a residual block begins."""
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = node.args[0] if len(node.args) == 1 else None
+        if _is_identity(node, root) and isinstance(source, fx.Node):
+            copies[node] = copies[source]
+        else:
+            copies[node] = result.node_copy(node, copies.__getitem__)
+    return result
+
+
+def _is_identity(node: fx.Node, root: nn.Module) -> bool:
+    module = called_module(node, root)
+    if type(module) is not nn.Identity:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks)

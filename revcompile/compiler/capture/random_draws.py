@@ -6,6 +6,7 @@ the number, and the draw itself is left out of the graph.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from revcompile.compiler.capture.trace_errors import user_line
 __all__ = ["decided_draw", "draws_decided", "draws_left_out"]
 
 _RAND: Final = torch.rand
-_TURNED: Final = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+_MIRRORED: Final = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _UNDECIDED: Final = (
     "control flow depends on random numbers (LayerDrop with p = {bound}); set that probability to "
     "0 before capturing, or drop layers by multiplying with a random mask"
@@ -30,11 +31,11 @@ _UNDECIDED: Final = (
 def decided_draw(node: fx.Node) -> tuple[bool, fx.Node] | None:
     """The outcome of comparing a random number with a bound outside its range, and the draw."""
     name = str(getattr(node.target, "__name__", node.target)).strip("_")
-    if name not in _TURNED or len(node.args) != 2:
+    if name not in _MIRRORED or len(node.args) != 2:
         return None
     left, right = node.args
     if not _is_draw(left):
-        left, right, name = right, left, _TURNED[name]
+        left, right, name = right, left, _MIRRORED[name]
     if not (isinstance(left, fx.Node) and _is_draw(left) and isinstance(right, int | float)):
         return None
     return _compared(name, right), left
@@ -56,7 +57,7 @@ def _compared(name: str, bound: float) -> bool:
 
 
 class _Draw:
-    """A number from [0, 1) that nobody has drawn yet."""
+    """A number from [0, 1) that is not drawn: it can only be compared."""
 
     def __init__(self, lines: set[str]) -> None:
         self._lines, self._line = lines, user_line()
@@ -66,22 +67,15 @@ class _Draw:
         self._lines.add(self._line)
         return outcome
 
-    def __lt__(self, bound: Any) -> bool:
-        return self._decide("lt", bound)
-
-    def __le__(self, bound: Any) -> bool:
-        return self._decide("le", bound)
-
-    def __gt__(self, bound: Any) -> bool:
-        return self._decide("gt", bound)
-
-    def __ge__(self, bound: Any) -> bool:
-        return self._decide("ge", bound)
+    __lt__ = functools.partialmethod(_decide, "lt")
+    __le__ = functools.partialmethod(_decide, "le")
+    __gt__ = functools.partialmethod(_decide, "gt")
+    __ge__ = functools.partialmethod(_decide, "ge")
 
 
 @contextmanager
 def draws_decided() -> Iterator[set[str]]:
-    """Single random numbers are drawn only to be compared; yields the lines that do so.
+    """Replace single random numbers by objects that can only be compared; yields their lines.
 
     For `torch.export`, which would stop at a comparison of a random number.
     """
@@ -99,7 +93,7 @@ def draws_decided() -> Iterator[set[str]]:
 
 @contextmanager
 def draws_left_out(lines: Collection[str]) -> Iterator[None]:
-    """Run a model without moving the random generator for the draws that a graph has left out."""
+    """Restore the random generator after the draws on these lines, which the graph leaves out."""
 
     def rand(*size: Any, **kwargs: Any) -> Any:
         if user_line() not in lines:

@@ -1,4 +1,4 @@
-"""Who is to blame when tracing stops: the module, the line of the user's code, and why."""
+"""Why tracing stopped: the module, the line of the user's code, and the reason in words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import inspect
 import linecache
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,26 +19,35 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.proxy import TraceError
 
 __all__ = [
+    "BatchDependent",
     "PythonState",
-    "Refused",
-    "Unrecorded",
-    "Unseen",
+    "Rejected",
+    "Unsupported",
     "Untraceable",
-    "blame",
+    "UntracedEffect",
     "compares_types_by_identity",
+    "describe_failure",
     "in_bare_call",
+    "is_torch_code",
     "user_line",
 ]
 
-_NOT_THE_USERS: Final = (torch.__path__[0], str(Path(__file__).parent), "<")
+_TORCH: Final = torch.__path__[0]
+_TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
+_NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parent), "<")
 """How the paths of files begin that no user wrote."""
 
 
 class Untraceable(Exception):
-    """Tracing stopped; `path` is the innermost module whose forward was running.
+    """Tracing stopped.
 
-    `is_final` says that no other tracer may try: it would miss what stopped this one;
-    `has_state`, that the module's next call computes something else, and no buffer says so.
+    Attributes:
+        path: the innermost module whose forward was running.
+        cause: the reason, one line.
+        source: `file:line` of the user's code.
+        is_final: another tracer would miss what stopped this one, and must not be tried.
+        has_state: the module's next call computes something else, and no buffer holds that state.
+        by_batch: control flow depends on the batch size.
     """
 
     def __init__(
@@ -47,6 +57,7 @@ class Untraceable(Exception):
         source: str,
         is_final: bool = False,
         has_state: bool = False,
+        by_batch: bool = False,
     ) -> None:
         super().__init__(f"{path or '(top level)'}: {cause} [{source}]")
         self.path = path
@@ -54,9 +65,17 @@ class Untraceable(Exception):
         self.source = source
         self.is_final = is_final
         self.has_state = has_state
+        self.by_batch = by_batch
 
 
-class Unrecorded(TraceError):
+class BatchDependent(TraceError):
+    """Control flow reads a value that differs between the two batch sizes."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__(f"control flow depends on the batch size ({first} or {second})")
+
+
+class UntracedEffect(TraceError):
     """A forward pass did something that leaves no trace in the graph."""
 
     def __init__(self, text: str, module: nn.Module) -> None:
@@ -64,23 +83,36 @@ class Unrecorded(TraceError):
         self.module = module
 
 
-class PythonState(Unrecorded):
+class PythonState(UntracedEffect):
     """A forward pass changes what its next call computes, in an attribute that is no buffer."""
 
 
-class Unseen(TraceError):
-    """A line does something that no tracer sees: a module that does it can be kept as one piece."""
+class Unsupported(TraceError):
+    """An operation that no tracer sees. A module that does it can be a leaf module."""
 
 
-class Refused(Unrecorded):
-    """Not even keeping the module as one piece would help."""
+class Rejected(UntracedEffect):
+    """An effect that is wrong even inside a leaf module."""
 
 
-def blame(path: str, error: Exception) -> Untraceable:
+def describe_failure(path: str, error: Exception) -> Untraceable:
     """Put what went wrong in the module at `path` into words."""
-    is_final = isinstance(error, (PythonState, Refused, Unseen))
-    has_state = isinstance(error, PythonState)
-    return Untraceable(path, _reason(error), _source(error), is_final, has_state)
+    return Untraceable(
+        path,
+        _reason(error),
+        _source(error),
+        is_final=isinstance(error, (PythonState, Rejected, Unsupported)),
+        has_state=isinstance(error, PythonState),
+        by_batch=isinstance(error, BatchDependent),
+    )
+
+
+def is_torch_code() -> bool:
+    """Was the caller of the tracer's code a file of torch, not the user's?"""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TRACERS):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_TORCH)
 
 
 def user_line() -> str:
@@ -97,9 +129,9 @@ def _user_frame() -> FrameType | None:
 
 
 def in_bare_call() -> bool:
-    """Is the user's code in a statement that gives nothing: a call as such, `raise`, `assert`?
+    """Is the user's code in a statement without a result: a bare call, `raise` or `assert`?
 
-    Text that is made there goes into a message and steers nothing.
+    Text made there goes into a message and decides nothing.
     """
     frame = _user_frame()
     if frame is None:
@@ -109,9 +141,9 @@ def in_bare_call() -> bool:
 
 
 def compares_types_by_identity() -> bool:
-    """Does the user's function ask whether a dtype or layout `is` another?
+    """Does the user's function compare a dtype or layout by `is`?
 
-    A proxy cannot answer that for the value it stands for.
+    A proxy is never the object that it represents.
     """
     frame = _user_frame()
     if frame is None:
@@ -123,13 +155,9 @@ def compares_types_by_identity() -> bool:
 @functools.lru_cache(maxsize=64)
 def _comparing_functions(file: str) -> list[tuple[int, int]]:
     """First and last line of every function of a file that compares types by identity."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
     return [
         (node.lineno, node.end_lineno or 0)
-        for node in ast.walk(tree)
+        for node in _syntax(file)
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(n, ast.Compare) and _is_of_types(n) for n in ast.walk(node))
     ]
@@ -147,30 +175,33 @@ def _is_of_types(compare: ast.Compare) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _statements(file: str) -> list[tuple[int, int, bool]]:
-    """First and last line of every statement of a file, and whether it gives nothing."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
+    """First and last line of every statement of a file, and whether it has no result."""
     return [
         (node.lineno, node.end_lineno or 0, isinstance(node, (ast.Expr, ast.Raise, ast.Assert)))
-        for node in ast.walk(tree)
+        for node in _syntax(file)
         if isinstance(node, ast.stmt)
     ]
 
 
+def _syntax(file: str) -> Iterator[ast.AST]:
+    try:
+        return ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except SyntaxError:
+        return iter(())
+
+
 def _source(error: Exception) -> str:
     """`file:line: code` of the user's code that failed."""
-    if isinstance(error, Unrecorded):
+    if isinstance(error, UntracedEffect):
         code = inspect.unwrap(type(error.module).forward).__code__
         return f"{code.co_filename}:{code.co_firstlineno}: {type(error.module).__name__}.forward"
     frames = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
-    mine = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-    return f"{mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else "?"
+    users = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    return f"{users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else "?"
 
 
 def _reason(error: Exception) -> str:
-    """One line of plain words."""
+    """One line for the user."""
     if isinstance(error, DataDependentOutputException):
         return "control flow depends on the contents of a tensor"
     if isinstance(error, DynamicOutputShapeException):

@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from revcompile.compiler.capture.copies import copy_model, set_mode
-from revcompile.compiler.capture.rng import rng_kept
+from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
 from revcompile.compiler.cost.run_pieces import (
     Code,
     PieceCall,
@@ -72,7 +71,7 @@ def analytic_costs(
                 f"cost: {rewired.name} has data-dependent control flow ({error}), which needs real "
                 "tensors; move it from the meta device to a real one first"
             ) from error
-    with rng_kept():
+    with preserve_rng():
         return _Analysis(rewired, pieces, types, None).costs()
 
 

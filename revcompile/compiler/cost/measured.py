@@ -18,9 +18,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.compiler.capture.check import model_unchanged
-from revcompile.compiler.capture.copies import attributes_kept, set_mode
-from revcompile.compiler.capture.rng import seed_all
+from revcompile.compiler.capture.isolation import (
+    preserve_attributes,
+    preserve_model,
+    seed_all,
+    set_mode,
+)
 from revcompile.compiler.cost.run_pieces import (
     Code,
     PieceCall,
@@ -99,7 +102,7 @@ def measured_costs(
         seconds.append((*time_passes(forward, backward, device), update))
         return forward()
 
-    with model_unchanged(root), attributes_kept(root):
+    with preserve_model(root), preserve_attributes(root):
         set_mode(root, root, training=True)
         seed_all(0)
         values = _example(rewired, types, device)

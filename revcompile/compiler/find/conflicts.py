@@ -1,7 +1,6 @@
-"""find, second half: residual blocks seen together.
+"""find, second half: conflicts between residual blocks.
 
-Blocks inside blocks, activations that follow a sum, projections next to nothing reversible, and
-blocks that read each other's branches.
+Each pass takes the blocks and returns those that remain, and a refusal for each of the others.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from typing import Final
 from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow
-from revcompile.ir.ops import read_buffer
+from revcompile.ir.module_tree import called_module
+from revcompile.ir.ops import op_name, read_buffer
 from revcompile.ir.types import VALUE, Refusal, Residual, ResidualKind
 
 __all__ = [
     "absorb_activations",
-    "drop_entangled",
+    "drop_cyclic",
     "drop_overlapping",
     "drop_useless",
     "is_activation",
@@ -27,30 +27,22 @@ __all__ = [
     "resolve_nesting",
 ]
 
-ACTIVATIONS: Final = frozenset(
-    [
-        "relu",
-        "relu6",
-        "relu_",
-        "gelu",
-        "silu",
-        "silu_",
-        "swish",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "prelu",
-        "mish",
-        "softplus",
-        "tanh",
-        "sigmoid",
-        "hard_swish",
-        "hard_mish",
-    ]
+_ACTIVATIONS: Final = frozenset(
+    (
+        *("relu", "relu_", "relu6", "gelu", "silu", "silu_", "swish", "hardswish", "hardsigmoid"),
+        *("hardtanh", "leaky_relu", "elu", "selu", "celu", "prelu", "mish", "softplus", "tanh"),
+        *("sigmoid", "hard_swish", "hard_mish"),
+    )
+)
+"""Elementwise activation functions."""
+
+_ACTIVATION_LAYERS: Final = frozenset(
+    (
+        *(nn.ReLU, nn.ReLU6, nn.RReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU),
+        *(nn.SiLU, nn.Mish, nn.Hardswish, nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanh),
+        *(nn.Hardtanh, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Softplus, nn.Softsign),
+        nn.Threshold,
+    )
 )
 
 _MIN_INNER_BLOCKS: Final = 2
@@ -59,25 +51,16 @@ _INNER_SHARE: Final = 0.8
 
 def is_activation(node: fx.Node, root: nn.Module) -> bool:
     """Is the node an elementwise activation function?"""
-    name = _called(node, root)
     if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        in_torch = type(module).__module__ == "torch.nn.modules.activation"
-        excluded = ("MultiheadAttention", "Softmax", "GLU", "LogSoftmax", "Softmax2d")
-        return (in_torch and name not in excluded) or name.lower() in ACTIVATIONS
-    return node.op in ("call_function", "call_method") and name in ACTIVATIONS
+        return type(called_module(node, root)) in _ACTIVATION_LAYERS
+    return node.op in ("call_function", "call_method") and op_name(node) in _ACTIVATIONS
 
 
 def is_flat_at_zero(node: fx.Node, root: nn.Module) -> bool:
     """Is the node an activation function whose derivative at 0 is 0?"""
-    return _called(node, root).lower().rstrip("_") in ("relu", "relu6")
-
-
-def _called(node: fx.Node, root: nn.Module) -> str:
-    """The name of the module's class, or of the function, that a node calls."""
     if node.op == "call_module":
-        return type(root.get_submodule(str(node.target))).__name__
-    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+        return isinstance(called_module(node, root), (nn.ReLU, nn.ReLU6))
+    return op_name(node) in ("relu", "relu_", "relu6")
 
 
 def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
@@ -85,11 +68,11 @@ def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residua
     kept: list[Residual] = []
     dropped: list[Refusal] = []
     for block in residuals:  # inner blocks end before the block around them
-        region = block.branch | block.shortcut
+        region = {*block.branch, *block.shortcut}
         inner = [r for r in kept if r.total in region]
-        reversible = [r for r in inner if r.kind is not ResidualKind.PROJECTED]
-        chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
-        if reversible and (chain or block.kind is ResidualKind.PROJECTED):
+        reversible = [r for r in inner if not r.is_projected]
+        is_chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
+        if reversible and (is_chain or block.is_projected):
             reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
             dropped.append(Refusal(block.path, block.total, reason))
             continue
@@ -108,11 +91,13 @@ def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
     return sum(map(size, inner)) >= _INNER_SHARE * size(outer)
 
 
-def absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:
-    """Post-activation blocks: the activation after the sum belongs to the block.
+def absorb_activations(
+    flow: Flow, residuals: list[Residual]
+) -> tuple[list[Residual], list[Refusal]]:
+    """Make the activation after the sum of a post-activation block part of the block.
 
-    A lone activation after the last sum of a pre-activation network belongs to the head: it
-    counts only if the next block starts from its result, or the block started from one.
+    The activation after the last sum of a pre-activation network belongs to the head. It is part of
+    a block only if the next block starts from its result, or this block started from one.
     """
     result: list[Residual] = []
     activated: set[str] = set()
@@ -128,11 +113,11 @@ def absorb_activations(flow: Flow, residuals: list[Residual]) -> list[Residual]:
                     kind = ResidualKind.POST_ACTIVATION
                 block = replace(block, kind=kind, out=post.name, post=(post.name,))
         result.append(block)
-    return result
+    return result, []
 
 
 def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """A projected block keeps two streams only where there are two streams to keep."""
+    """Drop projected blocks without a reversible neighbour: they have no streams to pass on."""
     by_x: dict[str, list[Residual]] = {}
     for block in residuals:
         by_x.setdefault(block.x, []).append(block)
@@ -142,13 +127,11 @@ def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual],
 
     def feeds_coupling(block: Residual) -> bool:
         return any(
-            after.kind is not ResidualKind.PROJECTED or feeds_coupling(after)
-            for after in by_x.get(block.out, [])
+            not after.is_projected or feeds_coupling(after) for after in by_x.get(block.out, [])
         )
 
     for block in residuals:
-        projected = block.kind is ResidualKind.PROJECTED
-        if projected and block.x not in streams and not feeds_coupling(block):
+        if block.is_projected and block.x not in streams and not feeds_coupling(block):
             reason = "a projected shortcut next to no reversible block"
             dropped.append(Refusal(block.path, block.total, reason))
             continue
@@ -158,7 +141,7 @@ def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual],
 
 
 def drop_overlapping(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """Of blocks that share a computation the first one keeps it: nothing is computed twice.
+    """Of blocks that share a computation keep the first: nothing is computed twice.
 
     A second stream that starts inside a block, or a skip across its end, makes such blocks.
     """
@@ -167,20 +150,20 @@ def drop_overlapping(flow: Flow, residuals: list[Residual]) -> tuple[list[Residu
     dropped: list[Refusal] = []
     for block in residuals:
         nodes = flow.in_order((*block.branch, *block.shortcut, *block.adds, *block.post))
-        mine = [n.name for n in nodes if not flow.anywhere(n) and n not in flow.plain]
-        shared = next((name for name in mine if name in owner), None)
+        computed = [n.name for n in nodes if not flow.recomputable(n) and n not in flow.plain]
+        shared = next((name for name in computed if name in owner), None)
         if shared is not None:
             other = owner[shared].path or "another block"
-            reason = f"shares {shared} with {other}, and a value is computed in one block only"
+            reason = f"shares {shared} with {other}, and a value belongs to one block only"
             dropped.append(Refusal(block.path, block.total, reason))
             continue
-        owner |= dict.fromkeys(mine, block)
+        owner |= dict.fromkeys(computed, block)
         kept.append(block)
     return kept, dropped
 
 
-def drop_entangled(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """Drop blocks whose values are needed before the block itself can be complete."""
+def drop_cyclic(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Drop blocks whose values are needed before the block itself can be computed."""
     dropped: list[Refusal] = []
     while True:
         ready = ready_times(flow, residuals)
@@ -192,32 +175,32 @@ def drop_entangled(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual
         }
         if not late:
             return residuals, dropped
-        entangled = _waiting(flow, residuals, late)
+        cyclic = _cyclic(flow, residuals, late)
         reason = "blocks read each other's branches, so none can come first"
-        dropped += [Refusal(r.path, r.total, reason) for r in entangled]
-        residuals = [r for r in residuals if r not in entangled]
+        dropped += [Refusal(r.path, r.total, reason) for r in cyclic]
+        residuals = [r for r in residuals if r not in cyclic]
 
 
-def _waiting(
+def _cyclic(
     flow: Flow, residuals: Sequence[Residual], late: Set[tuple[Residual, fx.Node]]
 ) -> list[Residual]:
-    """The blocks whose extras come too late for their reader; the reader if it is not them."""
+    """Blocks whose extras are computed too late for a reader; if there are none, the reader."""
     makers = {flow.by_name[name]: block for block in residuals for name in block.extras}
     ends = {block: flow.index[flow.by_name[block.out]] for block in residuals}
-    entangled: set[Residual] = set()
+    cyclic: set[Residual] = set()
     for reader, side in late:
         behind = {makers[node] for node in flow.sources_with_sizes(side) if node in makers}
-        entangled |= {block for block in behind if ends[block] >= ends[reader]} or {reader}
-    return [block for block in residuals if block in entangled]
+        cyclic |= {block for block in behind if ends[block] >= ends[reader]} or {reader}
+    return [block for block in residuals if block in cyclic]
 
 
 def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]:
-    """When each value is there, if a block's values appear all at once with its output."""
+    """When each value is computed, if all values of a block are computed with its output."""
     block_of = {flow.by_name[n]: r for r in residuals for n in (*r.branch, *r.adds, *r.post)}
     ready: dict[fx.Node, int] = {}
     for node in flow.nodes:
         block = block_of.get(node)
-        if block is not None and not flow.anywhere(node) and node not in flow.plain:
+        if block is not None and not flow.recomputable(node) and node not in flow.plain:
             ready[node] = flow.index[flow.by_name[block.out]]
         else:
             # a size whose value is known waits for nothing; a type or a device is not known

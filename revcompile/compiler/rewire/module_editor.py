@@ -1,6 +1,6 @@
-"""Changing layers of the private root: wider, or copied, with weights that start from the old.
+"""Replaces layers of the private root by wider ones, or copies them; new weights start from old.
 
-Every change is written down as a `WeightExpansion`: a state dict of the original still loads.
+Every change is noted as a `WeightExpansion`, so that a state dict of the original still loads.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from revcompile.ir.types import WeightExpansion
-from revcompile.ir.weight_expansion import grow
+from revcompile.ir.module_tree import child_path
+from revcompile.ir.weight_expansion import WeightExpansion, grow
 
 __all__ = ["ModuleEditor", "own_copy"]
 
 
 def own_copy(root: nn.Module) -> nn.Module:
-    """A copy of the module tree that still shares its tensors: cheap to change by layers."""
+    """A copy of the module tree that shares its tensors with the original."""
     shared = {id(t): t for t in (*root.parameters(), *root.buffers())}
     return copy.deepcopy(root, dict[int, Any](shared))
 
 
 class ModuleEditor:
-    """Replaces layers of one root and keeps the record of it."""
+    """Replaces layers of one root, and keeps a list of the changes."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.weight_expansions: dict[str, tuple[str, WeightExpansion]] = {}
-        self.asked: set[tuple[str, str]] = set()
-        """Every change wanted since this was last emptied, by layer and kind."""
+        self.requested: set[tuple[str, str]] = set()
+        """Changes requested since this was last cleared: layer and kind."""
         self._done: set[tuple[str, str]] = set()
 
     def can_widen(self, path: str) -> bool:
@@ -84,8 +84,8 @@ class ModuleEditor:
         """A norm that was 0 throughout, weight and bias, starts with weight 1."""
         module = self.root.get_submodule(path)
         affine = [getattr(module, name, None) for name in ("weight", "bias")]
-        there = [tensor for tensor in affine if tensor is not None]
-        if affine[0] is None or any(t.is_meta or bool(t.any()) for t in there):
+        tensors = [tensor for tensor in affine if tensor is not None]
+        if affine[0] is None or any(t.is_meta or bool(t.any()) for t in tensors):
             return
         if self._first(path, "revive_zero_init"):
             self._grow(path, self._replace(path), "weight", WeightExpansion.REVIVE_ZERO_INIT)
@@ -93,7 +93,7 @@ class ModuleEditor:
     def duplicate(self, path: str) -> str:
         """A second, equal module beside the first; returns its path."""
         parent_path, _, name = path.rpartition(".")
-        twin = f"{parent_path}.{name}_copy" if parent_path else f"{name}_copy"
+        twin = child_path(parent_path, f"{name}_copy")
         if not self._first(path, "copy"):
             return twin
         module = copy.deepcopy(self.root.get_submodule(path))
@@ -105,7 +105,7 @@ class ModuleEditor:
     def _first(self, path: str, what: str) -> bool:
         """False if this very change was made before (train and eval graphs share the root)."""
         fresh = (path, what) not in self._done
-        self.asked.add((path, what))
+        self.requested.add((path, what))
         self._done.add((path, what))
         return fresh
 

@@ -1,7 +1,7 @@
-"""Links: operations between two blocks that only rearrange the stream's elements.
+"""Rearrangements: operations between two blocks that only move the stream's elements.
 
 The stream of a Swin alternates between images and windows, that of a PVT between NCHW and
-tokens. Such steps are bijections, so a chain goes on through them; each has its inverse here.
+tokens. Such operations are bijections: a chain continues across them, with their inverses.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.rewire.region import Region, describe
+from revcompile.ir.module_tree import called_module
+from revcompile.ir.ops import op_name
 from revcompile.ir.types import Rearrange
 
-__all__ = ["build_rearrange", "link_source"]
+__all__ = ["build_rearrange", "rearranged_source"]
 
 _RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
 _COPIES = frozenset(["contiguous", "clone"])
+_MOVES = frozenset(["permute", "transpose", "roll", "movedim"])
 
 
-def link_source(flow: Flow, node: fx.Node) -> fx.Node | None:
-    """The value a node rearranges, or None if the node is no rearrange."""
+def rearranged_source(flow: Flow, node: fx.Node) -> fx.Node | None:
+    """The value that a node rearranges, or None if the node does something else."""
     name = _op_name(flow, node)
     source = node.args[0] if node.args else None
     if name is None or not isinstance(source, fx.Node):
@@ -37,24 +40,19 @@ def link_source(flow: Flow, node: fx.Node) -> fx.Node | None:
 
 def _op_name(flow: Flow, node: fx.Node) -> str | None:
     if node.op == "call_module":
-        module = flow.root.get_submodule(str(node.target))
-        return "contiguous" if isinstance(module, (nn.Identity, nn.Flatten)) else None
-    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    known = _RESHAPES | _COPIES | {"permute", "transpose", "roll", "movedim"}
-    if node.op == "call_module" or name not in known:
-        return None
-    if node.op == "call_function" and node.target is operator.getitem:
-        return None
-    return name
+        is_known = isinstance(called_module(node, flow.root), (nn.Identity, nn.Flatten))
+        return "contiguous" if is_known else None
+    name = op_name(node)
+    return name if name in _RESHAPES | _COPIES | _MOVES else None
 
 
 def build_rearrange(flow: Flow, source: fx.Node, result: fx.Node) -> Rearrange | None:
-    """The rearrange from one value to a later one, or None if a step has no inverse here."""
+    """The rearrangement of one value into a later one, or None if it cannot be inverted."""
     steps: list[fx.Node] = []
     node = result
     while node is not source:
         steps.append(node)
-        previous = link_source(flow, node)
+        previous = rearranged_source(flow, node)
         assert previous is not None
         node = previous
     steps.reverse()
@@ -81,7 +79,7 @@ def build_rearrange(flow: Flow, source: fx.Node, result: fx.Node) -> Rearrange |
 
 
 def _nothing_else(node: fx.Node) -> fx.Node:
-    raise AssertionError(f"a rearrange reads {node.name}")
+    raise AssertionError(f"a rearrangement reads {node.name}")
 
 
 def _inverse(flow: Flow, steps: list[fx.Node]) -> fx.Graph | None:

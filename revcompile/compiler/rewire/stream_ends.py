@@ -1,7 +1,7 @@
-"""The rules where streams begin and end: a layer twice as wide, a head of twice the inputs.
+"""Where streams begin and end: a layer with twice the outputs, a head with twice the inputs.
 
-Both look for the nearest dense layer through operations that treat every channel alone. Where
-none is found the streams start as two copies and end as their mean.
+Both look for the nearest dense layer, across operations that treat every channel alone. If there is
+none, the streams start as two copies of one value and end as their mean.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import fx, nn
 from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import is_activation
 from revcompile.compiler.rewire.module_editor import ModuleEditor
-from revcompile.ir.ops import attribute
+from revcompile.ir.module_tree import called_module, parameters_of
+from revcompile.ir.ops import op_name
 from revcompile.ir.types import Residual
 
 __all__ = ["enter_widened", "leave_concatenated"]
@@ -132,35 +133,31 @@ def _called_once(flow: Flow, node: fx.Node) -> bool:
     """Is this call the only place where the layer's parameters are read?"""
     if node.op != "call_module":
         return True
-    own = {id(p) for p in flow.root.get_submodule(str(node.target)).parameters()}
+    own = {id(p) for p in parameters_of(node, flow.root)}
     if not own:
         return True
-    calls = [n for n in flow.nodes if n.op == "call_module" and n.target == node.target]
-    read = (attribute(flow.root, str(n.target)) for n in flow.nodes if n.op == "get_attr")
+    readers = [n for n in flow.nodes if own & {id(p) for p in parameters_of(n, flow.root)}]
     prefix = f"{node.target}."
-    tied = any(
+    is_tied = any(
         id(p) in own and not name.startswith(prefix)
         for name, p in flow.root.named_parameters(remove_duplicate=False)
     )
-    return len(calls) == 1 and not tied and not any(id(value) in own for value in read)
+    return readers == [node] and not is_tied
 
 
 def _is_channelwise(flow: Flow, node: fx.Node) -> bool:
     """Does the node treat every channel of `[N, C, ...]` alone?"""
+    module = called_module(node, flow.root)
     if is_activation(node, flow.root):
-        is_prelu = node.op == "call_module" and isinstance(
-            flow.root.get_submodule(str(node.target)), nn.PReLU
-        )
-        return not is_prelu
-    if node.op == "call_module":
-        return type(flow.root.get_submodule(str(node.target))) in _CHANNELWISE
-    name = getattr(node.target, "__name__", str(node.target))
-    return name in _CHANNELWISE_FUNCTIONS and len(node.all_input_nodes) == 1
+        return not isinstance(module, nn.PReLU)  # which has a parameter for each channel
+    if module is not None:
+        return type(module) in _CHANNELWISE
+    return op_name(node) in _CHANNELWISE_FUNCTIONS and len(node.all_input_nodes) == 1
 
 
 def _is_spatial(node: fx.Node) -> bool:
     """`flatten(1)` and means over the spatial dimensions: they keep channels in order."""
-    name = getattr(node.target, "__name__", str(node.target))
+    name = op_name(node)
     arguments = (*node.args[1:], *node.kwargs.values())
     if name == "flatten":
         return arguments[:1] in ((1,), (1, -1)) or arguments == (1, -1)

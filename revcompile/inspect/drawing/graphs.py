@@ -15,6 +15,7 @@ from typing import Any, Final
 import networkx as nx
 from torch import fx
 
+from revcompile.ir.stage_ops import normalised
 from revcompile.ir.types import PATH, TYPE, TensorType
 
 __all__ = ["MOST", "Drawn", "Vertex", "drawn_graph", "vertices"]
@@ -135,7 +136,7 @@ def _single(node: fx.Node) -> Vertex:
     kind, label = _KINDS.get(node.op, "function"), operation(node)
     if node.op == "call_module":
         label = str(node.target)
-    elif any(one.op == "get_attr" and one.name.endswith("_layer") for one in node.all_input_nodes):
+    elif node.target is normalised:
         # A layer that a step calls: batch norms.
         kind, label = "module", str(path)
     about = (node.name, label, operation(node), path, type_ if _has_tensor(type_) else None)

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.errors import InputError
-from revcompile.ir.ops import attribute
+from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.program import Partition
-from revcompile.ir.types import Coupling, Segment
+from revcompile.ir.types import Segment
 
 __all__ = ["owned", "refuse_shared"]
 
@@ -26,9 +26,9 @@ def refuse_shared(partition: Partition) -> None:
             raise InputError(_shared(f"the parameter {trained[0]!r}", tie.owner, tie.holder))
     home: dict[str, int] = {}
     for part in partition.parts:
-        for path in _paths([piece.segment for piece in part.pieces]):
+        for path, value in _reads(root, [piece.segment for piece in part.pieces]).targets.items():
             first = home.setdefault(path, part.index)
-            if first != part.index and _has_statistics(attribute(root, path)):
+            if first != part.index and _has_statistics(value):
                 raise InputError(_shared(f"the running statistics of {path!r}", first, part.index))
 
 
@@ -46,29 +46,15 @@ def _has_statistics(value: Any) -> bool:
     return any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in inner)
 
 
-def _paths(segments: Iterable[Segment]) -> list[str]:
-    """Everything of the root module that the segments read, outer modules first."""
-    found: set[str] = set()
-    for segment in segments:
-        for graph in _graphs(segment):
-            nodes = [n for n in graph.nodes if n.op in ("call_module", "get_attr")]
-            found |= {str(node.target) for node in nodes}
-    return sorted(found)
-
-
-def _graphs(segment: Segment) -> tuple[fx.Graph, ...]:
-    if not isinstance(segment, Coupling):
-        return (segment.graph,)
-    rearrangements = (
-        (segment.rearrange.forward, segment.rearrange.inverse) if segment.rearrange else ()
-    )
-    return (segment.branch, *rearrangements)
+def _reads(root: nn.Module, segments: Iterable[Segment]) -> TreeReads:
+    """Everything of the root module that the segments read (rearrangements read nothing)."""
+    return TreeReads((segment.graph for segment in segments), root)
 
 
 def owned(root: nn.Module, segments: Iterable[Segment]) -> nn.Module:
     """Copies of just what the segments read, under the original names."""
     twin, memo = _container(root), dict[int, Any]()
-    for path in _paths(segments):
+    for path in sorted(_reads(root, segments).targets):  # outer modules first
         owner, home = root, twin
         *outer, name = path.split(".")
         for step in outer:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import copied
+from revcompile.ir.module_tree import copy_module
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.collectives import gather_plain
 from revcompile.runtime.distributed.process_groups import Ranks
@@ -52,7 +52,7 @@ class Share:
 
     def whole(self, model: Reversible, device: torch.device | None = None) -> Reversible:
         """A copy of the model with the current weights of all ranks. Every rank calls it."""
-        twin: Reversible = copied(model)
+        twin: Reversible = copy_module(model)
         device = device or self.device
         changes: dict[int, Tensor] = {}
         for name, tensor in named_tensors(twin).items():
@@ -80,7 +80,7 @@ def whole(model: Reversible, device: torch.device | None = None) -> Reversible:
     share = _shares.get(model)
     if share is not None:
         return share.whole(model, device)
-    twin: Reversible = copied(model)
+    twin: Reversible = copy_module(model)
     return twin if device is None else twin.to(device)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from revcompile.errors import InputError
-from revcompile.ir.ops import attribute
+from revcompile.ir.module_tree import TreeReads
+from revcompile.ir.ops import store_buffer
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.placement import Layout
 
@@ -39,11 +41,15 @@ def homes(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, int]:
 def check_buffers(model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
     """Refuse buffers that stages of different ranks would change apart from each other."""
     seen: dict[str, int] = {}
+    buffers = dict(model.named_buffers())
     for program in programs:
+        changing = _changing(model, program)
         for name in _buffers(model, program):
             first = seen.setdefault(name, program.index)
-            moves = "running" in name or "num_batches" in name
-            if moves and layout.places[first] != layout.places[program.index]:
+            if (
+                id(buffers[name]) in changing
+                and layout.places[first] != layout.places[program.index]
+            ):
                 raise InputError(
                     f"trainer: {name} belongs to a layer that stages {first} and {program.index} "
                     f"share, on ranks {layout.places[first]} and {layout.places[program.index]}; "
@@ -51,15 +57,23 @@ def check_buffers(model: nn.Module, programs: Sequence[StageProgram], layout: La
                 )
 
 
+def _changing(model: nn.Module, program: StageProgram) -> set[int]:
+    """Ids of the buffers that a stage may change: statistics, leaf modules' own, stored ones."""
+    reads = TreeReads(program.forward, model)
+    leaves = set(reads.modules)
+    changing = [
+        module._buffers[name]
+        for module, name in reads.buffers
+        if module in leaves or isinstance(module, _NormBase)
+    ]
+    for node in program.forward.find_nodes(op="call_function", target=store_buffer):
+        changing += [reads.targets.get(str(source.target)) for source in node.all_input_nodes[:1]]
+    return {id(buffer) for buffer in changing}
+
+
 def _buffers(model: nn.Module, program: StageProgram) -> Iterator[str]:
     """Buffers of the layers a stage calls, and those its code reads itself."""
-    read: set[int] = set()
-    for node in program.forward.nodes:
-        if node.op in ("call_module", "get_attr"):
-            found = attribute(model, str(node.target))
-            read |= (
-                {id(b) for b in found.buffers()} if isinstance(found, nn.Module) else {id(found)}
-            )
+    read = {id(tensor) for _, tensor in TreeReads(program.forward, model).tensors()}
     for name, buffer in model.named_buffers():
         if id(buffer) in read:
             yield name

@@ -20,9 +20,10 @@ from typing import Any, Final
 from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError, ModifiedError
+from revcompile.ir.module_tree import child_path
 from revcompile.runtime.reversible.hooks import FORWARD_HOOKS, HookRecord, recorded, replayed
 
-__all__ = ["Bindings", "Bound", "child_path", "form_of"]
+__all__ = ["Bindings", "Bound", "form_of"]
 
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
 """What torch keeps in every module: looked at in other ways."""
@@ -206,15 +207,6 @@ def has_forward_hooks(module: nn.Module) -> bool:
     """Does a module have forward hooks or pre-hooks of its own?"""
     own = vars(module)
     return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
-
-
-def child_path(path: str, name: str) -> str:
-    """The path of a member.
-
-    >>> child_path("", "fc"), child_path("head", "fc")
-    ('fc', 'head.fc')
-    """
-    return f"{path}.{name}" if path else name
 
 
 class Bound:

@@ -109,7 +109,8 @@ def _arguments(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _cache_advice(argument: str, value: Any) -> str:
-    is_cache = "Cache" in type(value).__name__ or argument in ("past_key_values", "cache")
+    # Caches of transformers have this method.
+    is_cache = hasattr(value, "get_seq_length") or argument in ("past_key_values", "cache")
     return " (a cache of keys and values: pass use_cache=False)" if is_cache else ""
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 from torch import fx, nn
 
 from revcompile.errors import InputError
+from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import PATH, Rewired
-from revcompile.runtime.reversible.bindings import child_path
 from revcompile.runtime.reversible.hooks import FORWARD_HOOKS
 from revcompile.runtime.reversible.sharding import is_sharding_hook
 
@@ -30,7 +30,7 @@ class Inlined:
 
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
         graphs = list(_graphs(rewired))
-        called = {str(n.target) for g in graphs for n in g.nodes if n.op == "call_module"}
+        called = {str(n.target) for g in graphs for n in g.find_nodes(op="call_module")}
         self._places: list[tuple[dict[str, Any], str, nn.Module, str]] = []
         self._hooks: list[tuple[nn.Module, str, int]] = []
         self._forms: list[tuple[nn.Module, str, Any]] = []

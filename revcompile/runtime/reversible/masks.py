@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.errors import InputError
+from revcompile.ir.ops import writes_self
 
 __all__ = ["Masks"]
 
@@ -60,7 +61,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        in_place = func._schema.name.endswith("_")
+        in_place = writes_self(func.overloadpacket.__name__)
         if self._again is not None:
             known = next(self._again)
             return args[0].copy_(known) if in_place else known.clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import casts_on_read, convolves, tensors_read
+from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
 from revcompile.ir.ops import attribute
-from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, WeightExpansion
-from revcompile.ir.weight_expansion import grow
+from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
+from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.call_arguments import bind
@@ -160,7 +159,7 @@ class Reversible(OriginalSurface):
         bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
         branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
         found = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
-        for name, value in itertools.chain.from_iterable(tensors_read(b, self) for b in branches):
+        for name, value in TreeReads(branches, self).tensors():
             found.setdefault(id(value), name)
         return found
 
@@ -312,7 +311,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         bindings=bindings,
         units=_units(bindings),
         replay_context=_circumstances(list(bindings.modules)),
-        casts_on_read=casts_on_read(coupling.branch, root),
+        casts_on_read=has_autocast_consumer(coupling.branch, root),
     )
 
 

@@ -32,6 +32,9 @@ _LAYERS: Final = frozenset(
 )
 """Functions that apply a weight, whatever they apply it to."""
 
+_CHECKPOINTING_FLAGS: Final = frozenset(("gradient_checkpointing", "grad_checkpointing"))
+"""Attributes by which transformers and timm switch activation checkpointing on."""
+
 _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
 
 
@@ -202,5 +205,5 @@ def _flags(module: nn.Module) -> list[str]:
         f"{path}.{name}".lstrip(".")
         for path, inner in module.named_modules()
         for name, value in vars(inner).items()
-        if value is True and "checkpointing" in name
+        if value is True and name in _CHECKPOINTING_FLAGS
     ]

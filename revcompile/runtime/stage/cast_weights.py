@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from revcompile.ir.module_tree import is_cast
+from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
 from revcompile.schedule import Order, Weights
 
@@ -79,9 +79,8 @@ def castable(program: StageProgram, root: nn.Module, parameters: Mapping[str, Te
     method = program.method
     if method.weights is Weights.STASHED or method.order in (Order.GPIPE, Order.ONE_F_ONE_B):
         return []
-    called = {str(n.target) for n in program.forward.nodes if n.op == "call_module"}
-    direct = {str(n.target) for n in program.forward.nodes if n.op == "get_attr"}
-    casting = {id(module) for module in map(root.get_submodule, called) if is_cast(module)}
+    reads = TreeReads(program.forward, root)
+    casting = {id(module) for module in reads.called.values() if is_cast(module)}
     readers: dict[int, set[int]] = {}
     for module in root.modules():
         for parameter in module._parameters.values():
@@ -89,7 +88,7 @@ def castable(program: StageProgram, root: nn.Module, parameters: Mapping[str, Te
     return [
         name
         for name, parameter in parameters.items()
-        if name not in direct
+        if name not in reads.targets
         and parameter.dtype == torch.float32
         and readers.get(id(parameter), {-1}) <= casting
     ]

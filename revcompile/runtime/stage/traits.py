@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revcompile.ir.ops import attribute
+from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.program import StageProgram
 from revcompile.schedule import Keep, Order, Weights
 
@@ -29,36 +29,12 @@ def moves_early(program: StageProgram) -> bool:
 
 def statistics_of(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
     """Running statistics of the stage's batch norms."""
-    modules: dict[nn.Module, None] = {}
-    for node in program.forward.nodes:
-        if node.op == "call_module":
-            modules |= dict.fromkeys(root.get_submodule(str(node.target)).modules())
-        elif node.op == "get_attr":
-            found = attribute(root, str(node.target))
-            owner = root.get_submodule(str(node.target).rpartition(".")[0])
-            modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
-    norms = (module for module in modules if isinstance(module, _BatchNorm))
+    owners = TreeReads(program.forward, root).owners
+    norms = (module for module in owners if isinstance(module, _BatchNorm))
     return [(norm, name) for norm in norms for name in norm._buffers]
 
 
 def candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
     """Buffers the stage might write into, other than batch norms' statistics."""
-    found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
-    for node in program.forward.nodes:
-        target = str(node.target)
-        if node.op == "call_module":
-            modules = list(root.get_submodule(target).modules())
-        elif node.op == "get_attr" and not isinstance(attribute(root, target), nn.Module):
-            owner, _, name = target.rpartition(".")
-            module = root.get_submodule(owner)
-            if name in module._buffers and not isinstance(module, _BatchNorm):
-                found[id(module), name] = module, name
-            continue
-        else:
-            continue
-        for module in modules:
-            if not isinstance(module, _BatchNorm):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        found[id(module), name] = module, name
-    return list(found.values())
+    buffers = TreeReads(program.forward, root).buffers
+    return [(module, name) for module, name in buffers if not isinstance(module, _BatchNorm)]
