@@ -99,10 +99,10 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_same_training_to_the_bit(name: str) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, **SETTINGS[name])
         losses = [trainer.step(*batch).loss for batch in even(FULL + 6)]
-        assert is_active(trainer) == (backend == "recorded")
+        assert is_active(trainer) == (backend == "static")
         trainer.flush()
         found.append((losses, weights(net)))
     assert same(*found)
@@ -115,14 +115,14 @@ BOTH: Final = pytest.mark.parametrize("method", ["petra", "petra_stashed"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_odd_batch_goes_the_ordinary_way(accumulate: int, method: str) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, accumulate=accumulate, method=method)
         data = even(3 * FULL)
         active = []
         for batch in [*data[:FULL], odd(), *data[FULL : FULL + 3], odd(), *data[FULL + 3 :]]:
             trainer.step(*batch)
             active.append(is_active(trainer))
-        if backend == "recorded":
+        if backend == "static":
             assert [active[i] for i in (FULL - 1, FULL, FULL + 4, -1)] == [True, False, False, True]
         found.append(weights(net))
     assert same(*found)
@@ -132,7 +132,7 @@ def test_an_odd_batch_goes_the_ordinary_way(accumulate: int, method: str) -> Non
 @pytest.mark.parametrize("steps", [FULL, FULL + 1], ids=["in boxes", "left where computed"])
 def test_flush_in_the_middle(steps: int, method: str) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, accumulate=2, method=method)
         for batch in even(steps):
             trainer.step(*batch)
@@ -148,7 +148,7 @@ def test_flush_in_the_middle(steps: int, method: str) -> None:
 @BOTH
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("eager", "recorded"), ("recorded", "eager"), ("recorded", "recorded")],
+    [("eager", "static"), ("static", "eager"), ("static", "static")],
 )
 def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: str) -> None:
     data = even(3 * FULL)
@@ -165,7 +165,7 @@ def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: s
     for batch in data[FULL + 1 :]:
         first.step(*batch)
         second.step(*batch)
-    assert is_active(second) == (target == "recorded")
+    assert is_active(second) == (target == "static")
     trainer.flush(), first.flush(), second.flush()
     assert same(weights(straight), weights(net))
     assert same(weights(straight), {n: t.clone() for n, t in first.model.state_dict().items()})
@@ -173,12 +173,12 @@ def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: s
 
 def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend)
         for batch in even(FULL + 4):
             trainer.step(*batch)
         seen = trainer.evaluate(even(3)).loss
-        assert is_active(trainer) == (backend == "recorded")
+        assert is_active(trainer) == (backend == "static")
         for batch in even(5):
             trainer.step(*batch)
         found.append((seen, weights(net)))
@@ -187,7 +187,7 @@ def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
 
 def test_somebody_who_watches_sees_every_action() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend)
         data = even(2 * FULL)
         for batch in data[:FULL]:
@@ -202,7 +202,7 @@ def test_somebody_who_watches_sees_every_action() -> None:
 
 def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         losses = [trainer.step(*batch).loss for batch in data[:FULL]]
@@ -215,7 +215,7 @@ def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_bad_batch_is_left_out_everywhere(accumulate: int) -> None:
-    net, trainer = made("recorded", accumulate=accumulate)
+    net, trainer = made("static", accumulate=accumulate)
     reported = []
     for index, (x, y) in enumerate(even(2 * FULL)):
         try:
@@ -228,7 +228,7 @@ def test_a_bad_batch_is_left_out_everywhere(accumulate: int) -> None:
 
 
 def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
-    net, trainer = made("recorded")
+    net, trainer = made("static")
     for x, y in even(FULL):
         trainer.step(x, y)
     x, y = odd()
@@ -243,14 +243,14 @@ def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
 
 def test_settings_that_change_are_noticed() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend)
         for index, batch in enumerate(even(2 * FULL)):
             if index == FULL + 3:
                 for executor in trainer.executors:
                     executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
             trainer.step(*batch)
-        assert is_active(trainer) == (backend == "recorded")
+        assert is_active(trainer) == (backend == "static")
         found.append(weights(net))
     assert same(*found)
 
@@ -266,7 +266,7 @@ class Forgetful(Direct):
 
 def test_settings_that_change_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "Direct", Forgetful)
-    _, trainer = made("recorded")
+    _, trainer = made("static")
     for batch in even(FULL):
         trainer.step(*batch)
     before = Forgetful.forgotten
@@ -280,7 +280,7 @@ def test_settings_that_change_are_recorded_anew(monkeypatch: pytest.MonkeyPatch)
 
 def test_settings_that_change_all_the_time_are_not_recorded() -> None:
     cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100)
-    _, trainer = made("recorded", lr_schedule=cycle)
+    _, trainer = made("static", lr_schedule=cycle)
     with pytest.warns(UserWarning, match="cycle_momentum=False"):
         for batch in even(2 * FULL):
             trainer.step(*batch)
@@ -288,7 +288,7 @@ def test_settings_that_change_all_the_time_are_not_recorded() -> None:
 
 
 def test_what_a_step_returned_stays_as_it_was() -> None:
-    _, trainer = made("recorded")
+    _, trainer = made("static")
     held, read = [], []
     for batch in even(2 * FULL):
         metrics = trainer.step(*batch)
@@ -302,7 +302,7 @@ def test_what_a_step_returned_stays_as_it_was() -> None:
 
 
 def test_backends_have_names() -> None:
-    assert backend_of("recorded") is Backend.RECORDED
+    assert backend_of("static") is Backend.STATIC
     with pytest.raises(InputError, match="did you mean 'cudagraphs'"):
         backend_of("cudagraph")
 
@@ -320,10 +320,10 @@ def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
     ("backend", "settings", "why"),
     [
         ("cudagraphs", {}, "not on a CUDA device"),
-        ("recorded", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad"),
-        ("recorded", {"method": "gpipe"}, "differ from each other"),
-        ("recorded", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' has"),
-        ("recorded", {"accumulate": 17}, "at most 16"),
+        ("static", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad"),
+        ("static", {"method": "gpipe"}, "differ from each other"),
+        ("static", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' has"),
+        ("static", {"accumulate": 17}, "at most 16"),
     ],
 )
 def test_what_cannot_be_recorded_says_why(backend: str, settings: Any, why: str) -> None:
@@ -350,13 +350,13 @@ def test_what_turns_out_not_to_be_recordable_goes_on_as_before(
 ) -> None:
     monkeypatch.setattr(fast, "Direct", Refusing)
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, accumulate=2)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
         assert [str(w.message).count("waits for the device") for w in told] == (
-            [1] if backend == "recorded" else []
+            [1] if backend == "static" else []
         )
         found.append((losses, weights(net)))
     assert same(*found)
@@ -364,7 +364,7 @@ def test_what_turns_out_not_to_be_recordable_goes_on_as_before(
 
 def test_without_room_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "missing_room", lambda held, device: f"{held.size} bytes missing")
-    _, trainer = made("recorded")
+    _, trainer = made("static")
     with pytest.warns(UserWarning, match=r"because \d+ bytes missing"):
         losses = [trainer.step(*batch).loss for batch in even(FULL + 2)]
     _, reference = made("eager")
@@ -374,7 +374,7 @@ def test_without_room_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_shared_parameters_are_not_recorded() -> None:
     with pytest.warns(UserWarning, match="share parameters"):
-        fresh(Net).trainer(momentum, F.cross_entropy, backend="recorded")
+        fresh(Net).trainer(momentum, F.cross_entropy, backend="static")
 
 
 # -- compiled stretches ---------------------------------------------------------------------------
@@ -392,8 +392,8 @@ def test_stretches_compute_what_programs_do(
         return Engine(*args, **{**options, "fused": Fused(lambda function: function)})
 
     found = []
-    for backend in ("eager", "recorded"):
-        if backend == "recorded":
+    for backend in ("eager", "static"):
+        if backend == "static":
             monkeypatch.setattr(fast, "Engine", plain)
         net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16, **settings)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
@@ -473,7 +473,7 @@ def test_statistics_go_back_if_the_flag_says_so(bad: float) -> None:
 # -- buffers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "recorded"])
+@pytest.mark.parametrize("backend", ["eager", "static"])
 def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
     net, trainer = made(backend, dtype=torch.float32, buffers=torch.bfloat16)
     plain, reference = made("eager", dtype=torch.float32)

@@ -44,7 +44,7 @@ def test_the_peak_follows_the_accounting(name: str, buffers: torch.dtype) -> Non
 def test_recorded_rounds_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
     """To the byte, but for a flag in every message."""
     net, make = staged(name), images(BATCH, SIZE, CPU)
-    trainer = net.trainer(momentum, cross_entropy, backend="recorded", buffers=buffers)
+    trainer = net.trainer(momentum, cross_entropy, backend="static", buffers=buffers)
     for _ in range(2 * net.num_stages + 2):
         trainer.step(*make())
     assert trainer._fast is not None and trainer._fast.is_active

@@ -61,7 +61,7 @@ def kept(trainer: Trainer, stage: int = 0) -> list[Any]:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_recorded_rounds_keep_eight_bits_too(accumulate: int) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, dtype=torch.float32, buffers=FP8, accumulate=accumulate)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         losses = [trainer.step(*batch).loss for batch in data[:-3]]
@@ -83,7 +83,7 @@ def test_recorded_rounds_keep_eight_bits_too(accumulate: int) -> None:
         ("eager", torch.bfloat16),
         ("eager", Buffers(FP8, offload=True)),
         ("eager", "offload"),
-        ("recorded", FP8),
+        ("static", FP8),
     ],
 )
 def test_checkpoints_hold_what_waits(tmp_path: Path, backend: str, buffers: Any) -> None:
@@ -243,7 +243,7 @@ def test_nothing_is_moved_on_the_cpu() -> None:
 
 def test_recorded_rounds_keep_everything_in_place() -> None:
     with pytest.warns(UserWarning, match="offload' has inputs come and go"):
-        _, trainer = made("recorded", buffers="offload")
+        _, trainer = made("static", buffers="offload")
     for batch in even(FULL + 1):
         trainer.step(*batch)
     assert not is_active(trainer)

@@ -110,7 +110,7 @@ def eager(name: str, case: str) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_updates_to_the_bit(name: str, case: str) -> None:
-    assert same(trained(name, "recorded", case), eager(name, case))
+    assert same(trained(name, "static", case), eager(name, case))
 
 
 class AsOnADevice(CapturedUpdater):
@@ -134,7 +134,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_updates_as_a_device_takes_them(name: str, case: str) -> None:
-    assert_alike(trained(name, "recorded", case), eager(name, case), 1e-8)
+    assert_alike(trained(name, "static", case), eager(name, case), 1e-8)
 
 
 def assert_alike(found: Any, there: Any, tolerance: float) -> None:

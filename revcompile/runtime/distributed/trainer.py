@@ -61,7 +61,7 @@ class DistributedTrainer(Trainer):
     `net.module()` brings all of them together.
     """
 
-    guarded = True
+    skip_on_error = True
     _given: tuple[Any, Any] = None, None
     """What this rank's step was called with."""
 
@@ -111,7 +111,7 @@ class DistributedTrainer(Trainer):
         self._share.guard = self.transport.together
         for executor in self.executors:
             executor.stage.device = self.device
-            if executor.objective is not None:
+            if executor.loss_head is not None:
                 executor.check_data = self._check_data
             copies = (name for names in executor.held.values() for name in names)
             self._share.adopt(
@@ -157,7 +157,7 @@ class DistributedTrainer(Trainer):
         rest = self._forward(self.schedule.inject())
         self._given = None, None
         self._finish(rest)
-        self.objective.targets.pop(microbatch, None)
+        self.loss_head.targets.pop(microbatch, None)
         self.transport.completed = microbatch
         samples = (
             self.intake.samples(values) if values is not None else self._output_size(microbatch)
@@ -191,7 +191,7 @@ class DistributedTrainer(Trainer):
     def _take_target(self, microbatch: int, target: Any) -> None:
         """Where the target cannot be used, the micro-batch is lost like one of bad inputs."""
         try:
-            self.objective.targets[microbatch] = self.intake.moved(target)
+            self.loss_head.targets[microbatch] = self.intake.moved(target)
         except Exception as error:
             self.executors[-1].refused.append(error)
 
@@ -221,9 +221,9 @@ class DistributedTrainer(Trainer):
 
     def _output_size(self, microbatch: int) -> int:
         """Samples of a micro-batch, where the last stage lives; 0 elsewhere."""
-        if microbatch not in self.objective.outputs:
+        if microbatch not in self.loss_head.outputs:
             return 0
-        leaves = pytree.tree_leaves(self.objective.outputs[microbatch])
+        leaves = pytree.tree_leaves(self.loss_head.outputs[microbatch])
         result = self.partition.rewired.body.result
         pairs = zip(result, leaves, strict=True)
         found = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
@@ -311,8 +311,8 @@ class DistributedTrainer(Trainer):
             other = sent and compared(sent, inputs, target, number)
             if other:
                 raise self._mixed_up(where, other)
-            output, target = self.objective.assembled(outputs), self.intake.moved(target, where)
-            loss = self.objective.evaluate(output, target, where)
+            output, target = self.loss_head.assembled(outputs), self.intake.moved(target, where)
+            loss = self.loss_head.evaluate(output, target, where)
             means.add(loss, output, target, self.intake.samples(outputs))
 
         passing = Passing(self.executors, self.transport, len(self.programs) - 1, source, sink)

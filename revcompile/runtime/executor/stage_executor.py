@@ -30,7 +30,7 @@ __all__ = ["LocalScheduler", "StageExecutor", "put_back"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
-Objective = Callable[[int, Mapping[str, Any], float | None], dict[str, Tensor | None]]
+LossHead = Callable[[int, Mapping[str, Any], float | None], dict[str, Tensor | None]]
 """From a micro-batch, the last stage's outputs and a scale to the gradients of these."""
 
 
@@ -60,23 +60,23 @@ class StageExecutor:
         updater: Updater,
         transport: Transport,
         *,
-        objective: Objective | None = None,
+        loss_head: LossHead | None = None,
         gradient_predictor: GradientPredictor | None = None,
         clip_grad_norm: float | None = None,
         held: Mapping[int, tuple[str, ...]] | None = None,
         owned: Mapping[int, tuple[str, ...]] | None = None,
-        guarded: bool = False,
+        skip_on_error: bool = False,
         scaling: Scaling | None = None,
     ) -> None:
         self.stage, self.updater, self.transport = stage, updater, transport
-        self.objective, self.gradient_predictor, self.scaling = (
-            objective,
+        self.loss_head, self.gradient_predictor, self.scaling = (
+            loss_head,
             gradient_predictor,
             scaling,
         )
         self.clip_grad_norm = clip_grad_norm
         self.held, self.owned = held or {}, owned or {}
-        self.guarded = guarded
+        self.skip_on_error = skip_on_error
         """Does a forward pass that fails lose its micro-batch, instead of raising at once?"""
         self.inputs: dict[int, Mapping[str, Any] | None] = {}
         self.outputs: dict[int, Mapping[str, Any] | None] = {}
@@ -144,7 +144,7 @@ class StageExecutor:
         inputs = self.inputs.pop(action.index)
         if inputs is None:
             self._lose(action.index)
-        elif self.guarded:
+        elif self.skip_on_error:
             self._try(action.index, inputs)
         else:
             self._run(action.index, inputs)
@@ -153,9 +153,9 @@ class StageExecutor:
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         measure = microbatch in self.measured
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
-        if self.objective is not None:
+        if self.loss_head is not None:
             scale = None if self.scaling is None else self.scaling.settle()
-            gradients = self.objective(microbatch, outputs, scale)
+            gradients = self.loss_head(microbatch, outputs, scale)
             self.incoming[microbatch] = Message(microbatch, {}, gradients, scale=scale)
         else:
             self.outputs[microbatch] = outputs
@@ -166,7 +166,7 @@ class StageExecutor:
         self._bookmark = (microbatch, before)
         try:
             self._run(microbatch, inputs)
-            if before and self.objective is None:
+            if before and self.loss_head is None:
                 _check_finite(self.stage, microbatch, self.outputs[microbatch] or {})
         except Exception as error:
             self._lose(microbatch)
@@ -174,7 +174,7 @@ class StageExecutor:
 
     def _lose(self, microbatch: int) -> None:
         self._undo(microbatch)
-        if self.objective is not None:
+        if self.loss_head is not None:
             self.incoming[microbatch] = Message(microbatch, void=True)
         else:
             self.outputs[microbatch] = None
@@ -265,7 +265,7 @@ class StageExecutor:
             limit = self.clip_grad_norm / (squared.sqrt() + 1e-6)
             scale = limit.clamp(max=1.0)
         self.updater.apply(gradients, scale)
-        if self.scaling is not None and self.objective is not None and self.contributed:
+        if self.scaling is not None and self.loss_head is not None and self.contributed:
             self.scaling.updated()
         self.gradients, self.contributed = None, 0
         self.stage.updated()

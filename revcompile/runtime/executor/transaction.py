@@ -10,7 +10,7 @@ from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.runtime.executor.stage_executor import StageExecutor, put_back
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.reversible.replay import Snapshot
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.schedule import Action, Op, Order, Schedule
 
@@ -32,10 +32,10 @@ class Transaction:
         schedule: Schedule,
         executors: Sequence[StageExecutor],
         transport: InProcess,
-        objective: Objective,
+        loss_head: LossHead,
     ) -> None:
         self.microbatch = schedule.injected
-        self._actors, self._transport, self._objective = executors, transport, objective
+        self._actors, self._transport, self._loss_head = executors, transport, loss_head
         self._schedule = schedule.copy()
         self._queues = {key: deque(queue) for key, queue in transport.queues.items()}
         self._gathered = [(dict(a.stage.gradients), a.contributed, _noted(a)) for a in executors]
@@ -64,7 +64,7 @@ class Transaction:
 
     def rollback(self) -> Schedule:
         """Undo everything; returns the schedule to go on with."""
-        microbatch, objective = self.microbatch, self._objective
+        microbatch, loss_head = self.microbatch, self._loss_head
         for executor, (gradients, contributed, scaling) in zip(
             self._actors, self._gathered, strict=True
         ):
@@ -77,7 +77,7 @@ class Transaction:
         put_back(self._buffers)
         # Tied weights that have arrived with this round arrive once more in the next.
         self._transport.queues = self._queues
-        for found in (objective.targets, objective.losses, objective.outputs):
+        for found in (loss_head.targets, loss_head.losses, loss_head.outputs):
             found.pop(microbatch, None)
         return self._schedule
 

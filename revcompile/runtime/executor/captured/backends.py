@@ -28,7 +28,7 @@ class Backend(enum.Enum):
     """A whole round as one CUDA graph."""
     INDUCTOR = "inductor"
     """The same, with what surrounds convolutions and products compiled: takes a minute first."""
-    RECORDED = "recorded"
+    STATIC = "static"
     """As CUDA graphs do, but calling the round each time: to test and to debug, on any device."""
 
 
@@ -63,7 +63,7 @@ def _obstacles(
     executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
 ) -> Iterator[str]:
     devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
-    if backend is not Backend.RECORDED and any(device.type != "cuda" for device in devices):
+    if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
         yield "the model is not on a CUDA device; move it there before you call petrafy"
     if len(devices) != 1:
         yield f"the model is on {len(devices)} devices; a round is recorded on one"

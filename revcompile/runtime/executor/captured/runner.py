@@ -17,7 +17,7 @@ from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.executor.captured.step import Engine, Outcome
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Schedule
 
 __all__ = ["GraphRunner"]
@@ -35,12 +35,12 @@ class GraphRunner:
         self,
         backend: Backend,
         executors: Sequence[StageExecutor],
-        objective: Objective,
+        loss_head: LossHead,
         schedule: Schedule,
         *,
         check_finite: bool,
     ) -> None:
-        self._executors, self._objective = executors, objective
+        self._executors, self._loss_head = executors, loss_head
         self._check_finite = check_finite
         device = device_of(executors)
         self._backend = backend
@@ -121,10 +121,10 @@ class GraphRunner:
             self._give_up(f"stage {changing[0]} has layers whose buffers change in every call")
             return None
         device = device_of(self._executors)
-        graphs = self._backend is not Backend.RECORDED
+        graphs = self._backend is not Backend.STATIC
         return Engine(
             self._executors,
-            self._objective,
+            self._loss_head,
             schedule,
             CudaGraphs(device) if graphs else Direct(),
             check_finite=self._check_finite,

@@ -18,7 +18,7 @@ from revcompile.runtime.executor.captured.weight_stash import Versions
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Message
 from revcompile.runtime.reversible.graph_code import compile_graph
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Programs, Stage
 from revcompile.schedule import Action, Op
 
@@ -38,7 +38,7 @@ class RecordedActor(StageExecutor):
         self,
         executor: StageExecutor,
         post: StaticTransport,
-        objective: Objective | None,
+        loss_head: LossHead | None,
         *,
         accumulate: int,
         check_finite: bool,
@@ -49,14 +49,14 @@ class RecordedActor(StageExecutor):
             executor.stage,
             CapturedUpdater(executor.updater),
             post,
-            objective=objective,
+            loss_head=loss_head,
             clip_grad_norm=executor.clip_grad_norm,
         )
         self.accumulate, self.check_finite = accumulate, check_finite
         self._lanes = lanes
         self.casts = executor.stage.casts
         self._programs = _fused(executor.stage, fused) if fused is not None else None
-        self._losses = objective.losses if objective is not None else {}
+        self._losses = loss_head.losses if loss_head is not None else {}
         self._statistics = Statistics(executor.stage.statistics())
         self._early = bool(executor.stage.snapshot())
         device = executor.stage._device()

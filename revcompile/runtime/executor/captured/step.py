@@ -46,7 +46,7 @@ from revcompile.runtime.executor.captured.streams import Lanes
 from revcompile.runtime.executor.captured.weight_stash import Versions, age
 from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
 from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Action, Order, Schedule, delay, window
 
 __all__ = ["Engine", "Outcome"]
@@ -68,7 +68,7 @@ class Engine:
     def __init__(
         self,
         executors: Sequence[StageExecutor],
-        objective: Objective,
+        loss_head: LossHead,
         schedule: Schedule,
         recorder: Recorder,
         *,
@@ -87,14 +87,14 @@ class Engine:
         device = executors[0].stage._device()
         beside = self._ahead and device.type == "cuda"
         self._lanes = Lanes(device, count - 1) if beside else None
-        self._objective = copy.copy(objective)
-        self._objective.targets, self._objective.losses = {}, {}
-        self._objective.outputs, self._objective.check_finite = {}, False
+        self._loss_head = copy.copy(loss_head)
+        self._loss_head.targets, self._loss_head.losses = {}, {}
+        self._loss_head.outputs, self._loss_head.check_finite = {}, False
         self.executors = [
             RecordedActor(
                 executor,
                 self._post,
-                self._objective if executor.objective is not None else None,
+                self._loss_head if executor.loss_head is not None else None,
                 accumulate=schedule.accumulate,
                 check_finite=check_finite,
                 fused=fused,
@@ -374,7 +374,7 @@ class Engine:
         assert self._inputs is not None
         values, target = self._inputs.value
         self.executors[0].inputs[entering] = values
-        self._objective.targets[entering] = target
+        self._loss_head.targets[entering] = target
         for index, executor in enumerate(self.executors):
             stage = executor.stage
             if index in self._rings:
@@ -410,7 +410,7 @@ class Engine:
         for index, executor in enumerate(self.executors):
             if executor.stage.gradients:
                 self._sum_of(index, executor.stage.gradients).fill(executor.stage.gradients)
-        found = self._objective.losses[entering], self._objective.outputs[entering]
+        found = self._loss_head.losses[entering], self._loss_head.outputs[entering]
         if self._result is None:
             self._result = StaticBuffers(found)
         self._result.fill(found)
@@ -419,8 +419,8 @@ class Engine:
         self._clear()
 
     def _clear(self) -> None:
-        objective = self._objective
-        for found in (objective.targets, objective.losses, objective.outputs, self._post.queues):
+        loss_head = self._loss_head
+        for found in (loss_head.targets, loss_head.losses, loss_head.outputs, self._post.queues):
             found.clear()
         for executor in self.executors:
             stage = executor.stage
