@@ -59,7 +59,7 @@ def kept(trainer: Trainer, stage: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_recorded_rounds_keep_eight_bits_too(accumulate: int) -> None:
+def test_captured_steps_keep_eight_bits_too(accumulate: int) -> None:
     found = []
     for backend in ("eager", "static"):
         net, trainer = made(backend, dtype=torch.float32, buffers=FP8, accumulate=accumulate)
@@ -210,7 +210,7 @@ def test_memory_for_what_is_away_is_used_again() -> None:
     rooms = []
     for batch in even(20):
         trainer.step(*batch)
-        rooms.append(trainer.executors[0].stage.keeper.shelf.rooms)
+        rooms.append(trainer.executors[0].stage.keeper.shelf.buffers)
     assert rooms[:4] == [1, 2, 3, 3] and set(rooms[2:]) == {3}
 
 
@@ -227,11 +227,11 @@ def test_rooms_are_given_out_once() -> None:
     assert same(shelf.take(first), torch.ones(3))
     back = shelf.take(second)
     del first, second
-    assert shelf.rooms == 2
+    assert shelf.buffers == 2
     shelf.put(torch.full((3,), 7.0)), shelf.put(torch.full((3,), 7.0))
-    assert shelf.rooms == 2 and same(back, torch.zeros(3))
+    assert shelf.buffers == 2 and same(back, torch.zeros(3))
     shelf.put((torch.ones(3), torch.ones(2, 3).t()))
-    assert shelf.rooms == 3
+    assert shelf.buffers == 3
 
 
 def test_nothing_is_moved_on_the_cpu() -> None:
@@ -241,8 +241,8 @@ def test_nothing_is_moved_on_the_cpu() -> None:
     assert trainer.executors[0].stage.keeper.shelf is None
 
 
-def test_recorded_rounds_keep_everything_in_place() -> None:
-    with pytest.warns(UserWarning, match="offload' has inputs come and go"):
+def test_captured_steps_keep_everything_in_place() -> None:
+    with pytest.warns(UserWarning, match="offload' moves inputs to the host"):
         _, trainer = made("static", buffers="offload")
     for batch in even(FULL + 1):
         trainer.step(*batch)

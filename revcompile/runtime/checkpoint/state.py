@@ -275,7 +275,7 @@ def _clear(trainer: Trainer, seed: int) -> None:
 
 
 def _replicas(executor: StageExecutor) -> list[str]:
-    return [name for names in executor.held.values() for name in names]
+    return [name for names in executor.tied_owners.values() for name in names]
 
 
 # -- one stage ------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class DistributedTrainer(Trainer):
             executor.stage.device = self.device
             if executor.loss_head is not None:
                 executor.check_data = self._check_data
-            copies = (name for names in executor.held.values() for name in names)
+            copies = (name for names in executor.tied_owners.values() for name in names)
             self._share.adopt(
                 self.model, {name: executor.stage.parameters[name] for name in copies}
             )
@@ -185,7 +185,7 @@ class DistributedTrainer(Trainer):
         try:
             return self.intake.taken(inputs)
         except Exception as error:
-            self.executors[0].refused.append(error)
+            self.executors[0].forward_errors.append(error)
             return None
 
     def _take_target(self, microbatch: int, target: Any) -> None:
@@ -193,16 +193,16 @@ class DistributedTrainer(Trainer):
         try:
             self.loss_head.targets[microbatch] = self.intake.moved(target)
         except Exception as error:
-            self.executors[-1].refused.append(error)
+            self.executors[-1].forward_errors.append(error)
 
     def _forward(self, lists: Any) -> list[deque[Any]]:
         with self._stopping():
             return self.worker.forward(lists)
 
     def _raise_failures(self) -> None:
-        refused = [error for executor in self.executors for error in executor.refused]
+        refused = [error for executor in self.executors for error in executor.forward_errors]
         for executor in self.executors:
-            executor.refused = []
+            executor.forward_errors = []
         super()._raise_failures()
         for error in refused:
             if isinstance(error, RevcompileError):

@@ -38,9 +38,9 @@ def build_executor(
     The last one is given the loss head.
     """
     index = program.index
-    held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
-    owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
-    replicas = [name for names in held.values() for name in names]
+    owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
+    holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
+    replicas = [name for names in owners.values() for name in names]
     stage = Stage(
         program,
         model,
@@ -70,8 +70,8 @@ def build_executor(
         loss_head=loss_head,
         gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
-        held=held,
-        owned=owned,
+        tied_owners=owners,
+        tied_replicas=holders,
         skip_on_error=skip_on_error,
         scaling=scaling_of(settings.loss_scale, program.method),
     )

@@ -172,7 +172,7 @@ class Trainer:
         self.metrics = self._metrics(microbatch, samples)
         self._probed()
         if self._fast is not None:
-            self._fast.saw((values, target))
+            self._fast.observe((values, target))
         self._traced()
         self._raise_failures()
         return self.metrics
@@ -191,7 +191,7 @@ class Trainer:
             )
         if outcome is None:
             return None
-        self._fast.saw((values, target))
+        self._fast.observe((values, target))
         self.loss_head.losses[microbatch] = outcome.loss
         self.loss_head.outputs[microbatch] = outcome.output
         samples = self.intake.samples(values)
@@ -435,7 +435,7 @@ class Trainer:
             self._fast.leave(self.schedule, self.transport)
         load_trainer(self, state)
         if self._fast is not None:
-            self._fast.forget()
+            self._fast.clear()
         self.probes.clear()
         self._broken = None
 
