@@ -45,22 +45,6 @@ __all__ = ["LocalScheduler", "StageExecutor", "restore"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
-_METHODS: Final = {
-    Op.RECV_X: "_receive_x",
-    Op.FORWARD: "_forward",
-    Op.SEND_Y: "_send_y",
-    Op.RECV_DY: "_receive_dy",
-    Op.BACKWARD: "_backward",
-    Op.SEND_DX: "_send_dx",
-    Op.UPDATE: "_update",
-    Op.TRAIN: "_train_predictor",
-    Op.SEND_TIED_GRAD: "_send_tied_grad",
-    Op.RECV_TIED_GRAD: "_receive_tied_grad",
-    Op.SEND_TIED_WEIGHT: "_send_tied_weight",
-    Op.RECV_TIED_WEIGHT: "_receive_tied_weight",
-}
-"""The method of `StageExecutor` that performs each kind of action."""
-
 
 class StageExecutor:
     """Performs the actions of one stage.
@@ -132,11 +116,11 @@ class StageExecutor:
         return self.stage.program.index
 
     def perform(self, action: Action) -> bool:
-        """Do it; False if it has to wait for a message."""
+        """Call the method named after the action's op; False if it has to wait for a message."""
         observer = self.observer
         if observer is not None:
             observer.begins(self.index, action)
-        done: bool = getattr(self, _METHODS[action.op])(action)
+        done: bool = getattr(self, f"_{action.op.name.lower()}")(action)
         if observer is not None:
             observer.ends(self.index, action, done)
         return done
@@ -159,7 +143,7 @@ class StageExecutor:
 
     # -- forward ------------------------------------------------------------------------------
 
-    def _receive_x(self, action: Action) -> bool:
+    def _recv_x(self, action: Action) -> bool:
         message = self._receive(self.index - 1, MessageKind.X, action)
         if message is None:
             return False
@@ -169,7 +153,7 @@ class StageExecutor:
             if self.check_data is not None:
                 self.check_data(action.index, self.fingerprints.pop(action.index))
         if self.scaling is not None:
-            self.scaling.hear(message.scale)
+            self.scaling.report_overflow(message.scale)
         return True
 
     def _forward(self, action: Action) -> bool:
@@ -186,7 +170,7 @@ class StageExecutor:
         measure = microbatch in self.measured
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
         if self.loss_head is not None:
-            scale = None if self.scaling is None else self.scaling.settle()
+            scale = None if self.scaling is None else self.scaling.next_scale()
             gradients = self.loss_head(microbatch, outputs, scale)
             self.incoming[microbatch] = Message(microbatch, {}, gradients, scale=scale)
         else:
@@ -226,7 +210,7 @@ class StageExecutor:
             action.index,
             outputs or {},
             void=outputs is None,
-            scale=None if self.scaling is None else self.scaling.tell(),
+            scale=None if self.scaling is None else self.scaling.take_overflow(),
             fingerprint=self.fingerprints.pop(action.index, None),
         )
         self._send(self.index + 1, MessageKind.X, message)
@@ -234,7 +218,7 @@ class StageExecutor:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def _receive_dy(self, action: Action) -> bool:
+    def _recv_dy(self, action: Action) -> bool:
         message = self._receive(self.index + 1, MessageKind.DY, action)
         if message is None:
             return False
@@ -277,7 +261,7 @@ class StageExecutor:
         self._send(self.index - 1, MessageKind.DY, self.outgoing.pop(action.index))
         return True
 
-    def _train_predictor(self, action: Action) -> bool:
+    def _train(self, action: Action) -> bool:
         assert self.gradient_predictor is not None
         message, outputs = self.incoming.pop(action.index), self.outputs.pop(action.index)
         if not message.void and outputs is not None:
@@ -329,7 +313,7 @@ class StageExecutor:
         self._send(action.peer, MessageKind.TIED_GRAD, Message(action.index, {}, sent))
         return True
 
-    def _receive_tied_grad(self, action: Action) -> bool:
+    def _recv_tied_grad(self, action: Action) -> bool:
         assert action.peer is not None
         gradients = self._mean_gradients()
         if gradients is None:
@@ -350,7 +334,7 @@ class StageExecutor:
         self._send(action.peer, MessageKind.TIED_WEIGHT, Message(action.index, values))
         return True
 
-    def _receive_tied_weight(self, action: Action) -> bool:
+    def _recv_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None
         message = self._receive(action.peer, MessageKind.TIED_WEIGHT, action)
         if message is None:

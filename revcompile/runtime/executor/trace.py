@@ -79,27 +79,13 @@ class Traced(Protocol):
     """What a trace needs of a trainer."""
 
     @property
-    def executors(self) -> Sequence[Any]:
-        """Its stages in this process."""
-        ...
-
+    def executors(self) -> Sequence[Any]: ...
     @property
-    def rank(self) -> int:
-        """Which of the processes this is."""
-        ...
-
+    def rank(self) -> int: ...
     @property
-    def replica(self) -> int:
-        """Which copy of the pipeline its stages belong to."""
-        ...
-
-    def everyone(self, value: Any) -> Sequence[Any]:
-        """The values of all processes."""
-        ...
-
-    def untraced(self) -> None:
-        """Called when its trace has ended."""
-        ...
+    def replica(self) -> int: ...
+    def everyone(self, value: Any) -> Sequence[Any]: ...
+    def untraced(self) -> None: ...
 
 
 class Trace:
@@ -229,7 +215,7 @@ def _clock_offset(everyone: Everyone) -> float:
     first: list[float] = everyone(clocks)[0]
     if _machine() == machines[0]:
         return 0.0
-    return statistics.median(mine - theirs for mine, theirs in zip(clocks, first, strict=True))
+    return statistics.median(here - there for here, there in zip(clocks, first, strict=True))
 
 
 def _machine() -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
+from revcompile.runtime.stage.buffer_pool import BufferPool
 
 __all__ = ["NonFiniteReports", "RunningStatistics", "found_inf", "restore_if", "zero_if"]
 
@@ -96,7 +97,7 @@ class NonFiniteReports:
     def __init__(self, most: int = 8) -> None:
         self._most = most
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None, Mapping[int, int]]] = deque()
-        self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._host_buffers = BufferPool()
         self._reported: set[int] = set()
 
     def submit(self, flags: Tensor, microbatches: Mapping[int, int]) -> None:
@@ -106,8 +107,12 @@ class NonFiniteReports:
             flags: One for each stage, in the order of `microbatches`.
             microbatches: The micro-batch of each stage's backward pass.
         """
-        host, event = self._free.pop() if self._free else _host_buffer(flags)
+        host = self._host_buffers.take(
+            flags.shape,
+            lambda: torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda),
+        )
         host.copy_(flags, non_blocking=True)
+        event = torch.cuda.Event() if flags.is_cuda else None
         if event is not None:
             event.record()
         self._pending.append((host, event, microbatches))
@@ -123,7 +128,6 @@ class NonFiniteReports:
                 event.synchronize()
             self._pending.popleft()
             errors += self._errors(host.tolist(), microbatches)
-            self._free.append((host, event))
         return errors
 
     def _errors(self, flags: list[float], microbatches: Mapping[int, int]) -> list[NonFiniteError]:
@@ -137,12 +141,6 @@ class NonFiniteReports:
         oldest = min(microbatches.values(), default=0)
         self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}
         return errors
-
-
-def _host_buffer(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    if not flags.is_cuda:
-        return torch.empty_like(flags), None
-    return torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True), torch.cuda.Event()
 
 
 def _error(stage: int, microbatch: int) -> NonFiniteError:

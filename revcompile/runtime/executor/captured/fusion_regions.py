@@ -290,7 +290,7 @@ def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
     outputs = graph.graph_copy(region.graph, copies)
     assert isinstance(outputs, tuple)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    with graph.inserting_after(placeholders[len(region.inputs) - 1]):  # each before the last one
+    with graph.inserting_after(placeholders[len(region.inputs) - 1]):  # in reverse
         sign = graph.placeholder("sign")
         grid = graph.placeholder("grid")
         stream = graph.placeholder("stream")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from revcompile.errors import RevcompileError
 from revcompile.ir.stage_ops import seed_of, seeding
 
-__all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "RandomKeys", "StepReplay"]
+__all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "RandomKeys"]
 
 
 class CaptureUnsupported(RevcompileError):
@@ -25,36 +24,26 @@ RandomKeys = Mapping[Pass, int]
 """What the random numbers of each pass of a step are seeded with."""
 
 
-class StepReplay(Protocol):
-    """Runs steps of several kinds: all steps of one kind do the same with the same buffers."""
+class EagerReplay:
+    """Runs steps of several kinds by calling them: on any device, and open to a debugger.
+
+    All steps of one kind do the same with the same static buffers.
+    """
 
     def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
-        """Call the step, or replay what it did.
+        """Run a step.
 
         Raises:
-            CaptureUnsupported: The step cannot be captured, and has not been run.
+            CaptureUnsupported: It cannot be captured, and has not been run.
         """
-        ...
-
-    def is_captured(self, kind: Hashable) -> bool:
-        """Are steps of this kind replayed, and not called?"""
-        ...
-
-    def clear(self) -> None:
-        """Forget all captured steps."""
-        ...
-
-
-class EagerReplay:
-    """Calls the step each time: on any device, and open to a debugger."""
-
-    def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
         step()
 
     def is_captured(self, kind: Hashable) -> bool:
+        """Are steps of this kind replayed, and not called?"""
         return False
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Forget all captured steps."""
 
 
 @dataclass
@@ -67,7 +56,7 @@ class _Capture:
     generators: list[tuple[torch.Generator, Pass, int]] = field(default_factory=list)
 
 
-class CudaGraphReplay:
+class CudaGraphReplay(EagerReplay):
     """One CUDA graph for each kind of step, all in one memory pool.
 
         1st step of a kind    warm-up: called, which also shows where random numbers are drawn

@@ -74,7 +74,7 @@ class CapturedUpdater(Updater):
         self.optimizer, self.lr_schedule = updater.optimizer, updater.lr_schedule
         self.found_inf: Tensor | None = None
         """A flag; if it is set, `apply` changes nothing."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self._groups
         first = next(iter(self.parameters.values()), None)
         device = first.device if first is not None else None
         self._on_device = first is not None and first.is_cuda
@@ -90,15 +90,15 @@ class CapturedUpdater(Updater):
         """Those that the optimizer had before, by row and column of `_counts`."""
 
     @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    @property
     def started(self) -> bool:
         """Has there been an update? The first one allocates the optimizer's state."""
-        if self.optimizer is None:
+        if self.optimizer is None or self.optimizer.state:
             return True
-        stateless = all(
-            type(self.optimizer) is SGD and not group["momentum"]
-            for group in self.optimizer.param_groups
-        )
-        return stateless or bool(self.optimizer.state)
+        return type(self.optimizer) is SGD and not any(g["momentum"] for g in self._groups)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -109,16 +109,14 @@ class CapturedUpdater(Updater):
 
     def settings(self) -> tuple[Any, ...]:
         """What a captured step holds fixed: all settings but the learning rate."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
         return tuple(
             tuple((k, v) for k, v in group.items() if k not in ("params", "lr", "initial_lr"))
-            for group in groups
+            for group in self._groups
         )
 
     def prepare(self) -> None:
         """Before a step: copy learning rates that have changed to the device."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        for index, group in enumerate(groups):
+        for index, group in enumerate(self._groups):
             rate = float(group["lr"])
             if rate != self._rates_on_host[index]:
                 self._rates[index].fill_(rate)

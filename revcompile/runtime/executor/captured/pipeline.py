@@ -30,7 +30,7 @@ from revcompile.errors import NonFiniteError
 from revcompile.ir.stage_ops import mix
 from revcompile.runtime.executor.captured.found_inf import NonFiniteReports
 from revcompile.runtime.executor.captured.fusion import FusedOps
-from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, RandomKeys, StepReplay
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, RandomKeys
 from revcompile.runtime.executor.captured.in_flight import (
     InFlightState,
     empty_on,
@@ -54,7 +54,7 @@ from revcompile.runtime.executor.captured.static_buffers import (
     payload,
     pooled_copy,
 )
-from revcompile.runtime.executor.captured.streams import CudaCopyStream, StepStreams
+from revcompile.runtime.executor.captured.streams import CopyStream, StepStreams
 from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
 from revcompile.runtime.executor.transport import InProcess, Message
 from revcompile.runtime.stage.buffer_pool import BufferPool
@@ -76,9 +76,7 @@ class StaticPipeline:
     """The stages of one trainer in one process, with everything in flight in static buffers.
 
     Args:
-        executors: The executors that perform the stages action by action.
-        loss_head: That of the last stage.
-        schedule: How the trainer's steps are scheduled.
+        executors: Those that perform the stages action by action.
         replay: Calls steps, or captures and replays them.
         check_finite: Leave micro-batches out whose gradient is not finite.
         fused: If given, the stages' programs are run with their fusion regions compiled.
@@ -89,7 +87,7 @@ class StaticPipeline:
         executors: Sequence[StageExecutor],
         loss_head: LossHead,
         schedule: Schedule,
-        replay: StepReplay,
+        replay: EagerReplay,
         *,
         check_finite: bool = True,
         fused: FusedOps | None = None,
@@ -102,21 +100,21 @@ class StaticPipeline:
         self._delays = [delay(method, count, j, schedule.accumulate) for j in range(count)]
         self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
         self._is_continuous = method.order is Order.CONTINUOUS
-        self._pending_counts = [
+        self._waiting_counts = [
             here - after for here, after in zip(self._windows, self._windows[1:], strict=False)
         ]
         """How many messages wait for each stage between two steps."""
         # Where at most one message waits for each stage, consecutive steps alternate: one leaves
         # its messages where they were computed, the other copies them to their static buffers.
         # Each reads what the other has left.
-        self._alternates = self._is_continuous and set(self._pending_counts) <= {1}
+        self._alternates = self._is_continuous and set(self._waiting_counts) <= {1}
         # A message's static buffer depends on its micro-batch: after so many steps all buffers are
         # the same again, and so is the kind of step.
-        self._period = math.lcm(1, *(n for n in self._pending_counts if n))
+        self._period = math.lcm(1, *(n for n in self._waiting_counts if n))
         device = executors[0].stage._device()
         uses_streams = self._is_continuous and device.type == "cuda"
         self._streams = StepStreams(device, count - 1) if uses_streams else None
-        self._copy_stream = CudaCopyStream(device) if uses_streams and self._alternates else None
+        self._copy_stream = CopyStream(device) if uses_streams and self._alternates else None
         self._transport = StaticTransport(count)
         self._loss_head = copy.copy(loss_head)
         self._loss_head.targets, self._loss_head.losses = {}, {}
@@ -213,15 +211,22 @@ class StaticPipeline:
     def _matches(self, state: InFlightState, batch: Any) -> bool:
         if self._inputs is None or not self._inputs.matches(batch):
             return False
-        return all(
-            self._rings[stage].slot(0).matches(activations)
-            for stage, by_microbatch in state.activations.items()
-            for activations in by_microbatch.values()
-        ) and all(
-            self._transport.buffer(route, message.index).matches(payload(message))
-            for route, messages in state.messages.items()
-            for message in messages
-        )
+        return all(buffers.matches(values) for buffers, values in self._copies(state))
+
+    def _copies(self, state: InFlightState) -> list[tuple[StaticBuffers, Any]]:
+        """Activations and messages in flight, each with the buffers it belongs into."""
+        return [
+            *(
+                (self._rings[stage].slot(microbatch), activations)
+                for stage, by_microbatch in state.activations.items()
+                for microbatch, activations in by_microbatch.items()
+            ),
+            *(
+                (self._transport.buffer(route, message.index), payload(message))
+                for route, messages in state.messages.items()
+                for message in messages
+            ),
+        ]
 
     def _allocate(self, state: InFlightState, batch: Any) -> None:
         self._inputs = StaticBuffers(empty_on(self._flags.device, batch))
@@ -232,20 +237,14 @@ class StaticPipeline:
         for route, messages in state.messages.items():
             _, target, _ = route
             self._transport.buffers[route] = [
-                StaticBuffers(payload(messages[0])) for _ in range(self._pending_counts[target])
+                StaticBuffers(payload(messages[0])) for _ in range(self._waiting_counts[target])
             ]
         for stage in state.stashed:
             executor = self.executors[stage]
             executor.stash = WeightStash(executor.stage.parameters, self._delays[stage])
 
     def _load(self, state: InFlightState) -> None:
-        copies = [
-            (self._rings[stage].slot(microbatch), activations)
-            for stage, by_microbatch in state.activations.items()
-            for microbatch, activations in by_microbatch.items()
-        ]
-        for route, messages in state.messages.items():
-            copies += [(self._transport.buffer(route, m.index), payload(m)) for m in messages]
+        copies = self._copies(state)
         for executor in self._eager_executors:
             if gradients := executor.stage.gradients:
                 copies.append((self._gradient_buffers(executor.index, gradients), gradients))
@@ -290,17 +289,17 @@ class StaticPipeline:
                 eager.contributed = int(counts[index]) if self._check_finite else accumulated
                 stage.gradients = dict(self._gradients[index].value) if eager.contributed else {}
         for route in self._transport.buffers:
-            indices = self._pending(schedule.outstanding, route)
-            for message in self._transport.pending(route, indices, self._last_in_place):
+            indices = self._waiting_indices(schedule.outstanding, route)
+            for message in self._transport.waiting(route, indices, self._last_in_place):
                 if message.found_inf is not None and bool(message.found_inf):
                     message = Message(message.index, void=True)
                 transport.send(*route, replace(message, found_inf=None))
         self.is_active = False
 
-    def _pending(self, outstanding: Sequence[Sequence[int]], route: Route) -> Sequence[int]:
+    def _waiting_indices(self, outstanding: Sequence[Sequence[int]], route: Route) -> Sequence[int]:
         """The micro-batches whose messages wait at the end of a route."""
         _, target, _ = route
-        return outstanding[target][: self._pending_counts[target]]
+        return outstanding[target][: self._waiting_counts[target]]
 
     def clear(self) -> None:
         """Free all buffers and captured steps: shapes, or the trainer's tensors, have changed."""
@@ -343,7 +342,7 @@ class StaticPipeline:
         self._inputs.copy_(batch)
         self._ring_buffers.before_step(entering, self._parity)
         for executor in self.executors:
-            executor.casts.check()
+            executor.stage.casts.check()
             executor.updater.prepare()
 
         def perform() -> None:
@@ -365,7 +364,7 @@ class StaticPipeline:
         if trial is not schedule:
             schedule.inject()
             for executor in self.executors:
-                executor.casts.note()
+                executor.stage.casts.note()
         self._ring_buffers.after_step(entering, self._parity, self._fresh[kind])
         if self._alternates:
             self._last_in_place, self._parity = self._in_place.get(kind), 1 - self._parity
@@ -429,8 +428,8 @@ class StaticPipeline:
             executor.count = self._counts[index]
             executor.prepare_stage(captured=True)
         for route in self._transport.buffers:
-            indices = self._pending(outstanding, route)
-            messages = self._transport.pending(route, indices, self._last_in_place)
+            indices = self._waiting_indices(outstanding, route)
+            messages = self._transport.waiting(route, indices, self._last_in_place)
             self._transport.queues[route] = deque(messages)
         self._transport.in_place = self._new_in_place() if self._parity == 0 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -76,54 +76,40 @@ def why_not_capturable(
     executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
 ) -> str | None:
     """Why steps cannot be captured; None if they can."""
-    return next(_reasons_against(executors, schedule, backend), None)
-
-
-def _reasons_against(
-    executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
-) -> Iterator[str]:
     devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
     if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
-        yield "the model is not on a CUDA device; move it there before you call petrafy"
+        return "the model is not on a CUDA device; move it there before you call petrafy"
     if len(devices) != 1:
-        yield f"the model is on {len(devices)} devices; a step is captured on one"
+        return f"the model is on {len(devices)} devices; a step is captured on one"
     method = schedule.method
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
-        yield f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
+        return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
     if schedule.ties:
-        yield "stages share parameters; compile with fewer stages, or so that they share a stage"
-    if schedule.accumulate > _MOST_KINDS:
-        yield f"accumulate={schedule.accumulate}; at most {_MOST_KINDS} kinds of steps are captured"
+        return "stages share parameters; compile with fewer stages, or so that they share a stage"
+    if (count := schedule.accumulate) > _MOST_KINDS:
+        return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
     if any(executor.scaling is not None for executor in executors):
-        yield "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
+        return "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
     if any(executor.stage.keeper.offloads for executor in executors):
-        yield "buffers='offload' moves inputs to the host, and captured steps need static buffers"
+        return "buffers='offload' moves inputs to the host, and captured steps need static buffers"
     for executor in executors:
         count = window(method, schedule.stages, executor.index, schedule.accumulate)
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in executor.program.units):
             is_method = method.keep is Keep.GRAPH
             cause = f"as {method.name!r} does" if is_method else "which its memory budget allows"
             advice = "use 'pipedream' or 'petra_stashed'" if is_method else "leave out memory="
-            yield (
+            return (
                 f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
                 f"{advice} to have steps captured"
             )
-        if executor.updater.optimizer is not None and (
-            why := why_not_capturable_optimizer(executor.updater.optimizer)
-        ):
-            yield why
+        optimizer = executor.updater.optimizer
+        if optimizer is not None and (why := why_not_capturable_optimizer(optimizer)):
+            return why
+    return None
 
 
 class GraphRunner:
-    """Runs steps as captured ones where that is possible, and says so where it is not.
-
-    Args:
-        backend: How to run steps.
-        executors: All stages of the trainer.
-        loss_head: That of the last stage.
-        schedule: How the trainer's steps are scheduled.
-        check_finite: Leave micro-batches out whose gradient is not finite.
-    """
+    """Runs steps as captured ones where that is possible, and warns where it never will be."""
 
     def __init__(
         self,
@@ -145,8 +131,9 @@ class GraphRunner:
         self._last_batch: StaticBuffers | None = None
         """Structure, shapes and types of the last micro-batch, on the meta device."""
         self._alike = self._changes = self._failures = 0
-        self._is_on = self._backend is not Backend.EAGER
-        if self._is_on and (why := why_not_capturable(executors, schedule, self._backend)):
+        self.is_on = self._backend is not Backend.EAGER
+        """Will steps be captured once the pipeline is full?"""
+        if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
 
     @property
@@ -154,13 +141,8 @@ class GraphRunner:
         """Is what is in flight in static buffers, and not with the executors?"""
         return self._pipeline is not None and self._pipeline.is_active
 
-    @property
-    def is_on(self) -> bool:
-        """Will steps be captured once the pipeline is full?"""
-        return self._is_on
-
     def _give_up(self, why: str) -> None:
-        self._is_on, self._pipeline = False, None
+        self.is_on, self._pipeline = False, None
         warnings.warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning",
@@ -176,7 +158,7 @@ class GraphRunner:
             batch: Inputs and target.
             allowed: False if a probe or a trace needs to see single actions.
         """
-        if not self._is_on:
+        if not self.is_on:
             return None
         if self._pipeline is None:
             self._pipeline = self._build(schedule)
@@ -231,7 +213,7 @@ class GraphRunner:
 
     def observe(self, batch: Any) -> None:
         """Count a micro-batch that has entered, here or action by action."""
-        if not self._is_on:
+        if not self.is_on:
             return
         if self._last_batch is None or not self._last_batch.matches(batch):
             self._last_batch = StaticBuffers(empty_on(torch.device("meta"), batch))

@@ -32,9 +32,7 @@ class CapturedStageExecutor(StageExecutor):
     the way no stage applies its gradient, or keeps the running statistics it has changed.
 
     Args:
-        executor: The executor that performs the same stage action by action.
-        transport: Its messages in static buffers.
-        loss_head: At the last stage.
+        executor: The one that performs the same stage action by action.
         fused: If given, the stage's programs are run with their fusion regions compiled.
         streams: If given, actions run side by side on these.
     """
@@ -62,7 +60,6 @@ class CapturedStageExecutor(StageExecutor):
         stage = executor.stage
         self.accumulate, self.check_finite = accumulate, check_finite
         self._streams = streams
-        self.casts = stage.casts
         self._programs = _fused_programs(stage, fused) if fused is not None else None
         self._statistics = RunningStatistics(stage.statistics())
         self._moves_in_forward = bool(stage.snapshot())
@@ -146,7 +143,7 @@ class CapturedStageExecutor(StageExecutor):
             self.stash.shift()
         done = super()._update(action)
         if done:
-            self.casts.refresh()
+            self.stage.casts.refresh()
         return done
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:

@@ -149,7 +149,7 @@ class StaticTransport(InProcess):
                 message = _message_in(buffer, message.index)
         super().send(source, target, channel, message)
 
-    def pending(
+    def waiting(
         self, route: Route, indices: Sequence[int], in_place: InPlaceMessages | None = None
     ) -> list[Message]:
         """The messages that wait for the next step.

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CopyStream", "CudaCopyStream", "StepStreams"]
+__all__ = ["CopyStream", "StepStreams"]
 
 
 class StepStreams:
@@ -114,42 +114,26 @@ class StepStreams:
         return self._backward_streams[stage % len(self._backward_streams)]
 
 
-class CopyStream(Protocol):
-    """A stream for copies, beside the current one."""
-
-    def record_event(self) -> Any:
-        """An event in the stream that is current now."""
-        ...
-
-    def wait_event(self, event: Any) -> None:
-        """The current stream waits for an event."""
-        ...
-
-    def follow(self, event: Any) -> None:
-        """The copy stream waits for an event."""
-        ...
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Makes the copy stream the current one."""
-        ...
-
-
-class CudaCopyStream:
-    """A CUDA stream for copies."""
+class CopyStream:
+    """A CUDA stream for copies, beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def record_event(self) -> torch.cuda.Event:
+        """An event in the stream that is current now."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._stream.device))
         return event
 
     def wait_event(self, event: torch.cuda.Event) -> None:
+        """The current stream waits for an event."""
         torch.cuda.current_stream(self._stream.device).wait_event(event)
 
     def follow(self, event: torch.cuda.Event) -> None:
+        """The copy stream waits for an event."""
         self._stream.wait_event(event)
 
     def active(self) -> AbstractContextManager[Any]:
+        """Makes the copy stream the current one."""
         return torch.cuda.stream(self._stream)
