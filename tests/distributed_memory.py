@@ -76,7 +76,7 @@ def steady(rank: int, options: dict[str, Any]) -> Any:
         for batch in batches(Run(**one))[:-1]:
             fed(trainer, batch)
             of_device = torch.cuda.memory_stats().get("segment.all.allocated", 0)
-            made.append((trainer.transport.rooms_made, of_device))
+            made.append((trainer.transport.allocations, of_device))
         trainer.flush()
         final(net, trainer)
         found.append(made)

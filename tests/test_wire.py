@@ -140,7 +140,7 @@ def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
             assert found.values["n"] == expected.values["n"]
         if len(kept) > 3:
             del kept[draw.randrange(4)]
-    assert ends.receiver.rooms.made < 60
+    assert ends.receiver.packets.allocations < 60
 
 
 def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:

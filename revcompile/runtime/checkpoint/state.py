@@ -232,7 +232,7 @@ def _load_scalings(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
         executor.scaling = Scaling(how, how.init_scale)
         if saved and how.dynamic and same:
             executor.scaling.load(saved[executor.index])
-        elif saved and how.dynamic and executor.objective is not None:
+        elif saved and how.dynamic and executor.loss_head is not None:
             untold = min(found["overflow"] for found in saved)
             executor.scaling.load(saved[-1] | {"overflow": untold})
 
@@ -275,7 +275,7 @@ def _clear(trainer: Trainer, seed: int) -> None:
 
 
 def _replicas(executor: StageExecutor) -> list[str]:
-    return [name for names in executor.held.values() for name in names]
+    return [name for names in executor.tied_owners.values() for name in names]
 
 
 # -- one stage ------------------------------------------------------------------------------------

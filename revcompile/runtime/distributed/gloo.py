@@ -19,13 +19,13 @@ from torch import Tensor
 from revcompile.runtime.distributed.channel import Arrival, Channel, Parcel
 from revcompile.runtime.distributed.message_format import HEADER, Description, Flag, Form, Header
 from revcompile.runtime.executor.transport import MessageKind
-from revcompile.runtime.stage.tensor_reuse import is_unshared
+from revcompile.runtime.stage.buffer_pool import BufferPool
 
-__all__ = ["PacketReceiver", "PacketSender", "Rooms"]
+__all__ = ["PacketReceiver", "PacketSender"]
 
 _STEP: Final = 64
 _MOST: Final = 64
-"""More packets in flight than these are not remembered for a second use."""
+"""How many received packets of one size are remembered to be used again."""
 _SILENT: Final = Flag.VOID | Flag.END | Flag.ABORT
 """Messages without tensors."""
 
@@ -78,28 +78,6 @@ class _Expected:
         self.kind, self.size = (kind, packing.size) if is_steady else (None, _STEP)
 
 
-class Rooms:
-    """Memory for packets of one size; it is free again when no tensor refers to it any more."""
-
-    def __init__(self) -> None:
-        self.made = 0
-        """How often memory had to be allocated."""
-        self._size = 0
-        self._rooms: list[Tensor] = []
-
-    def take(self, size: int) -> Tensor:
-        """Room for a packet. Other sizes than the last are forgotten."""
-        if size != self._size:
-            self._size, self._rooms = size, []
-        for room in self._rooms:
-            if is_unshared(room):
-                return room
-        self.made += 1
-        room = torch.empty(size, dtype=torch.uint8)
-        self._rooms = [*self._rooms[1 - _MOST :], room]
-        return room
-
-
 class PacketSender:
     """The sending end of a link between two hosts' memories."""
 
@@ -148,13 +126,19 @@ class PacketReceiver:
     def __init__(self, link: Channel) -> None:
         self._link = link
         self._expected = _Expected()
-        self.rooms = Rooms()
+        self.packets = BufferPool(limit=_MOST)
+        self._size = 0
         self._packet = torch.empty(0, dtype=torch.uint8)
 
     def header(self) -> Header:
         """Wait for the next message, whose tensors may have come with it."""
-        self._packet = torch.empty(0, dtype=torch.uint8)  # the last one is the message's now
-        self._packet = self.rooms.take(self._expected.size)
+        size = self._expected.size
+        if size != self._size:
+            self._size = size
+            self.packets.clear()
+        # The last packet belongs to its message now: do not hold it while the next one is chosen.
+        self._packet = torch.empty(0, dtype=torch.uint8)
+        self._packet = self.packets.take(size, lambda: torch.empty(size, dtype=torch.uint8))
         self._link.control_exchange(self._packet, sends=False)
         numbers = self._packet[: 8 * HEADER].view(torch.int64).tolist()
         return Header.of(numbers)

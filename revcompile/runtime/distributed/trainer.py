@@ -61,7 +61,7 @@ class DistributedTrainer(Trainer):
     `net.module()` brings all of them together.
     """
 
-    guarded = True
+    skip_on_error = True
     _given: tuple[Any, Any] = None, None
     """What this rank's step was called with."""
 
@@ -111,9 +111,9 @@ class DistributedTrainer(Trainer):
         self._share.guard = self.transport.together
         for executor in self.executors:
             executor.stage.device = self.device
-            if executor.objective is not None:
+            if executor.loss_head is not None:
                 executor.check_data = self._check_data
-            copies = (name for names in executor.held.values() for name in names)
+            copies = (name for names in executor.tied_owners.values() for name in names)
             self._share.adopt(
                 self.model, {name: executor.stage.parameters[name] for name in copies}
             )
@@ -157,7 +157,7 @@ class DistributedTrainer(Trainer):
         rest = self._forward(self.schedule.inject())
         self._given = None, None
         self._finish(rest)
-        self.objective.targets.pop(microbatch, None)
+        self.loss_head.targets.pop(microbatch, None)
         self.transport.completed = microbatch
         samples = (
             self.intake.samples(values) if values is not None else self._output_size(microbatch)
@@ -185,24 +185,24 @@ class DistributedTrainer(Trainer):
         try:
             return self.intake.taken(inputs)
         except Exception as error:
-            self.executors[0].refused.append(error)
+            self.executors[0].forward_errors.append(error)
             return None
 
     def _take_target(self, microbatch: int, target: Any) -> None:
         """Where the target cannot be used, the micro-batch is lost like one of bad inputs."""
         try:
-            self.objective.targets[microbatch] = self.intake.moved(target)
+            self.loss_head.targets[microbatch] = self.intake.moved(target)
         except Exception as error:
-            self.executors[-1].refused.append(error)
+            self.executors[-1].forward_errors.append(error)
 
     def _forward(self, lists: Any) -> list[deque[Any]]:
         with self._stopping():
             return self.worker.forward(lists)
 
     def _raise_failures(self) -> None:
-        refused = [error for executor in self.executors for error in executor.refused]
+        refused = [error for executor in self.executors for error in executor.forward_errors]
         for executor in self.executors:
-            executor.refused = []
+            executor.forward_errors = []
         super()._raise_failures()
         for error in refused:
             if isinstance(error, RevcompileError):
@@ -221,9 +221,9 @@ class DistributedTrainer(Trainer):
 
     def _output_size(self, microbatch: int) -> int:
         """Samples of a micro-batch, where the last stage lives; 0 elsewhere."""
-        if microbatch not in self.objective.outputs:
+        if microbatch not in self.loss_head.outputs:
             return 0
-        leaves = pytree.tree_leaves(self.objective.outputs[microbatch])
+        leaves = pytree.tree_leaves(self.loss_head.outputs[microbatch])
         result = self.partition.rewired.body.result
         pairs = zip(result, leaves, strict=True)
         found = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
@@ -311,8 +311,8 @@ class DistributedTrainer(Trainer):
             other = sent and compared(sent, inputs, target, number)
             if other:
                 raise self._mixed_up(where, other)
-            output, target = self.objective.assembled(outputs), self.intake.moved(target, where)
-            loss = self.objective.evaluate(output, target, where)
+            output, target = self.loss_head.assembled(outputs), self.intake.moved(target, where)
+            loss = self.loss_head.evaluate(output, target, where)
             means.add(loss, output, target, self.intake.samples(outputs))
 
         passing = Passing(self.executors, self.transport, len(self.programs) - 1, source, sink)

@@ -144,7 +144,7 @@ class Distributed:
         self._settle()
         return copies.mean(gradients, count)
 
-    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """The sum over all stages, once this rank's have all come and the others agree."""
         norms = self._norms.setdefault(update, {})
         norms[stage] = squared
@@ -199,10 +199,10 @@ class Distributed:
                 link.settle(self.timeout)
 
     @property
-    def rooms_made(self) -> int:
+    def allocations(self) -> int:
         """How often memory for messages had to be allocated; it stays the same in steady state."""
         ends = (link.end for link in self._in)
-        return sum(end.rooms.made for end in ends if isinstance(end, PacketReceiver))
+        return sum(end.packets.allocations for end in ends if isinstance(end, PacketReceiver))
 
     # -- what threads report ------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import scaling_of
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
@@ -30,17 +30,17 @@ def build_executor(
     *,
     seed: int,
     delay: float,
-    objective: Objective | None,
-    guarded: bool,
+    loss_head: LossHead | None,
+    skip_on_error: bool,
 ) -> StageExecutor:
     """The executor of one stage, whose gradients are so many updates late.
 
-    The last one is given the objective.
+    The last one is given the loss head.
     """
     index = program.index
-    held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
-    owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
-    replicas = [name for names in held.values() for name in names]
+    owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
+    holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
+    replicas = [name for names in owners.values() for name in names]
     stage = Stage(
         program,
         model,
@@ -50,7 +50,7 @@ def build_executor(
         check_finite=settings.check_finite,
         buffers=settings.buffers,
     )
-    stage.sums_in_place = guarded
+    stage.sums_in_place = skip_on_error
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
         f"stage {index}",
@@ -61,17 +61,17 @@ def build_executor(
         delay=delay,
     )
     gradient_predictor = None
-    if program.method.order is Order.SYNTHETIC and objective is None:
+    if program.method.order is Order.SYNTHETIC and loss_head is None:
         gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
     return StageExecutor(
         stage,
         updater,
         transport,
-        objective=objective,
+        loss_head=loss_head,
         gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
-        held=held,
-        owned=owned,
-        guarded=guarded,
+        tied_owners=owners,
+        tied_replicas=holders,
+        skip_on_error=skip_on_error,
         scaling=scaling_of(settings.loss_scale, program.method),
     )

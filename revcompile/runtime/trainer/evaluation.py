@@ -11,7 +11,7 @@ from torch import nn
 
 from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
-from revcompile.runtime.stage.loss_head import Objective, described
+from revcompile.runtime.stage.loss_head import LossHead, described
 from revcompile.runtime.trainer.inputs import InputBinder, batch_pair, called_with
 from revcompile.runtime.trainer.metrics import Means
 
@@ -32,7 +32,7 @@ def evaluate_batch(
     batch: Any,
     model: nn.Module,
     intake: InputBinder,
-    objective: Objective,
+    loss_head: LossHead,
     means: Means,
 ) -> None:
     """Run the model on one batch; loss and metrics go to `means`."""
@@ -49,7 +49,7 @@ def evaluate_batch(
             f"{where}: the model failed on it: {type(error).__name__}: {error}\n"
             f"  inputs: {described(inputs)}"
         ) from error
-    means.add(objective.evaluate(output, target, where), output, target, samples)
+    means.add(loss_head.evaluate(output, target, where), output, target, samples)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transaction import Transaction
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.loss_head import Loss, Objective, described
+from revcompile.runtime.stage.loss_head import Loss, LossHead, described
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.build import build_executor
 from revcompile.runtime.trainer.cpu_matmul import choose_cpu_matmul
@@ -56,7 +56,7 @@ class Trainer:
     (see `Backend`) leave bad micro-batches out everywhere, and say so some steps later.
     """
 
-    guarded: ClassVar[bool] = False
+    skip_on_error: ClassVar[bool] = False
     """Does a micro-batch that fails in a forward pass go on as lost, and is not taken back?"""
 
     def __init__(
@@ -77,8 +77,8 @@ class Trainer:
         self.delays = tuple(delay(method, stages, j, settings.accumulate) for j in range(stages))
         self.transport = self._connect()
         self.intake = InputBinder(partition, self._home())
-        self.objective = Objective(partition.rewired, loss, settings.autocast, stages - 1)
-        self.objective.check_finite = settings.check_finite
+        self.loss_head = LossHead(partition.rewired, loss, settings.autocast, stages - 1)
+        self.loss_head.check_finite = settings.check_finite
         here = [program for program in programs if self._is_here(program.index)]
         self.executors = [self._actor(program, optimizer) for program in here]
         self.worker = LocalScheduler(self.executors)
@@ -114,7 +114,7 @@ class Trainer:
                 )
             return None
         return GraphRunner(
-            backend, self.executors, self.objective, self.schedule, check_finite=check
+            backend, self.executors, self.loss_head, self.schedule, check_finite=check
         )
 
     def _is_here(self, stage: int) -> bool:
@@ -133,8 +133,8 @@ class Trainer:
             self.transport,
             seed=self.stage_seed,
             delay=mean_delay(program.method, stages, program.index, accumulate),
-            objective=self.objective if is_last else None,
-            guarded=self.guarded,
+            loss_head=self.loss_head if is_last else None,
+            skip_on_error=self.skip_on_error,
         )
 
     # -- training -----------------------------------------------------------------------------
@@ -151,11 +151,11 @@ class Trainer:
             return metrics
         values = self.intake.taken(inputs)
         microbatch, samples = self.schedule.injected, self.intake.samples(values)
-        attempt = Transaction(self.schedule, self.executors, self.transport, self.objective)
+        attempt = Transaction(self.schedule, self.executors, self.transport, self.loss_head)
         self.executors[0].inputs[microbatch] = values
-        self.objective.targets[microbatch] = self.intake.moved(target)
+        self.loss_head.targets[microbatch] = self.intake.moved(target)
         for probe in self.probes:
-            probe.fed(microbatch, values, self.objective.targets[microbatch])
+            probe.fed(microbatch, values, self.loss_head.targets[microbatch])
         self._measure(microbatch)
         try:
             rest = self.worker.forward(self.schedule.inject())
@@ -172,7 +172,7 @@ class Trainer:
         self.metrics = self._metrics(microbatch, samples)
         self._probed()
         if self._fast is not None:
-            self._fast.saw((values, target))
+            self._fast.observe((values, target))
         self._traced()
         self._raise_failures()
         return self.metrics
@@ -191,9 +191,9 @@ class Trainer:
             )
         if outcome is None:
             return None
-        self._fast.saw((values, target))
-        self.objective.losses[microbatch] = outcome.loss
-        self.objective.outputs[microbatch] = outcome.output
+        self._fast.observe((values, target))
+        self.loss_head.losses[microbatch] = outcome.loss
+        self.loss_head.outputs[microbatch] = outcome.output
         samples = self.intake.samples(values)
         self._samples += samples
         self.metrics = self._metrics(microbatch, samples)
@@ -280,7 +280,7 @@ class Trainer:
         found = Means(metrics)
         with self._evaluating():
             for number, batch in enumerate(iterated(loader)):
-                evaluate_batch(number, batch, self.model, self.intake, self.objective, found)
+                evaluate_batch(number, batch, self.model, self.intake, self.loss_head, found)
         return found.evaluation()
 
     def _evaluating(self) -> AbstractContextManager[None]:
@@ -364,10 +364,10 @@ class Trainer:
             updates=self.schedule.updates,
             lr=next((a.updater.lr for a in self.executors if a.updater.lr is not None), None),
             throughput=self._samples / elapsed,
-            loss_tensor=self.objective.losses.pop(microbatch, None),
-            output=self.objective.outputs.pop(microbatch, None),
+            loss_tensor=self.loss_head.losses.pop(microbatch, None),
+            output=self.loss_head.outputs.pop(microbatch, None),
             reconstruction=found,
-            loss_scale=self.objective.scale,
+            loss_scale=self.loss_head.scale,
             skipped=sum(scaling.skipped for scaling in scalings),
         )
 
@@ -380,7 +380,7 @@ class Trainer:
         self._settle()
         stages = [executor.stage for executor in self.executors]
         rewired, accumulate = self.partition.rewired, self.settings.accumulate
-        probe = Probe(self.schedule.injected, stages, rewired, self.objective, accumulate)
+        probe = Probe(self.schedule.injected, stages, rewired, self.loss_head, accumulate)
         self.probes.append(probe)
         return probe
 
@@ -435,7 +435,7 @@ class Trainer:
             self._fast.leave(self.schedule, self.transport)
         load_trainer(self, state)
         if self._fast is not None:
-            self._fast.forget()
+            self._fast.clear()
         self.probes.clear()
         self._broken = None
 
