@@ -23,7 +23,7 @@ from revcompile.plan.budget import MemoryPlan, Terms, budget, plan_memory
 from revcompile.plan.fit import assign_contiguous, check_schedule, plan_trainer_memory
 from revcompile.runtime.checkpoint import export_weights, load_into
 from revcompile.runtime.distributed.process_groups import many_ranks
-from revcompile.runtime.distributed.rank_weights import whole
+from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured import Backend, backend_of
 from revcompile.runtime.reversible.module import Reversible
@@ -31,8 +31,9 @@ from revcompile.runtime.stage.activations import BuffersLike, buffers_of
 from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
 from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.settings import Settings
-from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Action, Keep, Method, actions, choose, delay
 
 __all__ = ["CompiledStage", "StagedModel"]
@@ -124,7 +125,7 @@ class StagedModel:
 
         While several ranks train, each of them calls this: the weights come from all of them.
         """
-        twin = whole(self.model)
+        twin = whole_model(self.model)
         for parameter in twin.parameters():
             parameter.grad = None
         return twin
@@ -199,7 +200,7 @@ class StagedModel:
         buffers: BuffersLike = None,
         memory: int | str | None = None,
         batch_size: int | None = None,
-        places: Sequence[int] | None = None,
+        stage_to_rank: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
@@ -234,10 +235,10 @@ class StagedModel:
         much it keeps. What a stage keeps cannot be saved as long as it is a graph: flush first.
 
         In a script started by torchrun (or with a process group of several ranks) this is the
-        trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
-        (default: in a row, balanced by cost), `device` where to train (default: where the model
-        is; of a model on the CPU only a rank's own stages ever go there), `timeout` after how many
-        seconds of silence a rank gives up, and `report_loss` tells every rank the loss of each
+        trainer of one rank, a `DistributedTrainer`: `stage_to_rank` says on which rank each stage
+        lives (default: in a row, balanced by cost), `device` where to train (default: where the
+        model is; of a model on the CPU only a rank's own stages ever go there), `timeout` after how
+        many seconds of silence a rank gives up, and `report_loss` tells every rank the loss of each
         step. With more ranks than stages whole pipelines are copied: each copy takes its own data,
         gradients are averaged at every update, and so are batch norms' running statistics with
         `average_statistics`.
@@ -265,7 +266,7 @@ class StagedModel:
             optimizer,
             parameters=dict(self.model.named_parameters()),
             batch=self.batch if batch_size is None else batch_size,
-            places=places,
+            places=stage_to_rank,
         )
         programs = self._programs(chosen, plan.keeps if plan else None)
         model = self.model
@@ -277,8 +278,8 @@ class StagedModel:
                 optimizer,
                 loss,
                 settings,
-                default_places=self._places,
-                places=places,
+                default_stage_to_rank=self._default_stage_to_rank,
+                stage_to_rank=stage_to_rank,
                 device=device,
                 timeout=timeout,
                 report_loss=report_loss,
@@ -287,7 +288,7 @@ class StagedModel:
         else:
             if device is not None:
                 model.to(device)
-            trainer = Trainer(model, self.partition, programs, optimizer, loss, settings)
+            trainer = LocalTrainer(model, self.partition, programs, optimizer, loss, settings)
         trainer.memory_plan = plan
         return trainer
 
@@ -301,13 +302,13 @@ class StagedModel:
         alpha: float | None = None,
         optimizer_copies: float = 1.0,
         buffers: BuffersLike = None,
-        places: Sequence[int] | None = None,
+        stage_to_rank: Sequence[int] | None = None,
     ) -> MemoryPlan:
         """What stages keep if a device may hold so much: bytes, or text like "2GiB".
 
-        `places` are the devices of the stages; without it each stage has its own. The rest is as
-        for the trainer, which makes its own plan; `optimizer_copies` is 1 for SGD with momentum,
-        2 for Adam.
+        `stage_to_rank` are the devices of the stages; without it each stage has its own. The rest
+        is as for the trainer, which makes its own plan; `optimizer_copies` is 1 for SGD with
+        momentum, 2 for Adam.
 
         >>> import torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -323,9 +324,9 @@ class StagedModel:
             optimizer_copies,
             buffers_of(buffers).bytes_each,
         )
-        return plan_memory(self.partition, budget(memory), terms, places)
+        return plan_memory(self.partition, budget(memory), terms, stage_to_rank)
 
-    def _places(self, ranks: int) -> list[int]:
+    def _default_stage_to_rank(self, ranks: int) -> list[int]:
         return assign_contiguous(self.partition, ranks)
 
     def delays(self, accumulate: int = 1) -> tuple[int, ...]:

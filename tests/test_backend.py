@@ -29,7 +29,7 @@ from revcompile.runtime.executor.captured.static_buffers import (
 )
 from revcompile.runtime.executor.captured.step import Engine
 from revcompile.runtime.executor.transport import Message, MessageKind
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.training import (
     SCHEDULES,
@@ -75,7 +75,7 @@ def made(
 
 
 def is_active(trainer: Trainer) -> bool:
-    return trainer._fast is not None and trainer._fast.is_active
+    return trainer.runner.is_active
 
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {

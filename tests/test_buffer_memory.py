@@ -47,8 +47,8 @@ def test_recorded_rounds_keep_what_is_accounted(name: str, buffers: torch.dtype 
     trainer = net.trainer(momentum, cross_entropy, backend="recorded", buffers=buffers)
     for _ in range(2 * net.num_stages + 2):
         trainer.step(*make())
-    assert trainer._fast is not None and trainer._fast.is_active
-    engine = trainer._fast._engine
+    assert trainer.runner.is_active
+    engine = trainer.runner._engine
     each = 4 if buffers is None else buffers.itemsize
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
         ring, count = engine._rings.get(index), window(net.method, net.num_stages, index)

@@ -16,7 +16,7 @@ import revcompile
 from revcompile.errors import InputError
 from revcompile.runtime.stage.activations import Buffers, Scaled, narrowed, widened
 from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import FULL, even, is_active, made, odd
 from tests.training import plain_sgd, same, through_a_file, weights

@@ -10,27 +10,26 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed.channel import Parcel
-from revcompile.runtime.distributed.gloo import PacketReceiver, PacketSender
 from revcompile.runtime.distributed.message_format import (
     Describer,
     Description,
     Flag,
-    Form,
     Header,
-    described,
+    TensorFormat,
+    describe,
 )
+from revcompile.runtime.distributed.p2p import Outbound, PacketReceiver, PacketSender
 from revcompile.runtime.executor.transport import Message, MessageKind
 
 CPU: Final = torch.device("cpu")
 
 
 def through_the_wire(message: Message) -> Any:
-    text, tensors = described(message, CPU)
+    text, tensors = describe(message, CPU)
     rooms = []
     for form, tensor in tensors:
-        room = form.room(CPU)
-        room.copy_(form.flat(tensor))
+        room = form.empty_bytes(CPU)
+        room.copy_(form.to_bytes(tensor))
         rooms.append(room)
     return Description(text).message(Header(MessageKind.X, message.index), rooms, CPU)
 
@@ -96,7 +95,7 @@ class Ends:
             text, tensors = self.describers[channel].describe(message)
         flags = Flag.VOID if message.void else Flag.DESCRIBED if text else Flag(0)
         header = Header(channel, message.index, flags, len(text))
-        self.sender.send(Parcel(header, text, tensors))
+        self.sender.send(Outbound(header, text, tensors))
         found = self.receiver.header()
         assert (found.channel, found.index) == (channel, message.index)
         if found.length:
@@ -140,7 +139,7 @@ def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
             assert found.values["n"] == expected.values["n"]
         if len(kept) > 3:
             del kept[draw.randrange(4)]
-    assert ends.receiver.rooms.made < 60
+    assert ends.receiver.packets.allocations < 60
 
 
 def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
@@ -154,7 +153,7 @@ def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
 
 
 def test_repeated_elements_are_sent_once() -> None:
-    form = Form.of(torch.zeros(4, 1).expand(4, 1000), CPU)
+    form = TensorFormat.of(torch.zeros(4, 1).expand(4, 1000), CPU)
     assert form.numel == 4
 
 
@@ -170,5 +169,5 @@ def test_plain_values_arrive_as_they_were() -> None:
 
 
 def test_what_cannot_travel_says_what_to_do() -> None:
-    with pytest.raises(InputError, match=r"Generator crosses from one rank to another.*places="):
-        described(Message(0, {"g": torch.Generator()}), CPU)
+    with pytest.raises(InputError, match=r"Generator crosses from one rank.*stage_to_rank="):
+        describe(Message(0, {"g": torch.Generator()}), CPU)

@@ -11,8 +11,7 @@ from torch import Tensor
 from revcompile.compiler.partition.balance import balance
 from revcompile.ir.program import Partition
 from revcompile.plan.budget import MemoryPlan, Terms, plan_memory
-from revcompile.runtime.distributed.placement import pipeline_ranks
-from revcompile.runtime.distributed.placement import plan as layout
+from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import world_size
 from revcompile.runtime.stage.update import OptimizerFactory, state_copies
 from revcompile.runtime.trainer.settings import Settings
@@ -54,7 +53,7 @@ def plan_trainer_memory(
     devices: Sequence[int] = [0] * count
     if world > 1:
         default = () if places else assign_contiguous(partition, pipeline_ranks(count, world))
-        devices = layout(count, world, places, default).places
+        devices = make_layout(count, world, places, default).stage_to_rank
     return plan_memory(partition, settings.memory, terms, devices)
 
 

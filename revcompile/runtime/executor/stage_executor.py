@@ -23,10 +23,11 @@ from revcompile.runtime.stage.finite import all_finite
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.strides import TreeCopy, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Op, Order
 
-__all__ = ["LocalScheduler", "StageExecutor", "put_back"]
+__all__ = ["LocalScheduler", "StageExecutor", "needed_in_flight", "put_back"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
@@ -117,6 +118,16 @@ class StageExecutor:
         if observer is not None:
             observer.ends(self.index, action, done)
         return done
+
+    def take_failures(self) -> list[NonFiniteError]:
+        """Bad gradients since the last call."""
+        failures, self.failures = self.failures, []
+        return failures
+
+    def take_refused(self) -> list[Exception]:
+        """Why micro-batches were skipped in forward passes here, since the last call."""
+        refused, self.refused = self.refused, []
+        return refused
 
     def forget(self, microbatch: int) -> None:
         """Undo the forward pass of a micro-batch."""
@@ -326,6 +337,64 @@ class StageExecutor:
         self.stage.updated()
         return True
 
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def reset(self, seed: int, weights: Mapping[str, Tensor]) -> None:
+        """Forget everything in flight; copies of tied parameters take over `weights`."""
+        self.stage.reset(seed)
+        for queue in (self.inputs, self.outputs, self.incoming, self.outgoing):
+            queue.clear()
+        self.gradients, self._sums, self.contributed = None, None, 0
+        self.failures, self.refused = [], []
+        if self.scaling is not None:
+            self.scaling.load_state_dict(None)
+        self._load_replicas(weights)
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        """Everything of this stage but its parameters and optimizer, which are saved by name."""
+        replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self._replicas}
+        # Updates that wait will be received before the replicas are read again.
+        for message in self.transport.queued(self.index, MessageKind.TIED_WEIGHT):
+            replicas |= message.values
+        state = {
+            **self.stage.state_dict(copy),
+            "contributed": self.contributed,
+            "needs": needed_in_flight(self.program),
+            "replicas": copy(replicas),
+            "incoming": [message.state_dict(copy) for message in self.incoming.values()],
+            "outputs": [
+                [m, None if values is None else copy(dict(values))]
+                for m, values in self.outputs.items()
+            ],
+            "scaling": None if self.scaling is None else self.scaling.state_dict(),
+        }
+        if self.gradient_predictor is not None:
+            state["gradient_predictor"] = self.gradient_predictor.state_dict(copy)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same stage; `reset` first."""
+        self.stage.load_state_dict(state)
+        self.contributed = state["contributed"]
+        self._load_replicas(state["replicas"])
+        messages = map(Message.from_state_dict, state["incoming"])
+        self.incoming = {message.index: message for message in messages}
+        self.outputs = {m: clone_tree(values) for m, values in state["outputs"]}
+        if self.scaling is not None:
+            self.scaling.load_state_dict(state.get("scaling"))
+        if self.gradient_predictor is not None:
+            self.gradient_predictor.load_state_dict(state["gradient_predictor"])
+
+    @property
+    def _replicas(self) -> list[str]:
+        """Tied parameters that another stage owns and this one has a copy of."""
+        return [name for names in self.held.values() for name in names]
+
+    def _load_replicas(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name in self._replicas:
+                self.stage.parameters[name].copy_(weights[name])
+
     # -- mail ---------------------------------------------------------------------------------
 
     def _send(self, target: int, channel: MessageKind, message: Message) -> None:
@@ -339,6 +408,14 @@ class StageExecutor:
                 f"{source}, got that of {message.index}"
             )
         return message
+
+
+def needed_in_flight(program: StageProgram) -> list[str]:
+    """The values of a micro-batch in flight that a stage's backward pass needs.
+
+    They depend on the memory budget: a state in flight fits only stages that need the same.
+    """
+    return [*program.kept, *program.wanted]
 
 
 def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.stage.strides import TreeCopy, clone_tree
 
-__all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of"]
+__all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of", "queues_state"]
 
 
 class MessageKind(enum.Enum):
@@ -46,6 +47,38 @@ class Message:
     scale: float | None = None
     fingerprint: Fingerprint | None = None
 
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "values": copy(dict(self.values)),
+            "gradients": copy(dict(self.gradients)),
+            "void": self.void,
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Message:
+        return cls(
+            state["index"],
+            clone_tree(dict(state["values"])),
+            clone_tree(dict(state["gradients"])),
+            state["void"],
+            scale=state.get("scale"),
+        )
+
+
+Queues = Mapping[tuple[int, int, MessageKind], Iterable[Message]]
+"""Messages that wait for their receivers, by source, target and kind."""
+
+
+def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
+    """Waiting messages as plain values: `[source, target, kind, message]`."""
+    return [
+        [source, target, kind.value, message.state_dict(copy)]
+        for (source, target, kind), queue in queues.items()
+        for message in queue
+    ]
+
 
 class Transport(Protocol):
     """Delivers messages in order. What is not there yet is `None`."""
@@ -58,8 +91,16 @@ class Transport(Protocol):
         """The next message, if it has arrived."""
         ...
 
-    def deliver(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        """Have a message of a checkpoint wait for its receiver, as if it had just arrived."""
+    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        """Messages of a kind that have arrived for a stage and were not received yet."""
+        ...
+
+    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        """The messages that wait in this process: `[source, target, kind, message]`."""
+        ...
+
+    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
+        """Replace all waiting messages by those of a state that are for this process's stages."""
         ...
 
     def mean(
@@ -101,14 +142,22 @@ class InProcess:
         queue = self.queues.get((source, target, channel))
         return queue.popleft() if queue else None
 
-    def deliver(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        """Put a message of a checkpoint at the end of its queue."""
-        self.send(source, target, channel, message)
+    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        return (
+            message
+            for (_, receiver, sort), queue in self.queues.items()
+            if receiver == target and sort is kind
+            for message in queue
+        )
 
-    def clear(self) -> None:
-        """Forget all messages."""
+    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        return queues_state(self.queues, copy)
+
+    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
         self.queues.clear()
         self._norms.clear()
+        for source, target, kind, message in messages:
+            self.send(source, target, MessageKind(kind), Message.from_state_dict(message))
 
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int

@@ -136,13 +136,13 @@ class Scaling:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
+    def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "how"}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        for name, value in state.items():
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state; start anew without one, or if the scale is fixed."""
+        start = Scaling(self.how, self.how.init_scale).state_dict()
+        for name, value in (start | dict(state or {}) if self.how.dynamic else start).items():
             setattr(self, name, value)
 
 
