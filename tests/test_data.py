@@ -80,10 +80,9 @@ def test_a_trainer_s_loader_depends_on_its_seed_and_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("skip", [0, 1])
-def test_a_rank_in_the_middle_reads_nothing(monkeypatch: pytest.MonkeyPatch, skip: int) -> None:
+def test_a_rank_in_the_middle_reads_nothing(skip: int) -> None:
     middle = trainer()
-    monkeypatch.setattr(Trainer, "is_first", False)
-    monkeypatch.setattr(Trainer, "is_last", False)
+    middle.is_first = middle.is_last = False
     loader = middle.loader(Untouched(), 4, skip=skip)
     assert list(loader) == [(None, None)] * (3 - skip) and len(loader) == 3 - skip
 
@@ -160,15 +159,14 @@ def test_torch_s_samplers_are_drawn_from_the_trainer_s_seed(sampler: Any) -> Non
     assert read(trainer(seed=6).loader(DataLoader(ROWS, 3, sampler=sampler))) != first
 
 
-def test_copies_of_the_pipeline_share_a_dataloader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "replicas", 2)
-    shares = []
-    for replica in range(2):
-        monkeypatch.setattr(Trainer, "replica", replica)
-        shares.append(read(trainer().loader(DataLoader(ROWS, 5))))
+def test_copies_of_the_pipeline_share_a_dataloader() -> None:
+    shares, copy = [], trainer()
+    copy.replicas = 2
+    for copy.replica in range(2):
+        shares.append(read(copy.loader(DataLoader(ROWS, 5))))
     assert shares == [[[0.0, 2.0, 4.0, 6.0, 8.0]], [[1.0, 3.0, 5.0, 7.0, 9.0]]]
     with pytest.raises(InputError, match=r"Counting has no length, .* 2 copies of the pipeline"):
-        trainer().loader(Counting(), 2)
+        copy.loader(Counting(), 2)
 
 
 def test_a_dataset_with_its_own_order_is_told_the_epoch() -> None:
