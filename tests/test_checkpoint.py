@@ -475,7 +475,7 @@ def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
     with pytest.raises(SystemExit) as left:
         seen.extend(batches)
     assert (saved, left.value.code) == ([["a", "b", "c"]], 143)
-    batches = until_signal("abc", saved.clear, agree=lambda _: False, settle=lambda: True)
+    batches = until_signal("abc", saved.clear, agree=lambda _: False, agree_at_end=lambda: True)
     with pytest.raises(SystemExit):  # at the third, and there is no fourth
         list(batches)
     assert not saved
