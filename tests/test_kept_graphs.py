@@ -353,4 +353,4 @@ def test_parameters_may_be_written_to_between_steps() -> None:
 
 def test_recorded_rounds_are_not_for_graphs_in_flight() -> None:
     with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory="):
-        training.trainer_of(training.fresh(training.Plain), memory="1GiB", backend="recorded")
+        training.trainer_of(training.fresh(training.Plain), memory="1GiB", backend="static")

@@ -96,7 +96,7 @@ def test_an_update_takes_gradients_of_several_scales() -> None:
         for batch in batches(12):
             with contextlib.suppress(NonFiniteError):
                 trainer.step(*batch)
-            scales.append(trainer.objective.scale)
+            scales.append(trainer.loss_head.scale)
         trainer.flush()
         found.append(weights(net))
     assert scales == 7 * [2.0**16] + 5 * [2.0**15]
@@ -229,14 +229,14 @@ def test_the_scale_goes_the_way_of_torchs() -> None:
 
 def test_reports_of_an_incident_that_is_dealt_with_change_nothing() -> None:
     scaling = Scaling(LossScale(), 1024.0)
-    scaling.hear(1024.0)
-    assert scaling.settle() == 512.0
+    scaling.report_overflow(1024.0)
+    assert scaling.next_scale() == 512.0
     for stale in (1024.0, 4096.0):
-        scaling.hear(stale)
-        assert scaling.settle() == 512.0
+        scaling.report_overflow(stale)
+        assert scaling.next_scale() == 512.0
     scaling.scale = 2048.0  # grown since
-    scaling.hear(1024.0)
-    assert scaling.settle() == 512.0
+    scaling.report_overflow(1024.0)
+    assert scaling.next_scale() == 512.0
 
 
 def test_what_overflows_without_a_scale_is_an_error() -> None:
@@ -367,4 +367,4 @@ def test_bad_arguments() -> None:
 
 def test_scaled_rounds_are_not_recorded() -> None:
     with pytest.warns(UserWarning, match="because the loss is scaled"):
-        trainer_of(fresh(Plain), loss_scale="dynamic", backend="recorded")
+        trainer_of(fresh(Plain), loss_scale="dynamic", backend="static")

@@ -34,7 +34,7 @@ from revcompile.runtime.distributed.message_format import (
     TensorFormat,
 )
 from revcompile.runtime.executor.transport import Message, MessageKind
-from revcompile.runtime.stage.tensor_reuse import is_unshared
+from revcompile.runtime.stage.buffer_pool import BufferPool
 
 __all__ = [
     "Arrival",
@@ -176,27 +176,6 @@ class _ExpectedPacket:
         self.format_id, self.size = (format_id, packing.size) if is_steady else (None, _ALIGNMENT)
 
 
-class PacketPool:
-    """Packets of one size, used again once no tensor refers to their memory any more."""
-
-    def __init__(self) -> None:
-        self.allocations = 0
-        self._size = 0
-        self._packets: list[Tensor] = []
-
-    def take(self, size: int) -> Tensor:
-        """A free packet. Those of other sizes than the last are forgotten."""
-        if size != self._size:
-            self._size, self._packets = size, []
-        for packet in self._packets:
-            if is_unshared(packet):
-                return packet
-        self.allocations += 1
-        packet = torch.empty(size, dtype=torch.uint8)
-        self._packets = [*self._packets[1 - _MOST_PACKETS :], packet]
-        return packet
-
-
 class PacketSender:
     """The sending end of a channel between two CPUs."""
 
@@ -245,14 +224,19 @@ class PacketReceiver:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._expected = _ExpectedPacket()
-        self.packets = PacketPool()
+        self.packets = BufferPool(limit=_MOST_PACKETS)
+        self._size = 0
         self._packet = torch.empty(0, dtype=torch.uint8)
 
     def header(self) -> Header:
         """Wait for the next message, whose tensors may have come with it."""
+        size = self._expected.size
+        if size != self._size:
+            self._size = size
+            self.packets.clear()
         # The last packet belongs to its message now: let go of it before the next one is chosen.
         self._packet = torch.empty(0, dtype=torch.uint8)
-        self._packet = self.packets.take(self._expected.size)
+        self._packet = self.packets.take(size, lambda: torch.empty(size, dtype=torch.uint8))
         self._channel.control_exchange(self._packet, sends=False)
         return Header.of(self._packet[: 8 * HEADER].view(torch.int64).tolist())
 

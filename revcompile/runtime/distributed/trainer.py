@@ -148,9 +148,9 @@ class DistributedTrainer(Trainer):
         weights.collective = self.transport.collective
         for executor in self.executors:
             executor.stage.device = self.device
-            if executor.objective is not None:
+            if executor.loss_head is not None:
                 executor.check_data = self._check_data
-            replicas = (name for names in executor.held.values() for name in names)
+            replicas = (name for names in executor.tied_owners.values() for name in names)
             weights.adopt(model, {name: executor.stage.parameters[name] for name in replicas})
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
@@ -195,7 +195,7 @@ class DistributedTrainer(Trainer):
             remaining = self.worker.forward(self.schedule.inject())
         self._given = None, None
         self._finish(remaining)
-        self.objective.targets.pop(microbatch, None)
+        self.loss_head.targets.pop(microbatch, None)
         self.transport.completed = microbatch
         if values is not None:
             samples = self.binder.count_samples(values)
@@ -213,15 +213,15 @@ class DistributedTrainer(Trainer):
         try:
             return self.binder.prepare(inputs)
         except Exception as error:
-            self.executors[0].refused.append(error)
+            self.executors[0].forward_errors.append(error)
             return None
 
     def _prepare_target(self, microbatch: int, target: Any) -> None:
         """If the target cannot be used, all ranks skip the micro-batch."""
         try:
-            self.objective.targets[microbatch] = self.binder.to_device(target)
+            self.loss_head.targets[microbatch] = self.binder.to_device(target)
         except Exception as error:
-            self.executors[-1].refused.append(error)
+            self.executors[-1].forward_errors.append(error)
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
         """At the last stage: does the target belong to the inputs of the first stage?"""
@@ -235,15 +235,15 @@ class DistributedTrainer(Trainer):
 
     def _count_output_samples(self, microbatch: int) -> int:
         """Samples of a micro-batch on the rank of the last stage; 0 on others."""
-        if microbatch not in self.objective.outputs:
+        if microbatch not in self.loss_head.outputs:
             return 0
-        leaves = pytree.tree_leaves(self.objective.outputs[microbatch])
+        leaves = pytree.tree_leaves(self.loss_head.outputs[microbatch])
         pairs = zip(self.partition.rewired.body.result, leaves, strict=True)
         outputs = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
         return self.binder.count_samples(outputs)
 
     def _raise_failures(self) -> None:
-        refused = [error for executor in self.executors for error in executor.take_refused()]
+        refused = [error for executor in self.executors for error in executor.take_forward_errors()]
         super()._raise_failures()
         for error in refused:
             if isinstance(error, RevcompileError):
@@ -315,9 +315,9 @@ class DistributedTrainer(Trainer):
             different = sent and compared(sent, inputs, target, number)
             if different:
                 raise self._mixed_up(where, different)
-            output = self.objective.assembled(outputs)
+            output = self.loss_head.assembled(outputs)
             target = self.binder.to_device(target, where)
-            loss = self.objective.evaluate(output, target, where)
+            loss = self.loss_head.evaluate(output, target, where)
             means.add(loss, output, target, self.binder.count_samples(outputs))
 
         last = len(self.programs) - 1

@@ -325,7 +325,7 @@ class DistributedTransport:
         self._wait_enqueued()
         return average.mean(gradients, count)
 
-    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         norms = self._norms.setdefault(update, {})
         norms[stage] = squared
         if len(norms) < len(self.ranks.stages):

@@ -1,4 +1,4 @@
-"""How messages get from stage to stage."""
+"""Messages between stages, and the transport that carries them within one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of", "queue
 
 
 class MessageKind(enum.Enum):
-    """What a message is about. Messages of one channel between two stages keep their order."""
+    """What a message carries. Messages of one kind between two stages keep their order."""
 
     X = "x"
     DY = "dy"
@@ -30,22 +30,21 @@ class MessageKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """Values and gradients by name; `index` is the micro-batch or the update they belong to.
-
-    A `void` message says that its micro-batch was lost on the way; `bad`, a flag on the device,
-    says it where nobody waits for the device to find out. `scale` belongs to the scaling of the
-    loss: on the way back, what the gradients are multiplied with; on the way forward, the least
-    scale at which gradients have overflowed since the message before. `fingerprint` goes forward
-    with a micro-batch from rank to rank: what its data were where the inputs are read.
-    """
+    """Values and gradients by name, of one micro-batch or one update."""
 
     index: int
+    """The micro-batch, or the update."""
     values: Mapping[str, Any] = field(default_factory=dict)
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     void: bool = False
-    bad: Tensor | None = None
+    """The micro-batch was lost on the way, and there are no values."""
+    found_inf: Tensor | None = None
+    """In a captured step: a flag on the device, set if a gradient so far was not finite."""
     scale: float | None = None
+    """In a message back, the loss scale that the gradients have; in a message forward, the least
+    scale at which gradients have overflowed since the message before."""
     fingerprint: Fingerprint | None = None
+    """In a message forward to another rank: of the data that the first stage was given."""
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         return {
@@ -81,14 +80,14 @@ def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
 
 
 class Transport(Protocol):
-    """Delivers messages in order. What is not there yet is `None`."""
+    """Delivers messages in order, and combines what several replicas or stages have."""
 
     def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        """Hand a message over; returns at once."""
+        """Send a message, without waiting for it to arrive."""
         ...
 
     def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
-        """The next message, if it has arrived."""
+        """The next message; None if it has not arrived yet."""
         ...
 
     def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
@@ -106,27 +105,43 @@ class Transport(Protocol):
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int
     ) -> dict[str, Tensor] | None:
-        """A stage's gradient from the sums over `count` micro-batches, over all its copies."""
+        """The mean of a stage's gradients over the micro-batches of all its replicas.
+
+        Args:
+            gradients: Sums over the micro-batches here; may be divided in place.
+            count: How many micro-batches these are.
+
+        Returns:
+            None while other replicas have not added theirs.
+        """
         ...
 
-    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
-        """Add a stage's squared gradient norm to an update's; the sum once all have added."""
+    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """The sum over all stages of the squared gradient norm; None until all have added theirs.
+
+        Args:
+            squared: That of the stage's gradient for this update.
+        """
         ...
 
     def wait(self, what: str) -> None:
-        """No stage here can go on: wait for a message. `what` says who waits for what."""
+        """Wait for a message, because no stage here can go on.
+
+        Args:
+            what: Which stages wait at which actions, for an error message.
+        """
         ...
 
 
 def mean_of(sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Sums divided by their number, in place."""
+    """Divide sums over `count` micro-batches, in place."""
     if count > 1 and sums:
         torch._foreach_div_(list(sums.values()), float(count))
     return sums
 
 
 class InProcess:
-    """All stages in one process: messages are references, nothing is copied."""
+    """The transport of stages in one process: messages are passed on by reference."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
@@ -134,11 +149,9 @@ class InProcess:
         self._norms: dict[int, dict[int, Tensor]] = {}
 
     def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        """Put a message at the end of its queue."""
         self.queues.setdefault((source, target, channel), deque()).append(message)
 
     def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
-        """Take the first message of the queue."""
         queue = self.queues.get((source, target, channel))
         return queue.popleft() if queue else None
 
@@ -162,22 +175,20 @@ class InProcess:
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int
     ) -> dict[str, Tensor] | None:
-        """There is one copy of every stage."""
         return mean_of(gradients, count)
 
-    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
-        """The sum over all stages, once the last one has come."""
+    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         norms = self._norms.setdefault(update, {})
         norms[stage] = squared
         if len(norms) < self.stages:
             return None
         self._norms = {u: n for u, n in self._norms.items() if u >= update}
-        # In the order of the stages, whoever came first: sums of floats depend on it.
+        # Always in the order of the stages: sums of floats depend on it.
         total = norms[0]
         for index in range(1, self.stages):
             total = total + norms[index].to(total.device)
         return total
 
     def wait(self, what: str) -> None:
-        """Nobody else is there who could send something."""
+        """There is no other process that could send something."""
         raise VerificationError(f"the stages wait for each other: {what}")

@@ -13,7 +13,7 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import scaling_of
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
@@ -33,7 +33,7 @@ def build_executor(
     *,
     seed: int,
     delay: float,
-    objective: Objective | None,
+    loss_head: LossHead | None,
     skip_on_error: bool,
 ) -> StageExecutor:
     """The executor of one stage.
@@ -47,13 +47,13 @@ def build_executor(
         transport: carries messages to other stages.
         seed: for the stage's random numbers.
         delay: by how many updates its gradients are late, on average.
-        objective: computes the loss; for the last stage only.
+        loss_head: computes the loss; for the last stage only.
         skip_on_error: skip a micro-batch whose forward pass fails, instead of raising at once.
     """
     index = program.index
-    held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
-    owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
-    replicas = [name for names in held.values() for name in names]
+    owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
+    holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
+    replicas = [name for names in owners.values() for name in names]
     stage = Stage(
         program,
         model,
@@ -74,18 +74,18 @@ def build_executor(
         delay=delay,
     )
     gradient_predictor = None
-    if program.method.order is Order.SYNTHETIC and objective is None:
+    if program.method.order is Order.SYNTHETIC and loss_head is None:
         gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
     return StageExecutor(
         stage,
         updater,
         transport,
-        objective=objective,
+        loss_head=loss_head,
         gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
-        held=held,
-        owned=owned,
-        guarded=skip_on_error,
+        tied_owners=owners,
+        tied_replicas=holders,
+        skip_on_error=skip_on_error,
         scaling=scaling_of(settings.loss_scale, program.method),
     )
 

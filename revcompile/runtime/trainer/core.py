@@ -24,7 +24,7 @@ from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.loss_head import Loss, Objective
+from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.strides import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
@@ -94,8 +94,8 @@ class Trainer(ABC):
         self.schedule = Schedule(method, count, accumulate, partition.ties)
         self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
         self.binder = InputBinder(partition, device)
-        self.objective = Objective(partition.rewired, loss, settings.autocast, count - 1)
-        self.objective.check_finite = settings.check_finite
+        self.loss_head = LossHead(partition.rewired, loss, settings.autocast, count - 1)
+        self.loss_head.check_finite = settings.check_finite
         self.executors = [self._build(programs[stage], optimizer) for stage in stages]
         self.worker = LocalScheduler(self.executors)
         self._stop_reason: str | None = None
@@ -117,7 +117,7 @@ class Trainer(ABC):
             self.transport,
             seed=self.stage_seed,
             delay=mean_delay(program.method, stages, program.index, accumulate),
-            objective=self.objective if program.index == stages - 1 else None,
+            loss_head=self.loss_head if program.index == stages - 1 else None,
             skip_on_error=self.skip_on_error,
         )
 
@@ -233,10 +233,10 @@ class Trainer(ABC):
             updates=self.schedule.updates,
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
             throughput=self._samples / elapsed,
-            loss_tensor=self.objective.losses.pop(microbatch, None),
-            output=self.objective.outputs.pop(microbatch, None),
+            loss_tensor=self.loss_head.losses.pop(microbatch, None),
+            output=self.loss_head.outputs.pop(microbatch, None),
             reconstruction=errors,
-            loss_scale=self.objective.scale,
+            loss_scale=self.loss_head.scale,
             skipped=sum(scaling.skipped for scaling in scalings),
         )
 

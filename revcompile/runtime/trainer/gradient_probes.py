@@ -29,7 +29,7 @@ from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Live, Rewired
 from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.runtime.reversible.replay import Snapshot
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.weight_stash import Stash
 from revcompile.schedule import Order, delay, window
@@ -108,7 +108,7 @@ class Probe:
         microbatch: int,
         stages: Sequence[Stage],
         rewired: Rewired,
-        objective: Objective,
+        loss_head: LossHead,
         accumulate: int,
     ) -> None:
         self.microbatch = microbatch
@@ -122,7 +122,7 @@ class Probe:
             window(method, count, j, accumulate) - 1 if delayed else 0 for j in range(count)
         ]
         self._delays = [delay(method, count, j, accumulate) for j in range(count)]
-        self._backprop = _Backprop(self._stages, rewired, objective)
+        self._backprop = _Backprop(self._stages, rewired, loss_head)
         self._delayed: list[Gradients] | None = None
         self._compared: dict[int, _Products] = {}
         self._begin()
@@ -303,8 +303,8 @@ class _Backprop:
     and random state are as before afterwards.
     """
 
-    def __init__(self, stages: Sequence[Stage], rewired: Rewired, objective: Objective) -> None:
-        self.stages, self.objective = stages, objective
+    def __init__(self, stages: Sequence[Stage], rewired: Rewired, loss_head: LossHead) -> None:
+        self.stages, self.loss_head = stages, loss_head
         self.result, self.spec = rewired.body.result, rewired.signature.out_spec
         self.runs = [_differentiable(stage.program) for stage in stages]
 
@@ -336,7 +336,7 @@ class _Backprop:
             with torch.enable_grad():
                 flat = [values[r.name] if isinstance(r, Live) else r for r in self.result]
                 output = pytree.tree_unflatten(flat, self.spec)
-                loss = self.objective.evaluate(output, target, f"probe of micro-batch {microbatch}")
+                loss = self.loss_head.evaluate(output, target, f"probe of micro-batch {microbatch}")
             grads = torch.autograd.grad(loss, [t for _, _, t in leaves], allow_unused=True)
         for (position, name, _), grad in zip(leaves, grads, strict=True):
             found[position][name] = grad

@@ -68,7 +68,7 @@ class LocalTrainer(Trainer):
         self.runner = GraphRunner(
             settings.backend,
             self.executors,
-            self.objective,
+            self.loss_head,
             self.schedule,
             check_finite=settings.check_finite,
         )
@@ -85,11 +85,11 @@ class LocalTrainer(Trainer):
             return metrics
         values = self.binder.prepare(inputs)
         microbatch, samples = self.schedule.injected, self.binder.count_samples(values)
-        transaction = Transaction(self.schedule, self.executors, self.transport, self.objective)
+        transaction = Transaction(self.schedule, self.executors, self.transport, self.loss_head)
         self.executors[0].inputs[microbatch] = values
-        self.objective.targets[microbatch] = self.binder.to_device(target)
+        self.loss_head.targets[microbatch] = self.binder.to_device(target)
         for probe in self.probes:
-            probe.fed(microbatch, values, self.objective.targets[microbatch])
+            probe.fed(microbatch, values, self.loss_head.targets[microbatch])
         self._measure(microbatch)
         try:
             remaining = self.worker.forward(self.schedule.inject())
@@ -104,7 +104,7 @@ class LocalTrainer(Trainer):
         self._finish(remaining)
         self.metrics = self._metrics(microbatch, samples)
         self._advance_probes()
-        self.runner.saw((values, target))
+        self.runner.observe((values, target))
         self._trace_step()
         self._raise_failures()
         return self.metrics
@@ -122,9 +122,9 @@ class LocalTrainer(Trainer):
             )
         if outcome is None:
             return None
-        self.runner.saw((values, target))
-        self.objective.losses[microbatch] = outcome.loss
-        self.objective.outputs[microbatch] = outcome.output
+        self.runner.observe((values, target))
+        self.loss_head.losses[microbatch] = outcome.loss
+        self.loss_head.outputs[microbatch] = outcome.output
         self.metrics = self._metrics(microbatch, self.binder.count_samples(values))
         self._raise_failures()
         return self.metrics
@@ -176,13 +176,13 @@ class LocalTrainer(Trainer):
                 f"{where}: the model failed on it: {type(error).__name__}: {error}\n"
                 f"  inputs: {described(inputs)}"
             ) from error
-        means.add(self.objective.evaluate(output, target, where), output, target, samples)
+        means.add(self.loss_head.evaluate(output, target, where), output, target, samples)
 
     def watch(self) -> Probe:
         self._sync_stages()
         stages = [executor.stage for executor in self.executors]
         rewired, accumulate = self.partition.rewired, self.settings.accumulate
-        probe = Probe(self.schedule.injected, stages, rewired, self.objective, accumulate)
+        probe = Probe(self.schedule.injected, stages, rewired, self.loss_head, accumulate)
         self.probes.append(probe)
         return probe
 
@@ -204,7 +204,7 @@ class LocalTrainer(Trainer):
         self.runner.leave(self.schedule, self.transport)
         self._check_fits(state)
         self._load_state(state)
-        self.runner.forget()
+        self.runner.clear()
         self.probes.clear()
         self._stop_reason = None
 

@@ -141,7 +141,7 @@ def load_scaling(executors: Iterable[StageExecutor], state: State) -> None:
     """After a new cut: the last stage takes over the scale and what was still to be reported."""
     saved = [stage["scaling"] for stage in state["stages"] if stage.get("scaling") is not None]
     for executor in executors:
-        if saved and executor.scaling is not None and executor.objective is not None:
+        if saved and executor.scaling is not None and executor.loss_head is not None:
             overflow = min(scaling["overflow"] for scaling in saved)
             executor.scaling.load_state_dict(saved[-1] | {"overflow": overflow})
 
