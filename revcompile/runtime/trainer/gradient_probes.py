@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir import stage_ops
 from revcompile.ir.program import StageProgram
-from revcompile.ir.types import Live, Rewired
 from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.runtime.reversible.replay import Snapshot
 from revcompile.runtime.stage.loss_head import LossHead
@@ -107,7 +106,6 @@ class Probe:
         self,
         microbatch: int,
         stages: Sequence[Stage],
-        rewired: Rewired,
         loss_head: LossHead,
         accumulate: int,
     ) -> None:
@@ -122,7 +120,7 @@ class Probe:
             window(method, count, j, accumulate) - 1 if delayed else 0 for j in range(count)
         ]
         self._delays = [delay(method, count, j, accumulate) for j in range(count)]
-        self._backprop = _Backprop(self._stages, rewired, loss_head)
+        self._backprop = _Backprop(self._stages, loss_head)
         self._delayed: list[Gradients] | None = None
         self._compared: dict[int, _Products] = {}
         self._begin()
@@ -303,9 +301,8 @@ class _Backprop:
     and random state are as before afterwards.
     """
 
-    def __init__(self, stages: Sequence[Stage], rewired: Rewired, loss_head: LossHead) -> None:
+    def __init__(self, stages: Sequence[Stage], loss_head: LossHead) -> None:
         self.stages, self.loss_head = stages, loss_head
-        self.result, self.spec = rewired.body.result, rewired.signature.out_spec
         self.runs = [_differentiable(stage.program) for stage in stages]
 
     def __call__(
@@ -315,32 +312,31 @@ class _Backprop:
         target: Any,
         weights: Sequence[Weights],
         buffers: Mapping[int, list[Snapshot]],
-        wanted: Sequence[int],
+        chosen: Sequence[int],
     ) -> list[Gradients]:
-        """The gradients of the wanted stages' parameters, each stage with its `weights`."""
+        """The parameter gradients of the chosen stages, where every stage has its `weights`."""
         leaves = [
             (position, name, tensor)
-            for position, index in enumerate(wanted)
+            for position, index in enumerate(chosen)
             for name, tensor in weights[index].items()
             if tensor.requires_grad
         ]
-        found: list[dict[str, Tensor | None]] = [{} for _ in wanted]
+        gradients: list[dict[str, Tensor | None]] = [{} for _ in chosen]
         if not leaves:
-            return list(found)
+            return list(gradients)
         devices = {tensor.device for _, _, tensor in leaves if tensor.is_cuda}
         values = dict(inputs)
         with torch.random.fork_rng(list(devices)):
-            for stage, run, chosen in zip(self.stages, self.runs, weights, strict=True):
-                recorded = stage.program.index >= min(wanted)
-                values |= _forward(stage, run, microbatch, values, chosen, buffers, recorded)
+            for stage, run, own in zip(self.stages, self.runs, weights, strict=True):
+                with_grad = stage.program.index >= min(chosen)
+                values |= _forward(stage, run, microbatch, values, own, buffers, with_grad)
             with torch.enable_grad():
-                flat = [values[r.name] if isinstance(r, Live) else r for r in self.result]
-                output = pytree.tree_unflatten(flat, self.spec)
+                output = self.loss_head.assembled(values)
                 loss = self.loss_head.evaluate(output, target, f"probe of micro-batch {microbatch}")
             grads = torch.autograd.grad(loss, [t for _, _, t in leaves], allow_unused=True)
         for (position, name, _), grad in zip(leaves, grads, strict=True):
-            found[position][name] = grad
-        return list(found)
+            gradients[position][name] = grad
+        return list(gradients)
 
 
 def _forward(
@@ -350,16 +346,16 @@ def _forward(
     values: Mapping[str, Any],
     weights: Weights,
     buffers: Mapping[int, list[Snapshot]],
-    recorded: bool,
+    with_grad: bool,
 ) -> dict[str, Any]:
     program = stage.program
-    given = [values[port.name] for port in program.inputs]
+    inputs = [values[port.name] for port in program.inputs]
     with (
-        stage._running(weights, microbatch),  # statistics stand still in here
+        stage._running(weights, microbatch),  # running statistics are frozen in here
         stage._stateful.replayed(buffers[program.index]),
-        torch.set_grad_enabled(recorded),
+        torch.set_grad_enabled(with_grad),
     ):
-        outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *given)
+        outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *inputs)
     return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
 
@@ -367,7 +363,7 @@ _CUTS: Final = (stage_ops.leaf, stage_ops.detached)
 
 
 def _differentiable(program: StageProgram) -> Callable[..., Any]:
-    """The forward program without what cuts its units off from each other: `(key, *inputs)`."""
+    """The forward program as one autograd graph, without the cuts between its units."""
     graph = fx.Graph()
     outputs, _ = graph.graph_copy(program.forward, {})  # type: ignore[misc]
     graph.output(outputs)

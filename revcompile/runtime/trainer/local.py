@@ -181,8 +181,7 @@ class LocalTrainer(Trainer):
     def watch(self) -> Probe:
         self._sync_stages()
         stages = [executor.stage for executor in self.executors]
-        rewired, accumulate = self.partition.rewired, self.settings.accumulate
-        probe = Probe(self.schedule.injected, stages, rewired, self.loss_head, accumulate)
+        probe = Probe(self.schedule.injected, stages, self.loss_head, self.settings.accumulate)
         self.probes.append(probe)
         return probe
 
