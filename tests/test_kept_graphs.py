@@ -351,6 +351,6 @@ def test_parameters_may_be_written_to_between_steps() -> None:
     assert training.feed(clamped, more) == training.feed(clean, more)
 
 
-def test_recorded_rounds_are_not_for_graphs_in_flight() -> None:
+def test_captured_steps_are_not_for_graphs_in_flight() -> None:
     with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory="):
         training.trainer_of(training.fresh(training.Plain), memory="1GiB", backend="static")

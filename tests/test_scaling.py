@@ -365,6 +365,6 @@ def test_bad_arguments() -> None:
             LossScale(**{field: value})
 
 
-def test_scaled_rounds_are_not_recorded() -> None:
+def test_steps_with_a_scaled_loss_are_not_captured() -> None:
     with pytest.warns(UserWarning, match="because the loss is scaled"):
         trainer_of(fresh(Plain), loss_scale="dynamic", backend="static")

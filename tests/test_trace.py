@@ -148,7 +148,7 @@ def test_two_ranks_write_one_trace(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 def test_on_a_gpu_every_action_is_timed_by_the_device(tmp_path: Path, backend: str) -> None:
-    """Also where rounds are recorded: they are taken action by action while traced."""
+    """Also where steps are captured: they are run action by action while traced."""
     run = Run(stages=3, steps=12, device="cuda")
     _, trainer = trainer_of(run, backend=backend)
     data = batches(run)
