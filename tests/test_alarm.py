@@ -121,7 +121,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     store.let_go.set()
 
 
-def test_the_roll_call_finds_who_does_not_answer() -> None:
+def test_the_liveness_check_finds_who_does_not_answer() -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     assert LivenessCheck(store, 2, 3).missing(0.01) == {0, 1}
     assert LivenessCheck(store, 0, 3).missing(0.01) == {1}

@@ -90,6 +90,7 @@ class DistributedTrainer(Trainer):
     """
 
     skip_on_error = True
+    transport: DistributedTransport
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class DistributedTrainer(Trainer):
                 self.executors[0].fingerprints[microbatch] = fingerprint
         self._measure(microbatch)
         with self._stop_on_error():
-            remaining = self.worker.forward(self.schedule.inject())
+            remaining = self.scheduler.forward(self.schedule.inject())
         self._given = None, None
         self._finish(remaining)
         self.loss_head.targets.pop(microbatch, None)
@@ -299,7 +300,7 @@ class DistributedTrainer(Trainer):
             )
         self._check_usable()
         # Tied weights that have been sent are received now instead of in the next step.
-        self._finish(self.worker.own(self.schedule.settle()))
+        self._finish(self.scheduler.own(self.schedule.settle()))
         means = RunningMeans(metrics)
         batches = LoaderEnds(loader, self.is_first, self.is_last)
 

@@ -144,10 +144,10 @@ class StageExecutor:
 
     def clear(self) -> None:
         """Drop all micro-batches, and the gradient accumulated so far."""
-        self.stage.in_flight.clear()
+        self.stage.clear()
         for messages in self._messages():
             messages.clear()
-        self.stage.gradients, self.gradients, self._sums, self.contributed = {}, None, None, 0
+        self.gradients, self._sums, self.contributed = None, None, 0
 
     def _messages(self) -> tuple[dict[int, Any], ...]:
         return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
@@ -414,14 +414,14 @@ class StageExecutor:
 
     # -- messages -----------------------------------------------------------------------------
 
-    def _send(self, target: int, channel: MessageKind, message: Message) -> None:
-        self.transport.send(self.index, target, channel, message)
+    def _send(self, target: int, kind: MessageKind, message: Message) -> None:
+        self.transport.send(self.index, target, kind, message)
 
-    def _receive(self, source: int, channel: MessageKind, action: Action) -> Message | None:
-        message = self.transport.receive(source, self.index, channel)
+    def _receive(self, source: int, kind: MessageKind, action: Action) -> Message | None:
+        message = self.transport.receive(source, self.index, kind)
         if message is not None and message.index != action.index:
             raise VerificationError(
-                f"stage {self.index}: expected {channel.value} of {action.index} from stage "
+                f"stage {self.index}: expected {kind.value} of {action.index} from stage "
                 f"{source}, got that of {message.index}"
             )
         return message

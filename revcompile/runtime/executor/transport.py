@@ -82,11 +82,11 @@ def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
 class Transport(Protocol):
     """Delivers messages in order, and combines what several replicas or stages have."""
 
-    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
         """Send a message, without waiting for it to arrive."""
         ...
 
-    def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
+    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
         """The next message; None if it has not arrived yet."""
         ...
 
@@ -148,11 +148,11 @@ class InProcess:
         self.queues: dict[tuple[int, int, MessageKind], deque[Message]] = {}
         self._norms: dict[int, dict[int, Tensor]] = {}
 
-    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        self.queues.setdefault((source, target, channel), deque()).append(message)
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        self.queues.setdefault((source, target, kind), deque()).append(message)
 
-    def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
-        queue = self.queues.get((source, target, channel))
+    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
+        queue = self.queues.get((source, target, kind))
         return queue.popleft() if queue else None
 
     def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:

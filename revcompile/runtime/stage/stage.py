@@ -350,11 +350,15 @@ class Stage:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def reset(self, seed: int) -> None:
-        """Forget all micro-batches and gathered gradients, and draw from another seed."""
-        self.seed = mix(seed, self.program.index)
+    def clear(self) -> None:
+        """Drop all micro-batches and gathered gradients."""
         self.in_flight.clear()
         self.gradients = {}
+
+    def reset(self, seed: int) -> None:
+        """Start anew: other parameters were loaded, and random numbers come from another seed."""
+        self.clear()
+        self.seed = mix(seed, self.program.index)
         self.reconstruction.clear()
         self.updated()
 

@@ -23,6 +23,7 @@ from revcompile.ir.stage_ops import mix
 from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
 from revcompile.runtime.executor.trace import Trace
+from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.strides import TreeCopy
@@ -71,7 +72,7 @@ class Trainer(ABC):
         loss: Loss,
         settings: Settings,
         *,
-        transport: Any,
+        transport: Transport,
         device: torch.device,
         stages: Sequence[int],
         rank: int = 0,
@@ -79,7 +80,8 @@ class Trainer(ABC):
         replicas: int = 1,
     ) -> None:
         self.model, self.partition, self.settings = model, partition, settings
-        self.programs, self.transport = tuple(programs), transport
+        self.programs = tuple(programs)
+        self.transport: Transport = transport
         self.rank = rank
         self.replica = replica
         """Which copy of the pipeline this is: it trains on its own part of the data."""
@@ -97,7 +99,7 @@ class Trainer(ABC):
         self.loss_head = LossHead(partition.rewired, loss, settings.autocast, count - 1)
         self.loss_head.check_finite = settings.check_finite
         self.executors = [self._build(programs[stage], optimizer) for stage in stages]
-        self.worker = LocalScheduler(self.executors)
+        self.scheduler = LocalScheduler(self.executors)
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
@@ -144,7 +146,7 @@ class Trainer(ABC):
     def _drain(self) -> None:
         self._sync_stages()
         self._set_train_mode()
-        self._finish(self.worker.own(self.schedule.drain()))
+        self._finish(self.scheduler.own(self.schedule.drain()))
 
     def _sync_stages(self) -> None:
         """Make the stages hold everything that is in flight, for whoever reads it there."""
@@ -165,7 +167,7 @@ class Trainer(ABC):
 
     def _finish(self, actions: Any) -> None:
         with self._stop_on_error():
-            self.worker.finish(actions)
+            self.scheduler.finish(actions)
 
     @contextmanager
     def _stop_on_error(self) -> Iterator[None]:

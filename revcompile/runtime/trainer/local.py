@@ -42,6 +42,8 @@ class LocalTrainer(Trainer):
     `Backend`) leave bad micro-batches out everywhere, and report them some steps later.
     """
 
+    transport: InProcess
+
     def __init__(
         self,
         model: Reversible,
@@ -92,7 +94,7 @@ class LocalTrainer(Trainer):
             probe.fed(microbatch, values, self.loss_head.targets[microbatch])
         self._measure(microbatch)
         try:
-            remaining = self.worker.forward(self.schedule.inject())
+            remaining = self.scheduler.forward(self.schedule.inject())
             transaction.backward(remaining)
         except BaseException as error:
             self.schedule = transaction.rollback()
