@@ -117,7 +117,7 @@ def test_a_sum_is_read_as_it_was_copied(
 ) -> None:
     """All but a chain's first branch, and in backward its last, get copies of the sums before."""
     net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
-    links = [coupling.link is not None for coupling in net.rewired.couplings]
+    links = [coupling.rearrange is not None for coupling in net.rewired.couplings]
     assert links == [False, False, isinstance(model, _Turned)]
     results = []
     for sum_up in (coupling.sum_up, _copied):

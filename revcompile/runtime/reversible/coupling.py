@@ -19,7 +19,7 @@ exact, and so is the reconstruction (`grid`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ from revcompile.runtime.reversible.bindings import Bound
 from revcompile.runtime.reversible.block import Block, couple, rearranged, run_branch, uncouple
 from revcompile.runtime.reversible.hooks import gradient_hooks_silenced
 from revcompile.runtime.reversible.overlap import Overlap, side_by_side
-from revcompile.runtime.reversible.probes import (
+from revcompile.runtime.reversible.reconstruction import (
+    ReconstructionCheck,
+    Samples,
     Tolerance,
-    compare,
-    probe,
     relative_error,
-    tolerance_for,
 )
 from revcompile.runtime.reversible.replay import Replay, is_recorded
 from revcompile.runtime.reversible.sharding import enter, leave
@@ -56,12 +55,14 @@ class Chain:
     check_every: int = 50
     convolves: bool = False
     overlap: Overlap = Overlap.OFF
-    _calls: int = 0
+    failures_allowed: int = 0
+    """Consecutive calls that may rebuild their input wrongly without an error."""
+    check: ReconstructionCheck = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """Its first block and its last."""
-        return f"{self.blocks[0].name} .. {self.blocks[-1].name}"
+    def __post_init__(self) -> None:
+        name = f"{self.blocks[0].name} .. {self.blocks[-1].name}"
+        settings = self.tolerance, self.check_every, self.failures_allowed
+        self.check = ReconstructionCheck(name, *settings)
 
     def grid(self, a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
         """The grid for one run, where branches need one."""
@@ -103,10 +104,6 @@ class Chain:
         # A block that is rebuilt ahead would find its weights sharded.
         ahead = self.overlap.applies_to(a) and not any(block.units for block in self.blocks)
         call = _Call(self, root, cast, self.grid(a, b, cast), ahead)
-        is_due = self.tolerance is not None and self._calls % self.check_every == 0
-        if is_due and not is_recorded(a.device):
-            call.probe = probe(a), probe(b)
-        self._calls += 1
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
@@ -147,11 +144,17 @@ class Chain:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Tensor, ...]:
     extras: tuple[Tensor, ...] = ()
+    check = call.chain.check
+    is_checked = check.is_on and not is_recorded(a.device)
     for index, block in enumerate(call.chain.blocks):
         tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
         (b,) = enter(block.units, (b,))
         bound = Bound(block.bindings)
         parameters = bound.differentiable()
+        if is_checked and (parameters or any(t.requires_grad for t in (a, b, *tensors))):
+            # Autograd stops here on its way back: blocks before this one have nothing to train.
+            call.first, call.samples = index, check.start(a, b)
+            is_checked = False
         a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *parameters)
         (b,) = leave(block.units, (b,))
     return a, b, *extras
@@ -167,7 +170,10 @@ class _Call:
     grid: Tensor | None
     ahead: bool = False
     """In backward: is the block before rebuilt while a block is differentiated?"""
-    probe: tuple[Tensor, Tensor] | None = None
+    first: int = 0
+    """The first block that is differentiated."""
+    samples: tuple[bool, Samples] | None = None
+    """Of what that block was given, if the reconstruction is checked."""
     copy: Tensor | None = None
     """In forward: the latest sum as the next branch reads it, if that is there."""
     handed_on: _Output | None = None
@@ -268,10 +274,8 @@ class _Reversible(torch.autograd.Function):
                 grads = _before_link(ctx, grad_y, grad_b)
                 if copy is not None:
                     call.seed = grads[1], _before_link(ctx, copy)[0]
-        if ctx.index == 0 and call.probe is not None:
-            rebuilt_input = _before_link(ctx, rebuilt.a, rebuilt.b)
-            limit = tolerance_for(rebuilt.a.dtype, call.chain.tolerance)
-            compare(call.probe, rebuilt_input, call.chain.name, limit)
+        if ctx.index == call.first and call.samples is not None:
+            call.chain.check.finish(call.samples, *_before_link(ctx, rebuilt.a, rebuilt.b))
         if ctx.index > 0 and earlier is None:
             call.handed_on = _handed_on(ctx, rebuilt)
         return None, None, None, None, *grads, *found

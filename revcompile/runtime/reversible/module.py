@@ -29,7 +29,7 @@ from revcompile.runtime.reversible.inlined_modules import Inlined
 from revcompile.runtime.reversible.match_dtypes import matched
 from revcompile.runtime.reversible.original import Original, OriginalSurface
 from revcompile.runtime.reversible.overlap import Overlap
-from revcompile.runtime.reversible.probes import Tolerance
+from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
 from revcompile.runtime.reversible.sharding import Unit, enter, leave, units_of
 

@@ -19,7 +19,7 @@ from revcompile.ir.stage_ops import is_seeded_elsewhere, mix, recording
 from revcompile.runtime.reversible.cast_down import narrowed
 from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.runtime.reversible.match_dtypes import matched
-from revcompile.runtime.reversible.probes import relative_error
+from revcompile.runtime.reversible.reconstruction import relative_error
 from revcompile.runtime.reversible.replay import Snapshot, StatefulBuffers
 from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.cast_weights import Casts, castable
