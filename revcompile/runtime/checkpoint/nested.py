@@ -11,7 +11,7 @@ from torch import Tensor
 
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.codec import decode, encode
-from revcompile.runtime.stage.strides import overlaps
+from revcompile.runtime.stage.tensors import overlaps
 
 __all__ = ["put_together", "take_apart"]
 

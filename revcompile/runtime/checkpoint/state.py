@@ -15,10 +15,10 @@ from revcompile.ir.program import StageProgram
 from revcompile.ir.stage_ops import mix
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Message, MessageKind
-from revcompile.runtime.reversible.replay import Snapshot
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import InFlight, Stage
-from revcompile.runtime.stage.strides import clone_preserving_strides
+from revcompile.runtime.stage.tensors import clone_preserving_strides
 from revcompile.schedule import Keep, Schedule
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _load_scalings(trainer: Trainer, state: Mapping[str, Any], same: bool) -> No
     for executor in trainer.executors:
         if executor.scaling is None:
             continue
-        how = executor.scaling.how
+        how = executor.scaling.settings
         executor.scaling = Scaling(how, how.init_scale)
         if saved and how.dynamic and same:
             executor.scaling.load(saved[executor.index])
@@ -315,15 +315,15 @@ def _held_state(stage: Stage, held: InFlight, copy: Copy) -> dict[str, Any]:
     ids = [id(h.weights) for h in stage.in_flight.values() if h.weights is not None]
     versions = list(dict.fromkeys(ids))
     return {
-        "kept": copy(stage.keeper.plain(held.kept)),
+        "kept": copy(stage.activations.state(held.kept)),
         "version": versions.index(id(held.weights)) if held.weights is not None else None,
-        "buffers": [[_path(stage, s), copy(s[4])] for s in held.buffers],
+        "buffers": [[_path(stage, s), copy(s.copy)] for s in held.buffers],
     }
 
 
-def _path(stage: Stage, snapshot: Snapshot) -> str:
+def _path(stage: Stage, snapshot: BufferSnapshot) -> str:
     names = {id(module): name for name, module in stage.root.named_modules()}
-    return f"{names[id(snapshot[0])]}:{snapshot[1]}"
+    return f"{names[id(snapshot.module)]}:{snapshot.name}"
 
 
 def _load_executor(executor: StageExecutor, saved: Mapping[str, Any]) -> None:
@@ -338,7 +338,7 @@ def _load_executor(executor: StageExecutor, saved: Mapping[str, Any]) -> None:
         for version in saved["versions"]
     ]
     for microbatch, held in saved["in_flight"]:
-        kept = stage.keeper.restored(_copied(list(held["kept"])), stage._device())
+        kept = stage.activations.load_state(_copied(list(held["kept"])), stage._device())
         stage.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=versions[held["version"]] if held["version"] is not None else None,
@@ -354,12 +354,12 @@ def _load_executor(executor: StageExecutor, saved: Mapping[str, Any]) -> None:
         executor.gradient_predictor.updater.load(found["state"], settings, found["lr_schedule"])
 
 
-def _snapshot(stage: Stage, path: str, copy: Tensor) -> Snapshot:
+def _snapshot(stage: Stage, path: str, copy: Tensor) -> BufferSnapshot:
     owner, _, name = path.rpartition(":")
     module = stage.root.get_submodule(owner)
     buffer = module._buffers[name]
     assert buffer is not None
-    return module, name, buffer, buffer._version, copy.clone()
+    return BufferSnapshot(module, name, buffer, copy.clone())
 
 
 # -- messages -------------------------------------------------------------------------------------

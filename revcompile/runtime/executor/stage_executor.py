@@ -18,11 +18,11 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.trace import Recorder
 from revcompile.runtime.executor.transport import Message, MessageKind, Transport
-from revcompile.runtime.reversible.replay import Snapshot
-from revcompile.runtime.stage.finite import all_finite
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.tensors import all_finite
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Op, Order
 
@@ -96,7 +96,7 @@ class StageExecutor:
         self.measured: set[int] = set()
         self.observer: Recorder | None = None
         """Who notes when actions begin and end, if anybody."""
-        self._bookmark: tuple[int, Sequence[Snapshot]] = (-1, ())
+        self._bookmark: tuple[int, Sequence[BufferSnapshot]] = (-1, ())
 
     @property
     def program(self) -> StageProgram:
@@ -137,7 +137,7 @@ class StageExecutor:
             if self.check_data is not None:
                 self.check_data(action.index, self.fingerprints.pop(action.index))
         if self.scaling is not None:
-            self.scaling.hear(message.scale)
+            self.scaling.record_overflow(message.scale)
         return True
 
     def _forward(self, action: Action) -> bool:
@@ -154,7 +154,7 @@ class StageExecutor:
         measure = microbatch in self.measured
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
         if self.objective is not None:
-            scale = None if self.scaling is None else self.scaling.settle()
+            scale = None if self.scaling is None else self.scaling.next_scale()
             gradients = self.objective(microbatch, outputs, scale)
             self.incoming[microbatch] = Message(microbatch, {}, gradients, scale=scale)
         else:
@@ -189,7 +189,10 @@ class StageExecutor:
     def _send_y(self, action: Action) -> bool:
         keep = self.gradient_predictor is not None
         outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
-        lost, heard = outputs is None, None if self.scaling is None else self.scaling.tell()
+        lost, heard = (
+            outputs is None,
+            None if self.scaling is None else self.scaling.take_overflow(),
+        )
         data = self.fingerprints.pop(action.index, None)
         message = Message(action.index, outputs or {}, void=lost, scale=heard, fingerprint=data)
         self._send(self.index + 1, MessageKind.X, message)
@@ -348,11 +351,11 @@ def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def put_back(snapshot: Sequence[Snapshot]) -> None:
+def put_back(snapshot: Sequence[BufferSnapshot]) -> None:
     """Buffers as they were, as quietly as batch norm writes them: graphs are in flight."""
-    for module, name, buffer, _, copy in snapshot:
-        buffer.data.copy_(copy)
-        module._buffers[name] = buffer
+    for saved in snapshot:
+        saved.buffer.data.copy_(saved.copy)
+        saved.module._buffers[saved.name] = saved.buffer
 
 
 def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> None:

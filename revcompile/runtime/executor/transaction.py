@@ -9,7 +9,7 @@ from dataclasses import replace
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.runtime.executor.stage_executor import StageExecutor, put_back
 from revcompile.runtime.executor.transport import InProcess
-from revcompile.runtime.reversible.replay import Snapshot
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import Objective
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.schedule import Action, Op, Order, Schedule
@@ -39,7 +39,7 @@ class Transaction:
         self._schedule = schedule.copy()
         self._queues = {key: deque(queue) for key, queue in transport.queues.items()}
         self._gathered = [(dict(a.stage.gradients), a.contributed, _noted(a)) for a in executors]
-        self._buffers: list[Snapshot] = [s for a in executors for s in a.stage.snapshot()]
+        self._buffers: list[BufferSnapshot] = [s for a in executors for s in a.stage.snapshot()]
 
     def backward(self, rest: Sequence[deque[Action]]) -> None:
         """The backward passes that can still be taken back; a bad gradient stops them.

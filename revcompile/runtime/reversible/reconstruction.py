@@ -94,7 +94,7 @@ class ReconstructionCheck:
         self._wait_every = wait_every
         self._calls = 0
         self._recent = deque[Tensor](maxlen=failures_allowed + 1)
-        """Errors of the latest calls: the smallest of them counts, so that all must be too large."""
+        """Errors of the latest calls. The smallest counts: all of them must be too large."""
         self._largest: Tensor | None = None
         """On the GPU: the largest error of the calls that were not waited for."""
         self._report: Tensor | None = None

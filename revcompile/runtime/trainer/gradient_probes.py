@@ -28,10 +28,10 @@ from revcompile.ir import stage_ops
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Live, Rewired
 from revcompile.runtime.reversible.graph_code import compile_graph
-from revcompile.runtime.reversible.replay import Snapshot
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import Objective
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.weight_stash import Stash
+from revcompile.runtime.stage.weights import WeightCopy
 from revcompile.schedule import Order, delay, window
 
 __all__ = ["GradientReport", "Probe", "Similarity", "StageGradients"]
@@ -131,7 +131,7 @@ class Probe:
     def _begin(self) -> None:
         self._data: tuple[Mapping[str, Any], Any] | None = None
         self._forwarded: dict[int, Weights] = {}
-        self._buffers: dict[int, list[Snapshot]] = {}
+        self._buffers: dict[int, list[BufferSnapshot]] = {}
         self._of_method: dict[int, Gradients] = {}
         self._current: dict[int, dict[int, Weights]] = {j: {} for j in range(len(self._stages))}
         """For each stage, the parameters w^t that its end-to-end gradient is taken at."""
@@ -240,7 +240,7 @@ class Probe:
 
 
 def _copied(stage: Stage) -> Weights:
-    return Stash().version(stage.parameters)
+    return WeightCopy().current(stage.parameters)
 
 
 def _ratio(x: float, y: float) -> float:
@@ -315,7 +315,7 @@ class _Backprop:
         inputs: Mapping[str, Any],
         target: Any,
         weights: Sequence[Weights],
-        buffers: Mapping[int, list[Snapshot]],
+        buffers: Mapping[int, list[BufferSnapshot]],
         wanted: Sequence[int],
     ) -> list[Gradients]:
         """The gradients of the wanted stages' parameters, each stage with its `weights`."""
@@ -350,14 +350,14 @@ def _forward(
     microbatch: int,
     values: Mapping[str, Any],
     weights: Weights,
-    buffers: Mapping[int, list[Snapshot]],
+    buffers: Mapping[int, list[BufferSnapshot]],
     recorded: bool,
 ) -> dict[str, Any]:
     program = stage.program
     given = [values[port.name] for port in program.inputs]
     with (
-        stage._running(weights, microbatch),  # statistics stand still in here
-        stage._stateful.replayed(buffers[program.index]),
+        stage._program_context(weights, microbatch),  # statistics stand still in here
+        stage._stateful.replay(buffers[program.index]),
         torch.set_grad_enabled(recorded),
     ):
         outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *given)

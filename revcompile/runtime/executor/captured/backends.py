@@ -76,7 +76,7 @@ def _obstacles(
         yield f"accumulate={schedule.accumulate}; at most {MOST_KINDS} kinds of rounds are recorded"
     if any(executor.scaling is not None for executor in executors):
         yield "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
-    if any(executor.stage.keeper.offloads for executor in executors):
+    if any(executor.stage.activations.offloads for executor in executors):
         yield "buffers='offload' has inputs come and go, and a recorded round finds all in place"
     for executor in executors:
         count = window(method, schedule.stages, executor.index, schedule.accumulate)

@@ -87,7 +87,7 @@ class GraphRunner:
             return None
         # What has been replaced is refused by name on the ordinary way.
         allowed = allowed and not any(
-            executor.stage.unchanged.problem() for executor in self._executors
+            executor.stage.module_guard.problem() for executor in self._executors
         )
         if engine.active and not (allowed and engine.takes(batch)):
             engine.leave(schedule, transport)

@@ -54,7 +54,7 @@ class RecordedActor(StageExecutor):
         )
         self.accumulate, self.check_finite = accumulate, check_finite
         self._lanes = lanes
-        self.casts = executor.stage.casts
+        self.casts = executor.stage.cast_weights
         self._programs = _fused(executor.stage, fused) if fused is not None else None
         self._losses = objective.losses if objective is not None else {}
         self._statistics = Statistics(executor.stage.statistics())
@@ -113,7 +113,7 @@ class RecordedActor(StageExecutor):
             if self.accumulate > 1:
                 found = {n: g if g is None else unless(bad, g) for n, g in found.items()}
                 self.count = self.count + (1 - bad).reshape(())
-        self.stage.gather(found, back)
+        self.stage.accumulate(found, back)
         return Message(message.index, values, back, bad=bad)
 
     def _judged(self, message: Message, found: Mapping[str, Tensor | None]) -> Tensor:

@@ -242,7 +242,7 @@ class Engine:
             mine.updater.leave()
             stage, index = executor.stage, executor.index
             stage.updated()
-            weights: dict[int, Any] = {0: stage.version()}
+            weights: dict[int, Any] = {0: stage.stashed_weights()}
             for microbatch in schedule.outstanding[index]:
                 kept = self._rings[index].slot(microbatch).value
                 ago = self._age(microbatch, schedule.injected, schedule.accumulated, index)
@@ -303,7 +303,7 @@ class Engine:
         self._inputs.fill(batch)
         self._belt.bring(entering, self._turn)
         for executor in self.executors:
-            executor.casts.check()
+            executor.casts.refresh_if_changed()
             executor.updater.prepare()
 
         def body() -> None:
@@ -324,7 +324,7 @@ class Engine:
         if trial is not schedule:
             schedule.inject()
             for executor in self.executors:
-                executor.casts.note()
+                executor.casts.mark_fresh()
         self._belt.take(entering, self._turn, self._fresh[kind])
         if self._alternates:
             self._left, self._turn = self._leavings.get(kind), 1 - self._turn

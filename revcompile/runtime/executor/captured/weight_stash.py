@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from revcompile.runtime.stage.weight_stash import copied
+from revcompile.runtime.stage.weights import detached_copies
 
 __all__ = ["Versions", "age"]
 
@@ -30,7 +30,7 @@ class Versions:
 
     def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
         self._parameters = parameters
-        self._past = [copied(parameters) for _ in range(count)]
+        self._past = [detached_copies(parameters) for _ in range(count)]
 
     def ago(self, updates: int) -> dict[str, Tensor] | None:
         """Weights of so many updates ago; None: as they are."""
@@ -49,7 +49,7 @@ class Versions:
 
     def given(self, updates: int) -> dict[str, Tensor] | None:
         """A copy, for somewhere else; None: as they are."""
-        return copied(self._past[updates - 1]) if updates else None
+        return detached_copies(self._past[updates - 1]) if updates else None
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
