@@ -155,7 +155,7 @@ def run_segment(net: nn.Module, segment: Segment, live: dict[str, Any]) -> tuple
         inputs = [live[name] for name in segment.inputs]
         return tuple(fx.Interpreter(net, graph=segment.graph).run(*inputs))
     a, b = (live[name] for name in segment.streams_in)
-    assert segment.link is None and not segment.extras
+    assert segment.rearrange is None and not segment.extras
     sides = [live[name] for name in segment.sides]
     return b, a + fx.Interpreter(net, graph=segment.branch).run(b, *sides)
 

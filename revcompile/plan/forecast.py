@@ -18,7 +18,7 @@ from revcompile.compiler.partition.pieces import whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost, Rewired, TensorType
-from revcompile.runtime.stage.finite import all_finite
+from revcompile.runtime.stage.tensors import all_finite
 from revcompile.schedule import (
     Costs,
     Keep,
