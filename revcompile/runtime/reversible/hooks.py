@@ -44,7 +44,7 @@ __all__ = [
     "unshard",
 ]
 
-# -- FSDP2 modules ---------------------------------------------------------------------------------
+# -- FSDP2 modules --------------------------------------------------------------------------------
 
 
 class ShardedModule(NamedTuple):
@@ -103,7 +103,7 @@ def _refuse_casts(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) ->
             )
 
 
-# -- forward hooks in a rebuild --------------------------------------------------------------------
+# -- forward hooks in a rebuild -------------------------------------------------------------------
 
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")

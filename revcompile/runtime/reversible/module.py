@@ -173,7 +173,7 @@ class Reversible(OriginalSurface):
     ) -> tuple[Rewired, dict[str, Any]]:
         """The graph whose guards hold for a call, and its inputs."""
         values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
-        return self._cases.fitting(self, values, args, kwargs), values
+        return self._cases.matching(self, values, args, kwargs), values
 
     def __getstate__(self) -> dict[str, Any]:
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.

@@ -76,7 +76,7 @@ def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn
     return list(found.values())
 
 
-# -- changes of the module tree --------------------------------------------------------------------
+# -- changes of the module tree -------------------------------------------------------------------
 
 
 _CHANGED: Final = "layers were replaced or wrapped since; call petrafy on the changed model"

@@ -25,7 +25,7 @@ __all__ = [
     "detached_copies",
 ]
 
-# -- stashed weights -------------------------------------------------------------------------------
+# -- stashed weights ------------------------------------------------------------------------------
 
 
 class ParameterSlots:
@@ -103,7 +103,7 @@ def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Itera
         torch._C._autograd._unsafe_set_version_counter(tensors, now)
 
 
-# -- weights in low precision ----------------------------------------------------------------------
+# -- weights in low precision ---------------------------------------------------------------------
 
 
 class CastWeights:
