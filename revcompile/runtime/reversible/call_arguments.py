@@ -101,11 +101,11 @@ _TENSOR = _Tensor()
 
 def _arguments(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the names a user knows, those in `**kwargs` included."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, value in given.items():
         is_rest = signature.forward.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        found |= value if is_rest else {name: value}
-    return found
+        by_name |= value if is_rest else {name: value}
+    return by_name
 
 
 def _cache_advice(argument: str, value: Any) -> str:

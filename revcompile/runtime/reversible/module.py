@@ -125,7 +125,7 @@ class Reversible(OriginalSurface):
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
-    """Every call checks the reconstruction; in every so many, on a GPU, backward waits for it."""
+    """Every call checks the reconstruction; every `check_every`-th waits for a GPU's result."""
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, tuple[_Step, ...]]

@@ -7,7 +7,7 @@ parameters and sets the module's attributes, and `super()` works in it.
 
 A method must not apply rewired weights to data by another path than the module's `forward`: that is
 another function than the one that is trained. No list of names decides this: while a method runs,
-every tensor operation is looked at. Nor may it add, replace or remove modules and parameters: the
+every tensor operation is checked. Nor may it add, replace or remove modules and parameters: the
 module's programs were made for those it has.
 """
 
@@ -60,7 +60,7 @@ def suspended() -> Iterator[None]:
 class watched(TorchFunctionMode):
     """Refuses operations that apply rewired weights to data.
 
-    What is computed from the module's own parameters and buffers alone (norms, counts, averages)
+    Results of the module's own parameters and buffers alone (norms, counts, averages)
     is allowed, and so are single numbers and operations in place, which optimizers and
     initialisers use. Whatever else a method is given, or makes itself, is data.
     """
@@ -139,7 +139,7 @@ def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
         contents.restore()
         raise OriginalMethodError(
             f"{call} sets {flag}, which would have no effect: reversible blocks keep no "
-            "activations that checkpointing could save, and all else runs as it was captured. "
+            "activations that checkpointing could save, and everything else runs as captured. "
             "Leave the call out; summary() says which blocks are reversible"
         )
 
@@ -147,10 +147,10 @@ def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
 def _structure(module: nn.Module) -> dict[str, object]:
     """Modules and parameters by name, and the shapes of buffers."""
     modules = module.named_modules(remove_duplicate=False)
-    found: dict[str, object] = {name: inner for name, inner in modules if name}
-    found |= dict(module.named_parameters(remove_duplicate=False))
+    structure: dict[str, object] = {name: inner for name, inner in modules if name}
+    structure |= dict(module.named_parameters(remove_duplicate=False))
     buffers = module.named_buffers(remove_duplicate=False)
-    return found | {name: buffer.shape for name, buffer in buffers}
+    return structure | {name: buffer.shape for name, buffer in buffers}
 
 
 def _difference(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
@@ -293,10 +293,10 @@ class Original:
 
 
 def _is_importable(kind: type) -> bool:
-    found: Any = sys.modules.get(kind.__module__)
+    imported: Any = sys.modules.get(kind.__module__)
     for step in kind.__qualname__.split("."):
-        found = getattr(found, step, None)
-    return found is kind
+        imported = getattr(imported, step, None)
+    return imported is kind
 
 
 def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -371,16 +371,16 @@ def _of_original(module: OriginalSurface, original: Original, name: str) -> Any:
     view = original.view(module)
     call = f"{original.kind.__name__}.{name}"
     missing = object()
-    found = inspect.getattr_static(type(view), name, missing)
-    if found is missing:
+    member = inspect.getattr_static(type(view), name, missing)
+    if member is missing:
         if not original.overrides("__getattr__"):
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         with watched(call, module.rewired_tensors, module):
             return _for_user(module, view, call, type(view).__getattr__(view, name))
-    if not hasattr(found, "__get__"):
-        return found
+    if not hasattr(member, "__get__"):
+        return member
     with watched(call, module.rewired_tensors, module):
-        return _for_user(module, view, call, found.__get__(view, type(view)))
+        return _for_user(module, view, call, member.__get__(view, type(view)))
 
 
 def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:

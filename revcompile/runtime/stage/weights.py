@@ -1,7 +1,9 @@
 """Weights that a stage computes with instead of the parameters in its modules.
 
-stashed             a copy of the parameters as they were in a micro-batch's forward pass
-in low precision    made once an update, where autocast would cast them anew in every call
+    stashed             a copy of the parameters as they were in a micro-batch's forward pass
+    in low precision    made once per update, where autocast would cast them again in every call
+
+`ParameterSlots` lets the modules read them.
 """
 
 from __future__ import annotations
