@@ -46,16 +46,16 @@ def statistics_of(program: StageProgram, root: nn.Module) -> list[tuple[nn.Modul
         if node.op == "call_module":
             modules |= dict.fromkeys(root.get_submodule(str(node.target)).modules())
         elif node.op == "get_attr":
-            found = attribute(root, str(node.target))
+            value = attribute(root, str(node.target))
             owner = root.get_submodule(str(node.target).rpartition(".")[0])
-            modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
+            modules |= dict.fromkeys(value.modules() if isinstance(value, nn.Module) else [owner])
     norms = (module for module in modules if isinstance(module, _BatchNorm))
     return [(norm, name) for norm in norms for name in norm._buffers]
 
 
 def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
     """Buffers the stage might write into, other than batch norms' statistics."""
-    found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+    slots: dict[tuple[int, str], tuple[nn.Module, str]] = {}
     for node in program.forward.nodes:
         target = str(node.target)
         if node.op == "call_module":
@@ -64,7 +64,7 @@ def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn
             owner, _, name = target.rpartition(".")
             module = root.get_submodule(owner)
             if name in module._buffers and not isinstance(module, _BatchNorm):
-                found[id(module), name] = module, name
+                slots[id(module), name] = module, name
             continue
         else:
             continue
@@ -72,11 +72,11 @@ def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn
             if not isinstance(module, _BatchNorm):
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
-                        found[id(module), name] = module, name
-    return list(found.values())
+                        slots[id(module), name] = module, name
+    return list(slots.values())
 
 
-# -- changes of the module tree --------------------------------------------------------------------
+# -- changes of the module tree -------------------------------------------------------------------
 
 
 _CHANGED: Final = "layers were replaced or wrapped since; call petrafy on the changed model"
@@ -141,7 +141,7 @@ class ModuleGuard:
             if parameter is not self._parameters[index]:
                 return (
                     f"{label} was replaced after the trainer was built; build a new trainer (or "
-                    "copy the values into the parameter that is there)"
+                    "copy the values into the original parameter)"
                 )
             if parameter is not None and parameter.requires_grad != self._requires_grad[index]:
                 return (
