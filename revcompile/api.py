@@ -29,7 +29,7 @@ from revcompile.ir.policy import Policy
 from revcompile.ir.types import Rewired, TensorType
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
-from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
+from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 from revcompile.units import parse_memory_budget

@@ -22,10 +22,9 @@ from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.checkpoint import export_weights, load_into
-from revcompile.runtime.distributed.placement import pipeline_ranks
-from revcompile.runtime.distributed.placement import plan as layout
+from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import many_ranks, world_size
-from revcompile.runtime.distributed.rank_weights import whole
+from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured import Backend, backend_of
 from revcompile.runtime.reversible.module import Reversible
@@ -38,8 +37,9 @@ from revcompile.runtime.stage.update import (
     ScheduleFactory,
     state_copies,
 )
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.settings import Settings
-from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import (
     Action,
     Keep,
@@ -140,7 +140,7 @@ class StagedModel:
 
         While several ranks train, each of them calls this: the weights come from all of them.
         """
-        twin = whole(self.model)
+        twin = whole_model(self.model)
         for parameter in twin.parameters():
             parameter.grad = None
         return twin
@@ -215,7 +215,7 @@ class StagedModel:
         buffers: BuffersLike = None,
         memory_budget: int | str | None = None,
         batch_size: int | None = None,
-        places: Sequence[int] | None = None,
+        stage_to_rank: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
@@ -250,10 +250,10 @@ class StagedModel:
         much it keeps. What a stage keeps cannot be saved as long as it is a graph: flush first.
 
         In a script started by torchrun (or with a process group of several ranks) this is the
-        trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
-        (default: in a row, balanced by cost), `device` where to train (default: where the model
-        is; of a model on the CPU only a rank's own stages ever go there), `timeout` after how many
-        seconds of silence a rank gives up, and `report_loss` tells every rank the loss of each
+        trainer of one rank, a `DistributedTrainer`: `stage_to_rank` says on which rank each stage
+        lives (default: in a row, balanced by cost), `device` where to train (default: where the
+        model is; of a model on the CPU only a rank's own stages ever go there), `timeout` after how
+        many seconds of silence a rank gives up, and `report_loss` tells every rank the loss of each
         step. With more ranks than stages whole pipelines are copied: each copy takes its own data,
         gradients are averaged at every update, and so are batch norms' running statistics with
         `average_statistics`.
@@ -284,7 +284,7 @@ class StagedModel:
                 settings.buffers.bytes_each,
                 autocast,
             )
-            devices = self._stage_to_rank(places)
+            devices = self._devices(stage_to_rank)
             plan = plan_memory(
                 self.partition, parse_memory_budget(memory_budget), workload, devices
             )
@@ -298,8 +298,8 @@ class StagedModel:
                 optimizer,
                 loss,
                 settings,
-                default_places=self._places,
-                places=places,
+                default_stage_to_rank=self._default_stage_to_rank,
+                stage_to_rank=stage_to_rank,
                 device=device,
                 timeout=timeout,
                 report_loss=report_loss,
@@ -308,7 +308,7 @@ class StagedModel:
         else:
             if device is not None:
                 model.to(device)
-            trainer = Trainer(model, self.partition, programs, optimizer, loss, settings)
+            trainer = LocalTrainer(model, self.partition, programs, optimizer, loss, settings)
         trainer.memory_plan = plan
         return trainer
 
@@ -322,13 +322,13 @@ class StagedModel:
         alpha: float | None = None,
         optimizer_copies: float = 1.0,
         buffers: BuffersLike = None,
-        places: Sequence[int] | None = None,
+        stage_to_rank: Sequence[int] | None = None,
     ) -> MemoryPlan:
         """What stages keep if a device may hold so much: bytes, or text like "2GiB".
 
-        `places` are the devices of the stages; without it each stage has its own. The rest is as
-        for the trainer, which makes its own plan; `optimizer_copies` is 1 for SGD with momentum,
-        2 for Adam.
+        `stage_to_rank` are the devices of the stages; without it each stage has its own. The rest
+        is as for the trainer, which makes its own plan; `optimizer_copies` is 1 for SGD with
+        momentum, 2 for Adam.
 
         >>> import torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -344,17 +344,19 @@ class StagedModel:
             optimizer_copies,
             buffers_of(buffers).bytes_each,
         )
-        return plan_memory(self.partition, parse_memory_budget(memory_budget), workload, places)
+        return plan_memory(
+            self.partition, parse_memory_budget(memory_budget), workload, stage_to_rank
+        )
 
-    def _stage_to_rank(self, places: Sequence[int] | None) -> Sequence[int]:
+    def _devices(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
         """The device of each stage in this world of ranks; in one process they share one."""
         count, world = self.num_stages, world_size()
         if world == 1:
             return [0] * count
-        default = () if places else self._places(pipeline_ranks(count, world))
-        return layout(count, world, places, default).places
+        default = () if stage_to_rank else self._default_stage_to_rank(pipeline_ranks(count, world))
+        return make_layout(count, world, stage_to_rank, default).stage_to_rank
 
-    def _places(self, ranks: int) -> list[int]:
+    def _default_stage_to_rank(self, ranks: int) -> list[int]:
         return assign_contiguous(self.partition, ranks)
 
     def delays(self, accumulate: int = 1) -> tuple[int, ...]:

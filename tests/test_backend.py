@@ -28,7 +28,7 @@ from revcompile.runtime.executor.captured.static_buffers import (
 )
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.buffer_pool import BufferPool
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.training import (
     SCHEDULES,
@@ -74,7 +74,7 @@ def made(
 
 
 def is_active(trainer: Trainer) -> bool:
-    return trainer._fast is not None and trainer._fast.is_active
+    return trainer.runner.is_active
 
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import Loose, even
 from tests.test_updates import CASES, OPTIMIZERS, assert_alike
@@ -105,14 +105,13 @@ def test_the_same_training_as_eager(name: str) -> None:
     found, there, trainer = trained("cudagraphs", **SETTINGS[name])
     assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-6
     assert off_by(after, there) < 1e-6
-    assert trainer._fast is not None
-    assert trainer._fast.is_on
+    assert trainer.runner.is_on
 
 
 def test_activations_are_copied_on_a_side_stream() -> None:
     *_, trainer = trained("cudagraphs", **SETTINGS["sgd"])
-    assert trainer._fast is not None and trainer._fast._pipeline is not None
-    assert trainer._fast._pipeline._copy_stream is not None
+    assert trainer.runner._pipeline is not None
+    assert trainer.runner._pipeline._copy_stream is not None
 
 
 @pytest.mark.parametrize("case", CASES)

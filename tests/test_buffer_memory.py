@@ -47,8 +47,8 @@ def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype |
     trainer = net.trainer(momentum, cross_entropy, backend="static", buffers=buffers)
     for _ in range(2 * net.num_stages + 2):
         trainer.step(*make())
-    assert trainer._fast is not None and trainer._fast.is_active
-    pipeline = trainer._fast._pipeline
+    assert trainer.runner.is_active
+    pipeline = trainer.runner._pipeline
     each = 4 if buffers is None else buffers.itemsize
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
         ring, count = pipeline._rings.get(index), window(net.method, net.num_stages, index)

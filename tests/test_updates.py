@@ -96,8 +96,7 @@ def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[An
             reported.append((error.stage, error.microbatch))
         if index == STEPS - 8:
             middle = trainer.state_dict()
-    assert trainer._fast is not None
-    assert trainer._fast.is_active == (backend != "eager")
+    assert trainer.runner.is_active == (backend != "eager")
     assert reported == [(0, BAD)]
     trainer.flush()
     return weights(net), middle, trainer.state_dict()
@@ -163,7 +162,7 @@ def test_single_precision_and_single_numbers(name: str) -> None:
             updater.apply({n: (p.detach() + step).sin() for n, p in updater.parameters.items()})
         if isinstance(updater, AsOnADevice):
             updater.leave()
-        found.append((list(updater.parameters.values()), updater.state()))
+        found.append((list(updater.parameters.values()), updater.state_dict()))
     assert_alike(*found, 1e-6)
 
 
@@ -208,8 +207,11 @@ def test_counters_that_are_on_the_device_stay_there() -> None:
 def test_counters_are_loaded_where_optimizers_keep_them(capturable: bool, counted: str) -> None:
     make = functools.partial(torch.optim.NAdam, capturable=capturable)
     weight = nn.Parameter(torch.ones(2, device="meta"))
-    updater, saved = Updater("here", {"weight": weight}, make), updated(OPTIMIZERS["nadam"]).state()
-    updater.load(saved["state"], {"weight": {"capturable": capturable}}, None)
+    updater, saved = (
+        Updater("here", {"weight": weight}, make),
+        updated(OPTIMIZERS["nadam"]).state_dict(),
+    )
+    updater.load_state_dict(saved["state"], {"weight": {"capturable": capturable}}, None)
     found = {key: value.device.type for key, value in updater.optimizer.state[weight].items()}
     averages = {"exp_avg": "meta", "exp_avg_sq": "meta"}
     assert found == {"step": counted, "mu_product": counted, **averages}

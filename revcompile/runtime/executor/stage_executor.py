@@ -32,16 +32,16 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.trace import TraceRecorder
 from revcompile.runtime.executor.transport import Message, MessageKind, Transport
-from revcompile.runtime.reversible.replay import Snapshot
-from revcompile.runtime.stage.finite import all_finite
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Op, Order
 
-__all__ = ["LocalScheduler", "StageExecutor", "restore"]
+__all__ = ["LocalScheduler", "StageExecutor", "needed_in_flight", "restore"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
@@ -103,7 +103,7 @@ class StageExecutor:
         self.measured: set[int] = set()
         """Micro-batches whose reconstruction error is to be measured."""
         self.observer: TraceRecorder | None = None
-        self._last_snapshot: tuple[int, Sequence[Snapshot]] = (-1, ())
+        self._last_snapshot: tuple[int, Sequence[BufferSnapshot]] = (-1, ())
         """The latest micro-batch, and buffers as they were before its forward pass."""
 
     @property
@@ -125,6 +125,16 @@ class StageExecutor:
             observer.ends(self.index, action, done)
         return done
 
+    def take_failures(self) -> list[NonFiniteError]:
+        """Bad gradients since the last call."""
+        failures, self.failures = self.failures, []
+        return failures
+
+    def take_forward_errors(self) -> list[Exception]:
+        """Why micro-batches were skipped in forward passes, since the last call."""
+        errors, self.forward_errors = self.forward_errors, []
+        return errors
+
     def forget(self, microbatch: int) -> None:
         """Drop everything of a micro-batch."""
         self.stage.drop(microbatch)
@@ -133,10 +143,10 @@ class StageExecutor:
 
     def clear(self) -> None:
         """Drop all micro-batches, and the gradient accumulated so far."""
-        self.stage.in_flight.clear()
+        self.stage.clear()
         for messages in self._messages():
             messages.clear()
-        self.stage.gradients, self.gradients, self._sums, self.contributed = {}, None, None, 0
+        self.gradients, self._sums, self.contributed = None, None, 0
 
     def _messages(self) -> tuple[dict[int, Any], ...]:
         return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
@@ -153,7 +163,7 @@ class StageExecutor:
             if self.check_data is not None:
                 self.check_data(action.index, self.fingerprints.pop(action.index))
         if self.scaling is not None:
-            self.scaling.report_overflow(message.scale)
+            self.scaling.record_overflow(message.scale)
         return True
 
     def _forward(self, action: Action) -> bool:
@@ -345,19 +355,83 @@ class StageExecutor:
         self.stage.updated()
         return True
 
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def reset(self, seed: int, weights: Mapping[str, Tensor]) -> None:
+        """Forget everything in flight; copies of tied parameters take over `weights`."""
+        self.clear()
+        self.stage.reset(seed)
+        self.failures, self.forward_errors = [], []
+        if self.scaling is not None:
+            self.scaling.load_state_dict(None)
+        self._load_replicas(weights)
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        """Everything of this stage but its parameters and optimizer, which are saved by name."""
+        replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self._replicas}
+        # Updates that wait will be received before the replicas are read again.
+        for message in self.transport.queued(self.index, MessageKind.TIED_WEIGHT):
+            replicas |= message.values
+        state = {
+            **self.stage.state_dict(copy),
+            "contributed": self.contributed,
+            "needs": needed_in_flight(self.program),
+            "replicas": copy(replicas),
+            "incoming": [message.state_dict(copy) for message in self.incoming.values()],
+            "outputs": [
+                [m, None if values is None else copy(dict(values))]
+                for m, values in self.outputs.items()
+            ],
+            "scaling": None if self.scaling is None else self.scaling.state_dict(),
+        }
+        if self.gradient_predictor is not None:
+            state["gradient_predictor"] = self.gradient_predictor.state_dict(copy)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same stage; `reset` first."""
+        self.stage.load_state_dict(state)
+        self.contributed = state["contributed"]
+        self._load_replicas(state["replicas"])
+        messages = map(Message.from_state_dict, state["incoming"])
+        self.incoming = {message.index: message for message in messages}
+        self.outputs = {m: clone_tree(values) for m, values in state["outputs"]}
+        if self.scaling is not None:
+            self.scaling.load_state_dict(state.get("scaling"))
+        if self.gradient_predictor is not None:
+            self.gradient_predictor.load_state_dict(state["gradient_predictor"])
+
+    @property
+    def _replicas(self) -> list[str]:
+        """Tied parameters that another stage owns and this one has a copy of."""
+        return [name for names in self.tied_owners.values() for name in names]
+
+    def _load_replicas(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name in self._replicas:
+                self.stage.parameters[name].copy_(weights[name])
+
     # -- messages -----------------------------------------------------------------------------
 
-    def _send(self, target: int, channel: MessageKind, message: Message) -> None:
-        self.transport.send(self.index, target, channel, message)
+    def _send(self, target: int, kind: MessageKind, message: Message) -> None:
+        self.transport.send(self.index, target, kind, message)
 
-    def _receive(self, source: int, channel: MessageKind, action: Action) -> Message | None:
-        message = self.transport.receive(source, self.index, channel)
+    def _receive(self, source: int, kind: MessageKind, action: Action) -> Message | None:
+        message = self.transport.receive(source, self.index, kind)
         if message is not None and message.index != action.index:
             raise VerificationError(
-                f"stage {self.index}: expected {channel.value} of {action.index} from stage "
+                f"stage {self.index}: expected {kind.value} of {action.index} from stage "
                 f"{source}, got that of {message.index}"
             )
         return message
+
+
+def needed_in_flight(program: StageProgram) -> list[str]:
+    """The values of a micro-batch in flight that a stage's backward pass needs.
+
+    They depend on the memory budget: a state in flight fits only stages that need the same.
+    """
+    return [*program.kept, *program.wanted]
 
 
 def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
@@ -367,15 +441,15 @@ def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def restore(snapshot: Sequence[Snapshot]) -> None:
+def restore(snapshot: Sequence[BufferSnapshot]) -> None:
     """Buffers as they were.
 
     Written to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
     autograd would refuse to use them after a write that it sees.
     """
-    for module, name, buffer, _, copy in snapshot:
-        buffer.data.copy_(copy)
-        module._buffers[name] = buffer
+    for saved in snapshot:
+        saved.buffer.data.copy_(saved.copy)
+        saved.module._buffers[saved.name] = saved.buffer
 
 
 def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> None:

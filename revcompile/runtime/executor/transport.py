@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
-__all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of"]
+__all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of", "queues_state"]
 
 
 class MessageKind(enum.Enum):
@@ -45,20 +46,60 @@ class Message:
     fingerprint: Fingerprint | None = None
     """In a message forward to another rank: of the data that the first stage was given."""
 
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "values": copy(dict(self.values)),
+            "gradients": copy(dict(self.gradients)),
+            "void": self.void,
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Message:
+        return cls(
+            state["index"],
+            clone_tree(dict(state["values"])),
+            clone_tree(dict(state["gradients"])),
+            state["void"],
+            scale=state.get("scale"),
+        )
+
+
+Queues = Mapping[tuple[int, int, MessageKind], Iterable[Message]]
+"""Messages that wait for their receivers, by source, target and kind."""
+
+
+def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
+    """Waiting messages as plain values: `[source, target, kind, message]`."""
+    return [
+        [source, target, kind.value, message.state_dict(copy)]
+        for (source, target, kind), queue in queues.items()
+        for message in queue
+    ]
+
 
 class Transport(Protocol):
     """Delivers messages in order, and combines what several replicas or stages have."""
 
-    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
         """Send a message, without waiting for it to arrive."""
         ...
 
-    def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
+    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
         """The next message; None if it has not arrived yet."""
         ...
 
-    def deliver(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        """Put a message of a checkpoint into its receiver's queue."""
+    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        """Messages of a kind that have arrived for a stage and were not received yet."""
+        ...
+
+    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        """The messages that wait in this process: `[source, target, kind, message]`."""
+        ...
+
+    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
+        """Replace all waiting messages by those of a state that are for this process's stages."""
         ...
 
     def mean(
@@ -107,19 +148,29 @@ class InProcess:
         self.queues: dict[tuple[int, int, MessageKind], deque[Message]] = {}
         self._norms: dict[int, dict[int, Tensor]] = {}
 
-    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        self.queues.setdefault((source, target, channel), deque()).append(message)
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        self.queues.setdefault((source, target, kind), deque()).append(message)
 
-    def receive(self, source: int, target: int, channel: MessageKind) -> Message | None:
-        queue = self.queues.get((source, target, channel))
+    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
+        queue = self.queues.get((source, target, kind))
         return queue.popleft() if queue else None
 
-    def deliver(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        self.send(source, target, channel, message)
+    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        return (
+            message
+            for (_, receiver, sort), queue in self.queues.items()
+            if receiver == target and sort is kind
+            for message in queue
+        )
 
-    def clear(self) -> None:
+    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        return queues_state(self.queues, copy)
+
+    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
         self.queues.clear()
         self._norms.clear()
+        for source, target, kind, message in messages:
+            self.send(source, target, MessageKind(kind), Message.from_state_dict(message))
 
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int

@@ -127,18 +127,18 @@ class StaticTransport(InProcess):
         buffers = self.buffers[route]
         return buffers[index % len(buffers)]
 
-    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
         """Queue a message, after copying it to its static buffer if there is one.
 
         Raises:
             VerificationError: The buffer holds a message that has not been read.
         """
-        route = source, target, channel
+        route = source, target, kind
         if count := len(self.buffers.get(route, ())):
             unread = [queued.index for queued in self.queues.get(route, ())]
             if any(index % count == message.index % count for index in unread):
                 raise VerificationError(
-                    f"stage {source}: {channel.value} of {message.index} would overwrite that of "
+                    f"stage {source}: {kind.value} of {message.index} would overwrite that of "
                     f"{unread[0]}, which stage {target} has not read"
                 )
             buffer = self.buffer(route, message.index)
@@ -147,7 +147,7 @@ class StaticTransport(InProcess):
             else:
                 buffer.copy_(payload(message))
                 message = _message_in(buffer, message.index)
-        super().send(source, target, channel, message)
+        super().send(source, target, kind, message)
 
     def waiting(
         self, route: Route, indices: Sequence[int], in_place: InPlaceMessages | None = None
