@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -14,6 +14,7 @@ from torch import nn
 
 from revcompile.arguments import (
     CheckName,
+    CostName,
     KeepName,
     OverlapName,
     PolicyName,
@@ -28,7 +29,7 @@ from revcompile.arguments import (
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, model_unchanged
 from revcompile.compiler.capture.copies import attributes_kept
-from revcompile.compiler.cost import How, costs
+from revcompile.compiler.cost import costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Limits, partition
 from revcompile.compiler.recapture import Recompiler
@@ -199,7 +200,7 @@ def petrafy(
     check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
-    cost: How = "analytic",
+    cost: CostName | Mapping[str, float] | Callable[[str], float] = "analytic",
     memory_budget: int | None = None,
     batch_size: int | None = None,
     optimizer_copies: int = 1,

@@ -40,7 +40,7 @@ CHUNK: Final = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one net, as it travels between processes."""
+    """What came of one net, as it is sent between processes."""
 
     index: int
     discarded: str | None = None
@@ -185,7 +185,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=60, help="seconds a net may take")
     parser.add_argument("--shrink", type=int, default=60, help="trials to make a finding smaller")
     parser.add_argument(
-        "--hashed", type=int, default=0, help="compile so many nets under two PYTHONHASHSEEDs"
+        "--hashed", type=int, default=0, help="compile this many nets under two PYTHONHASHSEEDs"
     )
     parser.add_argument("--out", type=Path, help="a folder for findings, as scripts")
 
@@ -242,7 +242,7 @@ def _summary(done: Iterable[Outcome], seconds: float) -> dict[str, Any]:
         "nets": len(used),
         "discarded": len(list(done)) - len(used),
         "comparisons": sum(outcome.compared for outcome in used),
-        "wrong gradients": sum(bool(w & {"gradients", "reach"}) for w in wrong),
+        "wrong gradients": sum(bool(w & {"gradients", "gradient path"}) for w in wrong),
         "wrong outputs": sum("outputs" in w for w in wrong),
         "wrong buffers": sum("buffers" in w for w in wrong),
         "wrong modes": sum("modes" in w for w in wrong),
