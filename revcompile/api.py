@@ -29,9 +29,9 @@ from revcompile.arguments import (
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check, model_unchanged
 from revcompile.compiler.capture.copies import attributes_kept
-from revcompile.compiler.cost import costs
+from revcompile.compiler.cost import Workload, segment_costs
 from revcompile.compiler.find import find
-from revcompile.compiler.partition import Limits, partition
+from revcompile.compiler.partition import partition
 from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
@@ -51,6 +51,7 @@ from revcompile.staged import (
     StagedModel,
     Trainer,
 )
+from revcompile.units import parse_memory_budget
 
 __all__ = [
     "Buffers",
@@ -81,7 +82,7 @@ class ReversibleModule(Reversible):
 
     def summary(self) -> str:
         """A table of the segments: what became reversible, what did not, and why."""
-        return summary_text(self.rewired, costs(self.rewired))
+        return summary_text(self.rewired, segment_costs(self.rewired))
 
 
 def reversify(
@@ -201,7 +202,7 @@ def petrafy(
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
     cost: CostName | Mapping[str, float] | Callable[[str], float] = "analytic",
-    memory_budget: int | None = None,
+    memory_budget: int | str | None = None,
     batch_size: int | None = None,
     optimizer_copies: int = 1,
     keep: KeepName = "nothing",
@@ -215,8 +216,8 @@ def petrafy(
         cost: How the work of a block is estimated. "analytic": FLOPs and bytes; "measured": timed
             on the model's device, updates included; "replayed": time of the kernels alone, as in
             captured steps on a GPU; or a mapping or function from a block's name to a number.
-        memory_budget: Bytes that one device, with one stage, can hold. Cuts that need more are not
-            considered.
+        memory_budget: What one device, with one stage, can hold, in bytes or as "2GiB". Cuts that
+            need more are not considered.
         batch_size: Samples in a micro-batch, for the budget. Default: the example's.
         optimizer_copies: Numbers of optimizer state for each parameter, for the budget: 1 for SGD
             with momentum, 2 for Adam.
@@ -239,9 +240,9 @@ def petrafy(
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     expected_keep = Keep(one_of("petrafy", "keep", keep, get_args(KeepName)))
     check_cost(cost)
-    for name, given in (("memory_budget", memory_budget), ("batch_size", batch_size)):
-        if given is not None:
-            whole_number("petrafy", name, given, 1)
+    budget = None if memory_budget is None else parse_memory_budget(memory_budget)
+    if batch_size is not None:
+        whole_number("petrafy", "batch_size", batch_size, 1)
     check_optimizer_copies("petrafy", optimizer_copies)
     net, compared = _reversified(
         "petrafy",
@@ -255,11 +256,13 @@ def petrafy(
     )
     _refuse_state_in_python(net.rewired)
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
-    method, limits = choose("petra"), None
-    if memory_budget is not None:
-        limits = Limits(memory_budget, batch_size or _example_batch(net), optimizer_copies)
-    expected = dataclasses.replace(method, keep=expected_keep)
-    cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
+    method = choose("petra")
+    workload = Workload(
+        dataclasses.replace(method, keep=expected_keep),
+        batch_size or _example_batch(net),
+        optimizer_copies=optimizer_copies,
+    )
+    cut = partition(net.rewired, num_stages, workload, cost=cost, memory_budget=budget)
     verify_partition(cut)
     staged = StagedModel(net, cut, method)
     if compared is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
@@ -26,6 +26,7 @@ from revcompile.compiler.capture.copies import set_mode
 from revcompile.compiler.capture.decisions import Ties
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.rng import rng_kept, seed_all
+from revcompile.compiler.cost import node_flops
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
 from revcompile.ir.program import Partition, StageProgram
@@ -87,28 +88,9 @@ def _extent(rewired: Rewired) -> tuple[int, float, int]:
             if kind is None or node.op in ("placeholder", "output", "get_attr"):
                 continue
             nodes += 1
-            work += _operations(node, rewired.root)
+            work += node_flops(node, rewired.root)
             memory += kind.nbytes()
     return nodes, work, memory
-
-
-def _operations(node: fx.Node, root: nn.Module) -> float:
-    """Roughly: two for each weight and place it is used at; products by their inner dimension."""
-    kind = tensor_type(node)
-    assert kind is not None
-    size = kind.numel()
-    if node.op == "call_module":
-        weights = [p for p in root.get_submodule(str(node.target)).parameters() if p.dim() > 1]
-        return size + sum(2.0 * size * p.numel() / p.shape[0] for p in weights)
-    sources = [t for t in map(tensor_type, node.all_input_nodes) if t is not None and t.shape]
-    name = str(getattr(node.target, "__name__", node.target))
-    if "attention" in name and sources:
-        return size + 4.0 * size * sources[0].shape[-2]
-    if any(word in name for word in ("linear", "matmul", "mm", "einsum", "conv")) and sources:
-        last = sources[-1]
-        inner = last.numel() / last.shape[0] if "conv" in name else sources[0].shape[-1]
-        return size + 2.0 * size * inner
-    return float(size)
 
 
 # -- chain ----------------------------------------------------------------------------------------

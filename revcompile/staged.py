@@ -22,8 +22,9 @@ from revcompile.arguments import (
     number,
     whole_number,
 )
-from revcompile.compiler.cost import MemoryModel, StageMemory
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
 from revcompile.compiler.lower import lower
+from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.verify import verify_programs
 from revcompile.errors import InputError
 from revcompile.inspect import drawing
@@ -32,10 +33,11 @@ from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Part, Partition, StageProgram
-from revcompile.plan.budget import MemoryPlan, Terms, budget, plan_memory
-from revcompile.plan.fit import assign_contiguous, check_schedule, plan_trainer_memory
+from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.checkpoint import export_weights, load_into
-from revcompile.runtime.distributed.process_groups import many_ranks
+from revcompile.runtime.distributed.placement import pipeline_ranks
+from revcompile.runtime.distributed.placement import plan as layout
+from revcompile.runtime.distributed.process_groups import many_ranks, world_size
 from revcompile.runtime.distributed.rank_weights import whole
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured import Backend, backend_of
@@ -43,11 +45,25 @@ from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import Buffers, BuffersLike, buffers_of
 from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
-from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory
+from revcompile.runtime.stage.update import (
+    OptimizerFactory,
+    ParamGroups,
+    ScheduleFactory,
+    state_copies,
+)
 from revcompile.runtime.trainer.metrics import Metrics
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.runtime.trainer.trainer import Trainer
-from revcompile.schedule import Action, Keep, Method, actions, choose, delay
+from revcompile.schedule import (
+    Action,
+    Keep,
+    Method,
+    actions,
+    check_schedule,
+    choose,
+    delay,
+)
+from revcompile.units import parse_memory_budget
 
 __all__ = [
     "Buffers",
@@ -230,7 +246,7 @@ class StagedModel:
         autocast: torch.dtype | None = None,
         loss_scale: LossScale | float | Literal["dynamic"] | None = None,
         # memory
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         batch_size: int | None = None,
         buffers: BuffersLike = None,
         # execution
@@ -273,11 +289,11 @@ class StagedModel:
                 number, or a `LossScale`. Micro-batches whose gradients overflow are left out.
 
         Args: memory
-            memory: What a device may hold, in bytes or as "2GiB". Stages for which that suffices
-                keep the graphs of their micro-batches and compute nothing twice, with the latest
-                parameters in backward as ever; `trainer.memory_plan` says which. The optimizer is
-                built once more, for a few small parameters, to see how much state it keeps. A
-                trainer that keeps graphs cannot be saved before it is flushed.
+            memory_budget: What a device may hold, in bytes or as "2GiB". Stages for which that
+                suffices keep the graphs of their micro-batches and compute nothing twice, with the
+                latest parameters in backward as ever; `trainer.memory_plan` says which. The
+                optimizer is built once more, for a few small parameters, to see how much state it
+                keeps. A trainer that keeps graphs cannot be saved before it is flushed.
             batch_size: Samples in a micro-batch, for that plan. Default: the example's.
             buffers: How stages that are not reversible keep their float32 inputs until backward:
                 rounded to torch.bfloat16 (half the memory) or torch.float8_e4m3fn (a quarter),
@@ -315,7 +331,7 @@ class StagedModel:
         flag(who, "average_statistics", average_statistics)
         number(who, "timeout", timeout, "use a number of seconds above 0")
         target = check_device(who, device)
-        microbatch = self._batch_size(who, "batch_size", batch_size)
+        microbatch = self._batch_size_or_default(who, batch_size)
         if places is not None:
             check_stage_list(who, "places", places, self.num_stages)
         settings = Settings(
@@ -330,19 +346,24 @@ class StagedModel:
             measure_every=measure_every,
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
-            memory=None if memory is None else budget(memory),
         )
         chosen = choose(method, order=order, alpha=alpha)
-        check_schedule(self.partition, chosen, accumulate)
-        plan = plan_trainer_memory(
-            self.partition,
-            chosen,
-            settings,
-            optimizer,
-            parameters=dict(self.model.named_parameters()),
-            batch=microbatch,
-            places=places,
-        )
+        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties)
+        plan = None
+        if memory_budget is not None:
+            parameters = dict(self.model.named_parameters())
+            workload = Workload(
+                chosen,
+                microbatch,
+                accumulate,
+                state_copies(parameters, optimizer, param_groups),
+                settings.buffers.bytes_each,
+                autocast,
+            )
+            devices = self._stage_to_rank(places)
+            plan = plan_memory(
+                self.partition, parse_memory_budget(memory_budget), workload, devices
+            )
         programs = self._programs(chosen, plan.keeps if plan else None)
         model = self.model
         if many_ranks():
@@ -369,9 +390,9 @@ class StagedModel:
 
     def memory_plan(
         self,
-        memory: int | str,
+        memory_budget: int | str,
         *,
-        batch: int | None = None,
+        batch_size: int | None = None,
         accumulate: int = 1,
         order: str | None = None,
         alpha: float | None = None,
@@ -379,11 +400,11 @@ class StagedModel:
         buffers: BuffersLike = None,
         places: Sequence[int] | None = None,
     ) -> MemoryPlan:
-        """What each stage can keep if a device may hold `memory`: bytes, or text like "2GiB".
+        """What each stage can keep within a budget per device: bytes, or text like "2GiB".
 
         Args:
-            memory, batch, accumulate, order, alpha, buffers: As for the trainer, which makes such
-                a plan by itself.
+            memory_budget, batch_size, accumulate, order, alpha, buffers: As for the trainer, which
+                makes such a plan by itself.
             optimizer_copies: Numbers of optimizer state for each parameter: 1 for SGD with
                 momentum, 2 for Adam.
             places: The device of each stage. Default: one stage on each device.
@@ -398,14 +419,22 @@ class StagedModel:
         if places is not None:
             check_stage_list("net.memory_plan", "places", places, self.num_stages)
         method = choose(self.method, order=order, alpha=alpha)
-        terms = Terms(
+        workload = Workload(
             method,
-            self._batch_size("net.memory_plan", "batch", batch),
+            self._batch_size_or_default("net.memory_plan", batch_size),
             accumulate,
             optimizer_copies,
             buffers_of(buffers).bytes_each,
         )
-        return plan_memory(self.partition, budget(memory), terms, places)
+        return plan_memory(self.partition, parse_memory_budget(memory_budget), workload, places)
+
+    def _stage_to_rank(self, places: Sequence[int] | None) -> Sequence[int]:
+        """The device of each stage in this world of ranks; in one process they share one."""
+        count, world = self.num_stages, world_size()
+        if world == 1:
+            return [0] * count
+        default = () if places else self._places(pipeline_ranks(count, world))
+        return layout(count, world, places, default).places
 
     def _places(self, ranks: int) -> list[int]:
         return assign_contiguous(self.partition, ranks)
@@ -417,66 +446,70 @@ class StagedModel:
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
     def memory(
-        self, batch: int | None = None, *, buffers: BuffersLike = None
+        self, batch_size: int | None = None, *, buffers: BuffersLike = None
     ) -> tuple[StageMemory, ...]:
         """What each stage holds at its peak, in bytes, with PETRA.
 
         Args:
-            batch: Samples in a micro-batch. Default: the example's.
+            batch_size: Samples in a micro-batch. Default: the example's.
             buffers: As the trainer will be given it.
         """
+        buffer_bytes = buffers_of(buffers).bytes_each
+        size = self._batch_size_or_default("net.memory", batch_size)
         model = MemoryModel.of(
-            self.partition,
-            self.method,
-            batch=self._batch_size("net.memory", "batch", batch),
-            buffer_bytes=buffers_of(buffers).bytes_each,
+            self.partition, Workload(self.method, size, buffer_bytes=buffer_bytes)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """The batch size of the example the model was captured with."""
         return self.partition.parts[0].costs[0].batch
 
-    def _batch_size(self, caller: str, name: str, given: int | None) -> int:
-        return self.batch if given is None else whole_number(caller, name, given, 1)
+    def _batch_size_or_default(self, caller: str, batch_size: int | None) -> int:
+        if batch_size is None:
+            return self.batch_size
+        return whole_number(caller, "batch_size", batch_size, 1)
 
     def facts(
         self,
-        batch: int | None = None,
+        batch_size: int | None = None,
         *,
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         buffers: BuffersLike = None,
     ) -> tuple[StageFacts, ...]:
         """The numbers of the summary, stage by stage."""
-        size = self._batch_size("net.facts", "batch", batch)
+        size = self._batch_size_or_default("net.facts", batch_size)
         held: Sequence[StageMemory] = self.memory(size, buffers=buffers)
         programs = self._programs(self.method)
-        if memory is not None:
-            plan = self.memory_plan(memory, batch=size, buffers=buffers)
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=size, buffers=buffers)
             programs = self._programs(self.method, plan.keeps)
             held = [choice.memory for choice in plan.chosen]
         return stage_facts(self.partition, programs, held, size)
 
     def summary(
         self,
-        batch: int | None = None,
+        batch_size: int | None = None,
         *,
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         buffers: BuffersLike = None,
     ) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
         Args:
-            batch: Samples in a micro-batch. Default: the example's.
-            memory, buffers: As for the trainer; a device has one stage.
+            batch_size: Samples in a micro-batch. Default: the example's.
+            memory_budget, buffers: As for the trainer; a device has one stage.
         """
-        facts = self.facts(batch, memory=memory, buffers=buffers)
+        facts = self.facts(batch_size, memory_budget=memory_budget, buffers=buffers)
         planned = ""
-        if memory is not None:
-            planned = f"\n{self.memory_plan(memory, batch=batch, buffers=buffers)}"
-        size = self._batch_size("net.summary", "batch", batch)
-        model = MemoryModel.of(self.partition, choose("backprop"), 1, batch=size)
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=batch_size, buffers=buffers)
+            planned = f"\n{plan}"
+        workload = Workload(
+            choose("backprop"), self._batch_size_or_default("net.summary", batch_size)
+        )
+        model = MemoryModel.of(self.partition, workload, stages=1)
         plain = model.stage(0, 0, len(model.pieces))
         how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
         return stage_table(self.partition, facts, self.method.name + how, plain) + planned
@@ -499,16 +532,18 @@ class StagedModel:
             )
         return explain(self.partition, self._programs(self.method), path)
 
-    def draw(self, path: str | Path, *, batch: int | None = None, name: str | None = None) -> Path:
+    def draw(
+        self, path: str | Path, *, batch_size: int | None = None, name: str | None = None
+    ) -> Path:
         """Draw the stages: `net.svg` to look at, `net.html` to open stage by stage.
 
         Args:
             path: The file to write, by its ending .svg or .html.
-            batch: Samples in a micro-batch. Default: the example's.
+            batch_size: Samples in a micro-batch. Default: the example's.
             name: The title. Default: the model's class.
         """
         path = file_path("net.draw", path, "net.svg")
-        size = self._batch_size("net.draw", "batch", batch)
+        size = self._batch_size_or_default("net.draw", batch_size)
         programs, memory = self._programs(self.method), self.memory(size)
         return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
 

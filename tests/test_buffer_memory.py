@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.stages.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
-from revcompile.compiler.cost import MemoryModel
+from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.executor.transport import MessageKind
 from revcompile.runtime.stage.activations import Buffers, BuffersLike
@@ -79,7 +79,8 @@ def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
 @pytest.mark.parametrize(("each", "waiting"), [(None, 8), (2, 4), (1, 2), (0, 0)])
 def test_sides_of_couplings_stay_as_they_are(each: int | None, waiting: int) -> None:
     """Stage 1 of 4 has three in flight; the coupling's side and the head's input are kept."""
-    model = MemoryModel(SIDED, TYPES, COSTS[:4], choose("petra"), 4, batch=FEW, buffer_bytes=each)
+    workload = Workload(choose("petra"), FEW, buffer_bytes=each)
+    model = MemoryModel(SIDED, TYPES, COSTS[:4], 4, workload)
     inputs = 2 * STREAM + 2 * (waiting * STREAM // 4) + (2 * STREAM if each == 0 else 0)
     assert model.stage(1, 2, 4).buffers == 3 * MIDDLE + inputs
 

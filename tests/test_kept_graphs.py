@@ -352,5 +352,7 @@ def test_parameters_may_be_written_to_between_steps() -> None:
 
 
 def test_recorded_rounds_are_not_for_graphs_in_flight() -> None:
-    with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory="):
-        training.trainer_of(training.fresh(training.Plain), memory="1GiB", backend="recorded")
+    with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory_budget="):
+        training.trainer_of(
+            training.fresh(training.Plain), memory_budget="1GiB", backend="recorded"
+        )

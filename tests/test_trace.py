@@ -15,7 +15,7 @@ from distributed_worker import Run, batches, launch, trainer_of
 
 from revcompile.errors import InputError
 from revcompile.schedule import Action, Op, actions, choose
-from revcompile.schedule.chrome import Happening, Process, busy_shares, chrome_trace
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
 RUN = Run(stages=3, steps=6)
 COMPUTE = ("FORWARD", "BACKWARD", "UPDATE")
@@ -167,9 +167,9 @@ def test_on_a_gpu_every_action_is_timed_by_the_device(tmp_path: Path, backend: s
 
 
 def test_waiting_is_no_work() -> None:
-    worked = Happening(0, Action(Op.FORWARD, 0), tried=0, start=0, end=2)
-    received = Happening(1, Action(Op.RECV_X, 0), tried=0, start=2, end=2)
-    late = Happening(1, Action(Op.UPDATE, 0), tried=2, start=3, end=4)
+    worked = TraceEvent(0, Action(Op.FORWARD, 0), tried=0, start=0, end=2)
+    received = TraceEvent(1, Action(Op.RECV_X, 0), tried=0, start=2, end=2)
+    late = TraceEvent(1, Action(Op.UPDATE, 0), tried=2, start=3, end=4)
     processes = [Process(0, (worked,)), Process(1, (received, late))]
     assert busy_shares(processes) == (0.5, 0.25)
     trace = chrome_trace(processes)
@@ -179,8 +179,8 @@ def test_waiting_is_no_work() -> None:
 
 def test_copies_of_a_pipeline_do_not_mix_their_messages() -> None:
     def pair(copy: int, start: float) -> list[Process]:
-        sent = Happening(0, Action(Op.SEND_Y, 0), start, start, start)
-        got = Happening(1, Action(Op.RECV_X, 0), start, start + 1, start + 1)
+        sent = TraceEvent(0, Action(Op.SEND_Y, 0), start, start, start)
+        got = TraceEvent(1, Action(Op.RECV_X, 0), start, start + 1, start + 1)
         return [Process(2 * copy, (sent,), copy), Process(2 * copy + 1, (got,), copy)]
 
     events = chrome_trace([*pair(0, 0.0), *pair(1, 5.0)])["traceEvents"]

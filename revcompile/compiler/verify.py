@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from revcompile.compiler.dataflow import holds_tensor, is_plain
 from revcompile.compiler.gradient_paths import lost_in_programs, lost_in_rewired
-from revcompile.compiler.partition.cuts import graphs_of, parameter_names
+from revcompile.compiler.partition.cuts import parameter_names
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
 from revcompile.ir.ops import store_buffer
@@ -166,8 +166,7 @@ def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> N
         name
         for part in partition.parts
         for piece in part.pieces
-        for graph in graphs_of(piece.segment)
-        for name in parameter_names(graph, partition.rewired.root)
+        for name in parameter_names(piece.segment.graph, partition.rewired.root)
     }
     problems += [f"nobody computes the gradient of {name}" for name in sorted(used - covered)]
     problems += lost_in_programs(partition, programs)

@@ -323,7 +323,7 @@ class DistributedTrainer(Trainer):
 
     def _settle_ties(self) -> None:
         """Tied weights that are on their way arrive now instead of in the next round."""
-        self._finish(self.worker.own(self.schedule.settle()))
+        self._finish(self.worker.own(self.schedule.receive_tied_weights()))
 
     def _agreed(self, error: Exception | None, mine: Means, together: Means) -> Evaluation:
         text = None if error is None else f"{type(error).__name__}: {error}"

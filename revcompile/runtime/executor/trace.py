@@ -20,7 +20,7 @@ import torch
 from revcompile.arguments import file_path
 from revcompile.errors import InputError
 from revcompile.schedule import Action
-from revcompile.schedule.chrome import Happening, Process, busy_shares, chrome_trace
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
 __all__ = ["Recorder", "Trace", "Traced"]
 
@@ -53,12 +53,12 @@ class Recorder:
             tried = self._tried.pop((stage, action))
             self._noted.append((stage, action, tried, self._began, self._now()))
 
-    def happenings(self) -> tuple[Happening, ...]:
+    def events(self) -> tuple[TraceEvent, ...]:
         """All that was noted, in seconds of this process's clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return tuple(
-            Happening(stage, action, *map(self._seconds, times))
+            TraceEvent(stage, action, *map(self._seconds, times))
             for stage, action, *times in self._noted
         )
 
@@ -175,8 +175,8 @@ class Trace:
             executor.observer = None
         self._trainer.untraced()
         moved = tuple(
-            Happening(h.stage, h.action, *(t - self._behind for t in (h.tried, h.start, h.end)))
-            for h in recorder.happenings()
+            TraceEvent(h.stage, h.action, *(t - self._behind for t in (h.tried, h.start, h.end)))
+            for h in recorder.events()
         )
         name = f"rank {self._rank} ({socket.gethostname()})"
         return Process(self._rank, moved, self._trainer.replica, name)
@@ -190,9 +190,9 @@ def _packed(process: Process) -> list[Any]:
     """As plain values; times as whole nanoseconds."""
     happened = [
         [h.stage, str(h.action), *(round(1e9 * t) for t in (h.tried, h.start, h.end))]
-        for h in process.happenings
+        for h in process.events
     ]
-    return [process.rank, process.copy, process.name, happened]
+    return [process.rank, process.replica, process.name, happened]
 
 
 def _unpacked(packed: Sequence[Any]) -> Process:
@@ -200,7 +200,7 @@ def _unpacked(packed: Sequence[Any]) -> Process:
     return Process(
         rank,
         tuple(
-            Happening(stage, Action.parse(action), *(1e-9 * t for t in times))
+            TraceEvent(stage, Action.parse(action), *(1e-9 * t for t in times))
             for stage, action, *times in happened
         ),
         copy,

@@ -290,7 +290,7 @@ def state_copies(
         for name, p in parameters.items()
         if p.requires_grad
     }
-    updater = Updater("memory=", small, factory, groups=groups)
+    updater = Updater("memory_budget=", small, factory, groups=groups)
     updater.apply({name: torch.zeros_like(p) for name, p in small.items()})
     state = updater.optimizer.state if updater.optimizer is not None else {}
     kept = whole = 0

@@ -24,17 +24,17 @@ class Planned(Protocol):
     """What the memory of a run was planned for."""
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """Samples a micro-batch."""
         ...
 
 
 def check_planned(plan: Planned, samples: int) -> None:
     """Say that a micro-batch is larger than memory was planned for."""
-    if samples > plan.batch:
+    if samples > plan.batch_size:
         warnings.warn(
-            f"memory=: planned for micro-batches of {plan.batch} samples, but one has {samples} "
-            f"and takes more memory; give batch_size={samples} beside memory=",
+            f"memory_budget=: planned for micro-batches of {plan.batch_size} samples, but one has "
+            f"{samples} and takes more memory; give batch_size={samples} beside memory_budget=",
             stacklevel=4,
         )
 

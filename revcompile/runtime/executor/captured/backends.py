@@ -83,7 +83,7 @@ def _obstacles(
         if count > 1 and any(unit.keep is Keep.GRAPH for unit in executor.program.units):
             own = method.keep is Keep.GRAPH
             cause = f"as {method.name!r} has it" if own else "which its memory budget allows"
-            advice = "use 'pipedream' or 'petra_stashed'" if own else "leave out memory="
+            advice = "use 'pipedream' or 'petra_stashed'" if own else "leave out memory_budget="
             yield (
                 f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
                 f"{advice} to have rounds recorded"
