@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> float:

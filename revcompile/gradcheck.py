@@ -34,7 +34,7 @@ from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
 
 __all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
@@ -238,8 +238,8 @@ def _staged_gradients(
     twin = copy.deepcopy(net)
     set_mode(twin, net, training=True)
     stages = [Stage(program, twin, check_finite=False) for program in programs]
-    objective = Objective(partition.rewired, _staged_loss, None, len(stages) - 1)
-    objective.check_finite, objective.targets[0] = False, None
+    loss_head = LossHead(partition.rewired, _staged_loss, None, len(stages) - 1)
+    loss_head.check_finite, loss_head.targets[0] = False, None
     args, kwargs = compared.args, compared.kwargs
     values: Mapping[str, Any] = {
         name: value.detach().clone()
@@ -247,7 +247,7 @@ def _staged_gradients(
     }
     for stage in stages:
         values = stage.forward(0, values)
-    gradients: Mapping[str, Tensor | None] = objective(0, values)
+    gradients: Mapping[str, Tensor | None] = loss_head(0, values)
     values, found = {}, Gradients()
     for stage in reversed(stages):
         values, gradients = stage.backward(0, values, gradients)

@@ -35,10 +35,9 @@ from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.checkpoint import export_weights, load_into
-from revcompile.runtime.distributed.placement import pipeline_ranks
-from revcompile.runtime.distributed.placement import plan as layout
+from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import many_ranks, world_size
-from revcompile.runtime.distributed.rank_weights import whole
+from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured import Backend, backend_of
 from revcompile.runtime.reversible.module import Reversible
@@ -51,9 +50,10 @@ from revcompile.runtime.stage.update import (
     ScheduleFactory,
     state_copies,
 )
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.metrics import Metrics
 from revcompile.runtime.trainer.settings import Settings
-from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import (
     Action,
     Keep,
@@ -167,7 +167,7 @@ class StagedModel:
 
         While several ranks train, each of them calls this: the weights come from all of them.
         """
-        module = whole(self.model)
+        module = whole_model(self.model)
         for parameter in module.parameters():
             parameter.grad = None
         return module
@@ -257,7 +257,7 @@ class StagedModel:
         check_finite: bool = True,
         measure_every: int | None = None,
         # ranks
-        places: Sequence[int] | None = None,
+        stage_to_rank: Sequence[int] | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
         average_statistics: bool = False,
@@ -315,7 +315,7 @@ class StagedModel:
             measure_every: Measure the reconstruction error of every n-th micro-batch.
 
         Args: ranks (without effect in one process)
-            places: The rank of each stage. Default: contiguous, balanced by cost. With more ranks
+            stage_to_rank: The rank of each stage. Default: contiguous, balanced by cost. With more ranks
                 than stages the whole pipeline is replicated, and gradients are averaged at every
                 update.
             timeout: Seconds without an answer after which a rank gives up.
@@ -332,8 +332,8 @@ class StagedModel:
         number(who, "timeout", timeout, "use a number of seconds above 0")
         target = check_device(who, device)
         microbatch = self._batch_size_or_default(who, batch_size)
-        if places is not None:
-            check_stage_list(who, "places", places, self.num_stages)
+        if stage_to_rank is not None:
+            check_stage_list(who, "stage_to_rank", stage_to_rank, self.num_stages)
         settings = Settings(
             accumulate=accumulate,
             lr_schedule=lr_schedule,
@@ -360,7 +360,7 @@ class StagedModel:
                 settings.buffers.bytes_each,
                 autocast,
             )
-            devices = self._stage_to_rank(places)
+            devices = self._device_of_each_stage(stage_to_rank)
             plan = plan_memory(
                 self.partition, parse_memory_budget(memory_budget), workload, devices
             )
@@ -374,8 +374,8 @@ class StagedModel:
                 optimizer,
                 loss,
                 settings,
-                default_places=self._places,
-                places=places,
+                default_stage_to_rank=self._default_stage_to_rank,
+                stage_to_rank=stage_to_rank,
                 device=target,
                 timeout=timeout,
                 report_loss=report_loss,
@@ -384,7 +384,7 @@ class StagedModel:
         else:
             if target is not None:
                 model.to(target)
-            trainer = Trainer(model, self.partition, programs, optimizer, loss, settings)
+            trainer = LocalTrainer(model, self.partition, programs, optimizer, loss, settings)
         trainer.memory_plan = plan
         return trainer
 
@@ -398,7 +398,7 @@ class StagedModel:
         alpha: float | None = None,
         optimizer_copies: float = 1.0,
         buffers: BuffersLike = None,
-        places: Sequence[int] | None = None,
+        stage_to_rank: Sequence[int] | None = None,
     ) -> MemoryPlan:
         """What each stage can keep within a budget per device: bytes, or text like "2GiB".
 
@@ -407,7 +407,7 @@ class StagedModel:
                 makes such a plan by itself.
             optimizer_copies: Numbers of optimizer state for each parameter: 1 for SGD with
                 momentum, 2 for Adam.
-            places: The device of each stage. Default: one stage on each device.
+            stage_to_rank: The device of each stage. Default: one stage on each device.
 
         >>> import torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -416,8 +416,8 @@ class StagedModel:
         ['graph', 'graph']
         """
         check_optimizer_copies("net.memory_plan", optimizer_copies)
-        if places is not None:
-            check_stage_list("net.memory_plan", "places", places, self.num_stages)
+        if stage_to_rank is not None:
+            check_stage_list("net.memory_plan", "stage_to_rank", stage_to_rank, self.num_stages)
         method = choose(self.method, order=order, alpha=alpha)
         workload = Workload(
             method,
@@ -426,17 +426,19 @@ class StagedModel:
             optimizer_copies,
             buffers_of(buffers).bytes_each,
         )
-        return plan_memory(self.partition, parse_memory_budget(memory_budget), workload, places)
+        return plan_memory(
+            self.partition, parse_memory_budget(memory_budget), workload, stage_to_rank
+        )
 
-    def _stage_to_rank(self, places: Sequence[int] | None) -> Sequence[int]:
+    def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
         """The device of each stage in this world of ranks; in one process they share one."""
         count, world = self.num_stages, world_size()
         if world == 1:
             return [0] * count
-        default = () if places else self._places(pipeline_ranks(count, world))
-        return layout(count, world, places, default).places
+        default = () if stage_to_rank else self._default_stage_to_rank(pipeline_ranks(count, world))
+        return make_layout(count, world, stage_to_rank, default).stage_to_rank
 
-    def _places(self, ranks: int) -> list[int]:
+    def _default_stage_to_rank(self, ranks: int) -> list[int]:
         return assign_contiguous(self.partition, ranks)
 
     def delays(self, accumulate: int = 1) -> tuple[int, ...]:

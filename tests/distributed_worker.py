@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, RankError
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 
 STEPS: Final = 20
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
@@ -48,7 +48,7 @@ class Run:
     steps: int = STEPS
     order: str | None = None
     clip: float | None = None
-    places: tuple[int, ...] | None = None
+    stage_to_rank: tuple[int, ...] | None = None
     device: str = "cpu"
 
 
@@ -90,7 +90,7 @@ def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]
         accumulate=run.accumulate,
         clip_grad_norm=run.clip,
         seed=7,
-        places=run.places,
+        stage_to_rank=run.stage_to_rank,
         **options,
     )
     return net, trainer
@@ -192,8 +192,8 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
         net.model.double()
     refused(lambda: net.trainer(optimizer, F.cross_entropy))
     net.model.float()
-    refused(lambda: trainer_of(Run(places=(0, 0, 0, 0))))
-    refused(lambda: trainer_of(Run(places=(0, 1, 2, 3))))
+    refused(lambda: trainer_of(Run(stage_to_rank=(0, 0, 0, 0))))
+    refused(lambda: trainer_of(Run(stage_to_rank=(0, 1, 2, 3))))
     refused(lambda: trainer_of(Run(stages=1)))
     told.append(trained(Run(steps=2))["losses"][0])
     return told

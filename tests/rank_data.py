@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from revcompile.errors import InputError, RankError
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 
 
 def dataset(seed: int = 5) -> TensorDataset:

@@ -19,6 +19,7 @@ from revcompile import StagedModel, arguments
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.cost.measured import Clock
 from revcompile.errors import InputError, RevcompileWarning
+from revcompile.runtime.executor.captured import Backend
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.schedule import METHODS, Keep
 
@@ -144,9 +145,12 @@ def raising(argument: Any) -> Any:
         ({"clip_grad_norm": True}, "clip_grad_norm=True; use a positive norm or None"),
         ({"timeout": -1}, "net.trainer: timeout=-1; use a number of seconds above 0"),
         ({"timeout": None}, "timeout=None; use a number of seconds"),
-        ({"places": [0]}, r"places=\[0\]; expected a list of 2 numbers, one for each stage"),
-        ({"places": "01"}, "places='01'; expected a list of 2 numbers"),
-        ({"places": [0, "1"]}, "an entry of places='1'; expected a whole number"),
+        (
+            {"stage_to_rank": [0]},
+            r"stage_to_rank=\[0\]; expected a list of 2 numbers",
+        ),
+        ({"stage_to_rank": "01"}, "stage_to_rank='01'; expected a list of 2 numbers"),
+        ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
         ({"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
     ],
 )
@@ -175,7 +179,10 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         ),
         (lambda net: net.summary(0), "batch_size=0; expected a whole number, at least 1"),
         (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
-        (lambda net: net.memory_plan("1GiB", places=[0]), "places=.*one for each stage"),
+        (
+            lambda net: net.memory_plan("1GiB", stage_to_rank=[0]),
+            "one for each stage",
+        ),
         (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
         (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
         (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.module\(\)"),
@@ -200,6 +207,7 @@ def test_a_trace_needs_a_file(staged: StagedModel) -> None:
     [
         (arguments.MethodName, list(METHODS)),
         (arguments.OrderName, ["1f1b", "paper"]),
+        (arguments.BackendName, [backend.value for backend in Backend]),
         (arguments.KeepName, [keep.value for keep in Keep]),
         (arguments.CheckName, [check.value for check in Check]),
         (arguments.CostName, ["analytic", *(clock.value for clock in Clock)]),

@@ -29,7 +29,7 @@ from revcompile.ir.program import Partition
 from revcompile.plan import budget as budgets
 from revcompile.plan.budget import Choice, MemoryPlan, choices, device_peak, plan_memory
 from revcompile.runtime.stage.update import state_copies
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 

@@ -41,25 +41,25 @@ def test_the_peak_follows_the_accounting(name: str, buffers: torch.dtype) -> Non
 
 @pytest.mark.parametrize("buffers", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["resnet", "vgg"])
-def test_recorded_rounds_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
+def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
     """To the byte, but for a flag in every message."""
     net, make = staged(name), images(BATCH, SIZE, CPU)
-    trainer = net.trainer(momentum, cross_entropy, backend="recorded", buffers=buffers)
+    trainer = net.trainer(momentum, cross_entropy, backend="static", buffers=buffers)
     for _ in range(2 * net.num_stages + 2):
         trainer.step(*make())
-    assert trainer._fast is not None and trainer._fast.is_active
-    engine = trainer._fast._engine
+    assert trainer.runner.is_active
+    pipeline = trainer.runner._pipeline
     each = 4 if buffers is None else buffers.itemsize
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
-        ring, count = engine._rings.get(index), window(net.method, net.num_stages, index)
-        kept = bytes_in([*ring.slots, *ring.dues]) if ring is not None else 0
+        ring, count = pipeline._rings.get(index), window(net.method, net.num_stages, index)
+        kept = bytes_in([*ring.slots, *ring.read_slots]) if ring is not None else 0
         assert memory.buffers == kept // count * (count - 1 + 4 // each)
-        boxes = engine._post.boxes[index + 1, index, MessageKind.DY]
-        assert bytes_in(boxes) == memory.waiting + 4 * len(boxes)
+        messages = pipeline._transport.buffers[index + 1, index, MessageKind.DY]
+        assert bytes_in(messages) == memory.waiting + 4 * len(messages)
 
 
-def bytes_in(boxes: Iterable[StaticBuffers]) -> int:
-    return sum(t.numel() * t.element_size() for box in boxes for t in box.tensors)
+def bytes_in(buffers: Iterable[StaticBuffers]) -> int:
+    return sum(t.numel() * t.element_size() for each in buffers for t in each.tensors)
 
 
 def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from revcompile.runtime.stage import stage
 from revcompile.runtime.stage.cast_weights import Casts
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from tests.test_backend import Loose
 from tests.training import (
     METHODS,

@@ -36,7 +36,7 @@ from revcompile.runtime.checkpoint import (
     save_training,
     until_signal,
 )
-from revcompile.runtime.checkpoint.nested import put_together, take_apart
+from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree
 from tests.training import (
     SCHEDULES,
     Batch,
@@ -475,7 +475,7 @@ def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
     with pytest.raises(SystemExit) as left:
         seen.extend(batches)
     assert (saved, left.value.code) == ([["a", "b", "c"]], 143)
-    batches = until_signal("abc", saved.clear, agree=lambda _: False, settle=lambda: True)
+    batches = until_signal("abc", saved.clear, agree=lambda _: False, agree_at_end=lambda: True)
     with pytest.raises(SystemExit):  # at the third, and there is no fourth
         list(batches)
     assert not saved
@@ -692,17 +692,17 @@ def test_values_come_back_as_they_were() -> None:
         "sizes": (torch.Size([2, 3]), (1, [True, None]), torch.bfloat16),
         3: {"numbers": [0.1, float("inf"), 1e-300, -0.0, 10**20]},
     }
-    plain, tensors = take_apart(tree)
+    plain, tensors = encode_tree(tree)
     assert set(tensors) == {"images", "transposed.0", "transposed.1", "empty", "scalar"}
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    found = put_together(json.loads(json.dumps(plain)), stored)
+    found = decode_tree(json.loads(json.dumps(plain)), stored)
     assert same(found, tree)
     assert repr(found[3]) == repr(tree[3])
     assert type(found["sizes"][0]) is torch.Size
     assert found["images"].stride() == images.stride()
     assert found["transposed"][0].stride() == (1, 4)
     with pytest.raises(InputError, match="the tensor 'images' is missing"):
-        put_together(plain, {})
+        decode_tree(plain, {})
 
 
 def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
@@ -713,7 +713,7 @@ def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rank\.0\.groups\.0\.callback: a builtin_function"):
         trainer.save(tmp_path)
     with pytest.raises(InputError, match=r"two tensors would be saved as 'a.b'"):
-        take_apart({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
+        encode_tree({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
     with pytest.raises(InputError, match=r"safetensors cannot write .*bits8"):
         save_checkpoint(
             tmp_path, {"z": torch.zeros(1).to(torch.uint8).view(torch.bits8)}, {}, step=0

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.distributed.collectives import compare
-from revcompile.runtime.distributed.placement import Layout, pipeline_ranks, plan
+from revcompile.runtime.distributed.placement import Layout, make_layout, pipeline_ranks
 from revcompile.schedule import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,7 +37,7 @@ def one_thread() -> None:
 @functools.cache
 def alone(run: Run) -> dict[str, Any]:
     """The same training in one process."""
-    return trained(dataclasses.replace(run, places=None))
+    return trained(dataclasses.replace(run, stage_to_rank=None))
 
 
 def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def assert_equal_to_one_process(folder: Path, ranks: int, runs: Sequence[Run]) -
         for rank, found in enumerate(results):
             odd = differences(expected["state"], found[number]["state"])
             assert not odd, f"{run}, rank {rank}: {odd[:3]}"
-        last = ranks - 1 if run.places is None else run.places[-1]
+        last = ranks - 1 if run.stage_to_rank is None else run.stage_to_rank[-1]
         assert results[last][number]["losses"] == expected["losses"], run
 
 
@@ -84,9 +84,9 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
 
 def test_stages_may_live_on_any_rank(tmp_path: Path) -> None:
     runs = [
-        Run(places=(1, 0, 1, 0), steps=7),
-        Run(places=(0, 1, 1, 1), method="1f1b", accumulate=3, clip=0.1, steps=7),
-        Run(model="words", places=(1, 1, 0, 0), method="pipedream", steps=7),
+        Run(stage_to_rank=(1, 0, 1, 0), steps=7),
+        Run(stage_to_rank=(0, 1, 1, 1), method="1f1b", accumulate=3, clip=0.1, steps=7),
+        Run(model="words", stage_to_rank=(1, 1, 0, 0), method="pipedream", steps=7),
     ]
     assert_equal_to_one_process(tmp_path, 2, runs)
 
@@ -105,12 +105,14 @@ def test_every_method_on_any_number_of_ranks(
     assert_equal_to_one_process(tmp_path, ranks, runs)
 
 
-@pytest.mark.parametrize("places", [None, (0, 1, 1, 0)])
+@pytest.mark.parametrize("stage_to_rank", [None, (0, 1, 1, 0)])
 def test_copies_of_the_pipeline_train_with_the_mean_gradient(
-    tmp_path: Path, places: tuple[int, ...] | None
+    tmp_path: Path, stage_to_rank: tuple[int, ...] | None
 ) -> None:
     """Two copies with half the data each are one pipeline that gathers two micro-batches."""
-    run = Run(method="backprop", stages=4 if places else 2, steps=10, places=places)
+    run = Run(
+        method="backprop", stages=4 if stage_to_rank else 2, steps=10, stage_to_rank=stage_to_rank
+    )
     results, codes = launch(tmp_path, 4, "copies", run=dataclasses.asdict(run))
     assert codes == [0] * 4
     expected = alone(dataclasses.replace(run, accumulate=2))["state"]
@@ -122,7 +124,7 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
 
 @pytest.mark.parametrize(
     "run",
-    [Run(steps=5), Run(model="words", places=(1, 1, 0, 0), steps=5)],
+    [Run(steps=5), Run(model="words", stage_to_rank=(1, 1, 0, 0), steps=5)],
     ids=["stages in a row", "tied weights"],
 )
 def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -> None:
@@ -132,9 +134,9 @@ def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -
     assert codes == [0, 0]
     net, _ = trainer_of(run)
     programs, tensors = net._programs(net.method), dict(net.model.named_parameters())
-    places = run.places or net._places(2)
+    stage_to_rank = run.stage_to_rank or net._default_stage_to_rank(2)
     for rank, found in enumerate(results):
-        used = {n for p in programs if places[p.index] == rank for n in p.parameters}
+        used = {n for p in programs if stage_to_rank[p.index] == rank for n in p.parameters}
         assert found["names"] == sorted(used)
         assert found["bytes"] == sum(4 * tensors[name].numel() for name in used)
         assert not differences(alone(run)["state"], found["state"])
@@ -163,7 +165,7 @@ def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     """Each rank loads the stages it has now, whoever saved them."""
-    run = dataclasses.asdict(Run(model="words", steps=9, places=(0, 0, 1, 1)))
+    run = dataclasses.asdict(Run(model="words", steps=9, stage_to_rank=(0, 0, 1, 1)))
     others, saved = [(1, 0, 1, 0), (0, 1, 1, 1)], str(tmp_path / "saved")
     results, codes = launch(tmp_path, 2, resume, run=run, others=others, saved=saved)
     assert codes == [0, 0]
@@ -185,13 +187,13 @@ def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
     runs = [
         Run(model="resnet", accumulate=2, steps=9, clip=0.1),
         Run(model="words", steps=9, order="paper"),
-        Run(model="vit", steps=7, places=(1, 0, 1, 0)),
+        Run(model="vit", steps=7, stage_to_rank=(1, 0, 1, 0)),
     ]
     how = {"memory": "1GiB", "batch_size": 3}
     results, codes = launch(tmp_path, 2, "train_all", runs=plain(runs), trainer=how)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
-        expected = trained(dataclasses.replace(run, places=None), **how)
+        expected = trained(dataclasses.replace(run, stage_to_rank=None), **how)
         assert differences(expected["state"], alone(run)["state"])  # graphs make a difference
         for rank, found in enumerate(results):
             odd = differences(expected["state"], found[number]["state"])
@@ -345,7 +347,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
         "accumulate: 1 on rank 0; 2 on rank 1",
         "revcompile version: 1.0 on rank 0; 9.9 on rank 1",
         "parameter conv.weight: float32[8, 3, 3, 3] on rank 0; float64[8, 3, 3, 3] on rank 1",
-        "places=(0, 1, 2, 3) needs 4 ranks",
+        "stage_to_rank=(0, 1, 2, 3) needs 4 ranks",
     ]
     for found in results:
         for said, text in zip(expected, found, strict=False):
@@ -364,7 +366,7 @@ def test_the_difference_names_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "world", "places", "said"),
+    ("stages", "world", "stage_to_rank", "said"),
     [
         (4, 6, None, "6 ranks for 4 stages.*start 4 ranks"),
         (4, 3, (0, 0, 1, 1), "needs 2 ranks .*but there are 3"),
@@ -374,14 +376,14 @@ def test_the_difference_names_the_ranks() -> None:
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(
-    stages: int, world: int, places: tuple[int, ...] | None, said: str
+    stages: int, world: int, stage_to_rank: tuple[int, ...] | None, said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        plan(stages, world, places, range(pipeline_ranks(stages, world)))
+        make_layout(stages, world, stage_to_rank, range(pipeline_ranks(stages, world)))
 
 
 def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
-    layout = plan(2, 6, None, (0, 1))
+    layout = make_layout(2, 6, None, (0, 1))
     assert layout == Layout((0, 1), replicas=3)
     assert [layout.rank(1, replica) for replica in range(3)] == [1, 3, 5]
     assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3

@@ -28,8 +28,8 @@ from benchmarks.stages.holding import saved_by
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.activations import Buffers
 from revcompile.runtime.stage.weight_stash import as_of
+from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.settings import Settings
-from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
@@ -48,17 +48,17 @@ def keeping(
     method: str = "petra",
     order: str | None = None,
     **settings: Any,
-) -> Trainer:
+) -> LocalTrainer:
     """A trainer whose stages keep just this, whatever the memory."""
     programs = net._programs(choose(method, order=order), keeps)
-    return Trainer(
+    return LocalTrainer(
         net.model, net.partition, programs, optimizer, F.cross_entropy, Settings(**settings)
     )
 
 
 def trained(
     name: str, keeps: Keeps, optimizer: Any = momentum, **settings: Any
-) -> tuple[Trainer, list[dict[str, Tensor]]]:
+) -> tuple[LocalTrainer, list[dict[str, Tensor]]]:
     """The trainer after all micro-batches, and the gradients of all updates."""
     record = spine.Recorded(optimizer)
     trainer = keeping(fresh(name), keeps, record, **settings)
@@ -205,7 +205,7 @@ def test_a_stage_returns_the_very_input_it_was_given() -> None:
 # -- autocast -------------------------------------------------------------------------------------
 
 
-def low_precision(keeps: Keeps) -> tuple[Trainer, list[training.Batch]]:
+def low_precision(keeps: Keeps) -> tuple[LocalTrainer, list[training.Batch]]:
     net = training.fresh(training.Plain, dtype=torch.float32)
     trainer = keeping(net, keeps, training.plain_sgd, autocast=torch.bfloat16)
     return trainer, training.batches(9, dtype=torch.float32)
@@ -255,7 +255,7 @@ def keeps(request: pytest.FixtureRequest) -> Keeps:
     return PLANS[request.param]
 
 
-def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[Trainer]:
+def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[LocalTrainer]:
     nets = [training.fresh(make) for _ in range(2)]
     return [keeping(net, keeps, training.momentum, **settings) for net in nets]
 
@@ -351,8 +351,6 @@ def test_parameters_may_be_written_to_between_steps() -> None:
     assert training.feed(clamped, more) == training.feed(clean, more)
 
 
-def test_recorded_rounds_are_not_for_graphs_in_flight() -> None:
+def test_captured_steps_are_not_for_graphs_in_flight() -> None:
     with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory_budget="):
-        training.trainer_of(
-            training.fresh(training.Plain), memory_budget="1GiB", backend="recorded"
-        )
+        training.trainer_of(training.fresh(training.Plain), memory_budget="1GiB", backend="static")

@@ -127,7 +127,7 @@ def test_a_trace_is_refused_where_it_cannot_be_written_or_is_at_work(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_write_one_trace(tmp_path: Path) -> None:
-    run = {"stages": 3, "steps": 6, "places": (0, 0, 1)}
+    run = {"stages": 3, "steps": 6, "stage_to_rank": (0, 0, 1)}
     file = tmp_path / "run.json"
     results, codes = launch(tmp_path, 2, "trace", run=run, file=str(file))
     assert codes == [0, 0]
@@ -148,7 +148,7 @@ def test_two_ranks_write_one_trace(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 def test_on_a_gpu_every_action_is_timed_by_the_device(tmp_path: Path, backend: str) -> None:
-    """Also where rounds are recorded: they are taken action by action while traced."""
+    """Also where steps are captured: they are run action by action while traced."""
     run = Run(stages=3, steps=12, device="cuda")
     _, trainer = trainer_of(run, backend=backend)
     data = batches(run)

@@ -182,11 +182,11 @@ class Bench:
         def one() -> None:
             m = state["m"] = state["m"] + 1
             outputs = stage.forward(m, inputs)
-            if executor.objective is not None:
-                trainer.objective.targets[m] = self.y
-                gradients = executor.objective(m, outputs)
-                trainer.objective.losses.pop(m)
-                trainer.objective.outputs.pop(m)
+            if executor.loss_head is not None:
+                trainer.loss_head.targets[m] = self.y
+                gradients = executor.loss_head(m, outputs)
+                trainer.loss_head.losses.pop(m)
+                trainer.loss_head.outputs.pop(m)
             else:
                 gradients = {n: outputs[n] for n in program.graded_outputs}
             stage.backward(m, outputs, gradients)

@@ -6,7 +6,7 @@
 On the CPU two ranks over gloo train, one thread each: pieces are measured on both at once, a rank's
 throughput is that of its steps, and a trace of the run says which share of the time each rank
 computed, beside the share it did not spend waiting for messages. On a GPU all stages are in this
-process: once with recorded rounds, against the time of the pieces' kernels, and once action by
+process: once with captured steps, against the time of the pieces' kernels, and once action by
 action, against the time of calls.
 """
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.runtime.checkpoint.nested import take_apart
-from revcompile.runtime.checkpoint.state import referenced
+from revcompile.runtime.checkpoint.codec import encode_tree
+from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.distributed.weight_owners import homes
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.stage.strides import detach_tree
+from revcompile.runtime.trainer.core import Trainer
 
 __all__ = [
     "EVERY",
@@ -128,13 +128,13 @@ def train(run: Run, folder: Path, note: Note) -> None:
 def digests(trainer: Trainer) -> dict[str, str]:
     """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
     state, found = trainer.model.state_dict(), {}
-    home = homes(trainer.model, trainer.programs)
+    owners = owning_stages(trainer.model, trainer.programs)
     for executor in trainer.executors:
-        own = {name: state[name] for name in home if home[name] == executor.index and name in state}
-        updater = executor.updater.state(referenced)
+        own = {n: state[n] for n, owner in owners.items() if owner == executor.index and n in state}
+        updater = executor.updater.state_dict(detach_tree)
         settings = [updater["groups"], updater["lr_schedule"], trainer.schedule.injected]
         tree = {"model": own, "optimizer": updater["state"], "gradients": executor.stage.gradients}
-        tensors = take_apart(tree)[1]
+        tensors = encode_tree(tree)[1]
         total = hashlib.sha256(json.dumps(settings).encode())
         for name in sorted(tensors):
             total.update(name.encode() + tensors[name].detach().cpu().numpy().tobytes())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from revcompile.ir.program import Port
+from revcompile.runtime.stage.strides import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
 
 __all__ = ["GradientPredictor"]
@@ -55,6 +57,18 @@ class GradientPredictor:
             )
         there = {n: g for (n, _), g in zip(named, found, strict=True) if g is not None}
         self.updater.apply(there)
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        return {
+            "layers": copy(self.layers.state_dict()),
+            "optimizer": self.updater.state_dict(copy),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.layers.load_state_dict(state["layers"])
+        saved = state["optimizer"]
+        settings = {name: group for group in saved["groups"] for name in group["params"]}
+        self.updater.load_state_dict(saved["state"], settings, saved["lr_schedule"])
 
 
 def _dtype(layer: nn.Module) -> torch.dtype:

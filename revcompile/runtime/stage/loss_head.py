@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.types import Live, Rewired
 
-__all__ = ["Loss", "Objective", "described"]
+__all__ = ["Loss", "LossHead", "described"]
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model's output and a target (any pytree) to a scalar."""
 
 
-class Objective:
+class LossHead:
     """Computes the loss of a micro-batch and its gradient with respect to the outputs."""
 
     def __init__(self, rewired: Rewired, loss: Loss, autocast: torch.dtype | None, last: int):

@@ -107,24 +107,27 @@ class Scaling:
         if scale is None or not self.how.dynamic or scale <= LOWEST:
             return False
         self.skipped += 1
-        self.hear(scale)
+        self.report_overflow(scale)
         return True
 
-    def hear(self, scale: float | None) -> None:
-        """Something has overflowed at this scale, here or at a stage before."""
+    def report_overflow(self, scale: float | None) -> None:
+        """Gradients have overflowed at this scale, here or at a stage before; None: they have not.
+
+        The stage keeps the least scale until its next message forward passes it on.
+        """
         if scale is not None:
             self.overflow = min(self.overflow, scale)
 
-    def tell(self) -> float | None:
-        """What the next stage has not heard yet."""
-        found, self.overflow = self.overflow, math.inf
-        return None if math.isinf(found) else found
+    def take_overflow(self) -> float | None:
+        """The least scale reported since the last call; None without a report."""
+        overflow, self.overflow = self.overflow, math.inf
+        return None if math.isinf(overflow) else overflow
 
-    def settle(self) -> float:
-        """The scale of the loss about to be computed, by all that was heard."""
-        found = self.tell()
-        if found is not None and found <= self.scale:
-            self.scale, self.good = max(found * self.how.backoff_factor, LOWEST), 0
+    def next_scale(self) -> float:
+        """At the last stage: the scale of the next loss, lowered if an overflow was reported."""
+        overflow = self.take_overflow()
+        if overflow is not None and overflow <= self.scale:
+            self.scale, self.good = max(overflow * self.how.backoff_factor, LOWEST), 0
         return self.scale
 
     def updated(self) -> None:
@@ -136,13 +139,13 @@ class Scaling:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
+    def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "how"}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        for name, value in state.items():
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state; start anew without one, or if the scale is fixed."""
+        start = Scaling(self.how, self.how.init_scale).state_dict()
+        for name, value in (start | dict(state or {}) if self.how.dynamic else start).items():
             setattr(self, name, value)
 
 

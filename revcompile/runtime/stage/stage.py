@@ -25,7 +25,7 @@ from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.cast_weights import Casts, castable
 from revcompile.runtime.stage.finite import all_finite
 from revcompile.runtime.stage.loss_scale import unscaled
-from revcompile.runtime.stage.strides import overlaps
+from revcompile.runtime.stage.strides import TreeCopy, clone_tree, overlaps
 from revcompile.runtime.stage.traits import candidates, moves_early, outlives_updates, statistics_of
 from revcompile.runtime.stage.unchanged import Unchanged, parameters_of
 from revcompile.runtime.stage.weight_stash import Slots, Stash, as_of
@@ -347,6 +347,72 @@ class Stage:
         if not self.outlives_updates:
             return ()
         return tuple((self.casts.read() or self.reads or self.parameters).values())
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop all micro-batches and gathered gradients."""
+        self.in_flight.clear()
+        self.gradients = {}
+
+    def reset(self, seed: int) -> None:
+        """Start anew: other parameters were loaded, and random numbers come from another seed."""
+        self.clear()
+        self.seed = mix(seed, self.program.index)
+        self.reconstruction.clear()
+        self.updated()
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
+        # Micro-batches between two updates share one version of the weights: saved once.
+        stashed = {
+            id(flight.weights): flight.weights
+            for flight in self.in_flight.values()
+            if flight.weights is not None
+        }
+        numbers = {key: number for number, key in enumerate(stashed)}
+        names = {id(module): name for name, module in self.root.named_modules()}
+        return {
+            "gradients": copy(self.gradients),
+            "versions": [copy(dict(version)) for version in stashed.values()],
+            "in_flight": [
+                [
+                    microbatch,
+                    {
+                        "kept": copy(self.keeper.plain(flight.kept)),
+                        "version": numbers.get(id(flight.weights)),
+                        "buffers": [
+                            [f"{names[id(module)]}:{name}", copy(contents)]
+                            for module, name, _, _, contents in flight.buffers
+                        ],
+                    },
+                ]
+                for microbatch, flight in self.in_flight.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.gradients = clone_tree(dict(state["gradients"]))
+        versions = [
+            {n: t.clone().requires_grad_(self.parameters[n].requires_grad) for n, t in v.items()}
+            for v in state["versions"]
+        ]
+        for microbatch, saved in state["in_flight"]:
+            kept = self.keeper.restored(clone_tree(list(saved["kept"])), self._device())
+            self.in_flight[microbatch] = InFlight(
+                kept=kept,
+                weights=versions[saved["version"]] if saved["version"] is not None else None,
+                buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
+                versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+            )
+
+    def _snapshot_of(self, path: str, contents: Tensor) -> Snapshot:
+        """The saved contents of the buffer at `module.path:name`."""
+        owner, _, name = path.rpartition(":")
+        module = self.root.get_submodule(owner)
+        buffer = module._buffers[name]
+        assert buffer is not None
+        return module, name, buffer, buffer._version, contents.clone()
 
     # -- replay_context ------------------------------------------------------------------------
 

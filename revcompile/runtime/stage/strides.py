@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-__all__ = ["clone_preserving_strides", "overlaps"]
+__all__ = ["TreeCopy", "clone_preserving_strides", "clone_tree", "detach_tree", "overlaps"]
+
+TreeCopy = Callable[[Any], Any]
+"""How a `state_dict` copies nested values: `clone_tree`, or `detach_tree` to share memory."""
 
 
 def clone_preserving_strides(tensor: Tensor) -> Tensor:
@@ -34,3 +41,13 @@ def overlaps(tensor: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def clone_tree(tree: Any) -> Any:
+    """Nested values with a clone of every tensor, strides included."""
+    return pytree.tree_map_only(Tensor, clone_preserving_strides, tree)
+
+
+def detach_tree(tree: Any) -> Any:
+    """Nested values that share memory with the originals: to be read before training goes on."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach(), tree)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
+from revcompile.runtime.stage.strides import TreeCopy
 
 __all__ = [
     "COUNTERS",
@@ -187,7 +188,7 @@ class Updater:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state(self, copy: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    def state_dict(self, copy: TreeCopy | None = None) -> dict[str, Any]:
         """Optimizer state by parameter name, the groups' settings, and the schedule's state."""
         copy = copy or _copy
         if self.optimizer is None:
@@ -205,8 +206,10 @@ class Updater:
         schedule = self.lr_schedule.state_dict() if self.lr_schedule is not None else None
         return {"state": state, "groups": groups, "lr_schedule": _plain(schedule)}
 
-    def load(self, states: Mapping[str, Any], settings: Mapping[str, Any], schedule: Any) -> None:
-        """Take over states and group settings by parameter name, whoever saved them."""
+    def load_state_dict(
+        self, states: Mapping[str, Any], settings: Mapping[str, Any], schedule: Any
+    ) -> None:
+        """Load states and group settings by parameter name, from stages cut in any way."""
         if self.optimizer is None:
             return
         self.optimizer.state.clear()
