@@ -315,9 +315,9 @@ class StagedModel:
             measure_every: Measure the reconstruction error of every n-th micro-batch.
 
         Args: ranks (without effect in one process)
-            stage_to_rank: The rank of each stage. Default: contiguous, balanced by cost. With more ranks
-                than stages the whole pipeline is replicated, and gradients are averaged at every
-                update.
+            stage_to_rank: The rank of each stage. Default: contiguous, balanced by cost. With more
+                ranks than stages the whole pipeline is replicated, and gradients are averaged at
+                every update.
             timeout: Seconds without an answer after which a rank gives up.
             report_loss: Send the loss of each step to every rank, not only to the last stage's.
             average_statistics: Average the running statistics of batch norms over replicas, too.
