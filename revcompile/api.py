@@ -41,7 +41,7 @@ from revcompile.inspect.tables import invertibility_table, most_frequent_refusal
 from revcompile.ir.types import Policy, Rewired, TensorType
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
-from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
+from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
 from revcompile.staged import (
     Buffers,

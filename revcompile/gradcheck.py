@@ -33,7 +33,7 @@ from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
+from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
 

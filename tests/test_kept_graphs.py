@@ -27,7 +27,7 @@ import revcompile
 from benchmarks.stages.holding import saved_by
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.activations import Buffers
-from revcompile.runtime.stage.weight_stash import as_of
+from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.schedule import Keep, choose
@@ -218,11 +218,11 @@ def test_weights_in_low_precision_are_made_once_an_update_and_are_the_latest() -
     for batch in data[:6]:
         trainer.step(*batch)
     assert len(stage.in_flight) == 3
-    reads = stage.casts.read()
+    reads = stage.cast_weights.current()
     assert reads is not None
     low = {n: t for n, t in reads.items() if t.dtype == torch.bfloat16}
     for held in stage.in_flight.values():
-        with as_of(stage._referenced(), held.read_at):
+        with at_versions(stage._saved_by_reference(), held.parameter_versions):
             found = {t.data_ptr() for t in saved_by(held.kept) if t.dtype == torch.bfloat16}
         assert low["layers.0.weight"].data_ptr() in found
     with torch.no_grad():

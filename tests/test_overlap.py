@@ -201,7 +201,7 @@ def test_small_kernels_of_a_recorded_step_overlap_by_themselves(
 ) -> None:
     small, large = torch.empty(1), torch.empty(SMALL + 1, device="meta")
     assert not Overlap.AUTO.applies_to(small)
-    monkeypatch.setattr("revcompile.runtime.reversible.overlap.is_recorded", lambda device: True)
+    monkeypatch.setattr("revcompile.runtime.reversible.overlap.is_capturing", lambda device: True)
     assert Overlap.AUTO.applies_to(small)
     assert not Overlap.AUTO.applies_to(large)
     assert Overlap.ON.applies_to(large) and not Overlap.OFF.applies_to(small)

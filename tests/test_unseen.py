@@ -226,8 +226,8 @@ def test_a_buffer_that_only_training_changes_is_learned_when_training_begins() -
 def test_watching_all_buffers_clones_only_those_that_change() -> None:
     norm = nn.BatchNorm1d(6)
     stateful = StatefulBuffers([(norm, name) for name in norm._buffers])
-    stateful.after(stateful.before(), stateful.marks())
-    assert not stateful.before() and not stateful.after([], stateful.marks())
+    stateful.changed(stateful.snapshot(), stateful.identities())
+    assert not stateful.snapshot() and not stateful.changed([], stateful.identities())
 
 
 # -- Python ---------------------------------------------------------------------------------------

@@ -216,10 +216,12 @@ class Examination:
         stored, chained = copy.deepcopy(net), copy.deepcopy(net)
         stored.reversible = False
         with self.watched("reversify, stored", stop=False):
-            wanted = observe(stored, self.calls, self.net.precision, rate=RATE)
-            with self.watched("reversify, chained", stop=False):
-                have = observe(chained, self.calls, self.net.precision, rate=RATE)
-                for step, (want, got) in enumerate(zip(wanted, have, strict=True)):
+            for step, call in enumerate(self.calls):
+                weights = [p.detach().clone() for p in stored.parameters()]
+                (want,) = observe(stored, [call], self.net.precision, rate=RATE)
+                with self.watched("reversify, chained", stop=False):
+                    _set_weights(chained, weights)
+                    (got,) = observe(chained, [call], self.net.precision)
                     self.compare(f"reversify, step {step}", want, got)
         return net
 
@@ -502,6 +504,14 @@ def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = 
         except _Stop:
             pass
     return one.report
+
+
+def _set_weights(module: nn.Module, weights: Sequence[Tensor]) -> None:
+    """Begin a step with the same weights: copies that differ by a rounding of the step before may
+    fall on different sides of a jump (`frexp`, `round`)."""
+    with torch.no_grad():
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
 
 
 def _without(seen: Seen, paths: tuple[str, ...]) -> Seen:

@@ -28,7 +28,7 @@ import revcompile
 from revcompile.runtime.checkpoint.codec import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.stage.strides import detach_tree
+from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.core import Trainer
 
 __all__ = [

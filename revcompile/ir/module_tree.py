@@ -16,10 +16,10 @@ from revcompile.ir.ops import attribute
 
 __all__ = [
     "casts_input",
-    "casts_on_read",
     "convolves",
     "copied",
     "device_of_model",
+    "has_autocast_consumer",
     "is_cast",
     "modules_called",
     "parameters_read",
@@ -78,7 +78,7 @@ def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     return by_module or any(name.startswith("conv") for name in functions)
 
 
-def casts_on_read(graph: fx.Graph, root: nn.Module) -> bool:
+def has_autocast_consumer(graph: fx.Graph, root: nn.Module) -> bool:
     """Is a graph's first input read once, by a layer that autocast casts it for?"""
     first = next(iter(graph.nodes))
     users = list(first.users)

@@ -1,8 +1,8 @@
-"""Batch norms with the ReLU after them, of images whose channels lie together, as Triton kernels.
+"""Batch norm + ReLU of images in channels_last format, as Triton kernels.
 
-Torch writes a norm's result, which its ReLU reads and writes again, and in backward the ReLU's
-gradient, which the norm's reads. Here the ReLU is part of the norm: in backward the norm's input
-tells what was cut off.
+Torch writes the norm's result, which the ReLU reads and writes again, and in backward the ReLU's
+gradient, which the norm reads. Here the ReLU is part of the norm: in backward its mask is computed
+again from the norm's input.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["Running", "clipped", "clipped_back", "works_on"]
+__all__ = ["Running", "bn_relu_backward", "bn_relu_forward", "works_on"]
 
 _TILE: Final = 4096
 """Elements that a program works on at a time: sixteen for each thread of its eight warps."""
 _WIDEST: Final = 128
 """Channels of a tile."""
 _PROGRAMS: Final = 528
-"""How many share a sum over all images: four for each processor of a large GPU."""
+"""Programs that share a sum over all images: four per multiprocessor of a large GPU."""
 _FAST: Final[dict[str, Any]] = {"num_warps": 8, "enable_fp_fusion": True}
 _HIGH: Final = 16
 """Partial sums that are added up at a time."""
@@ -51,7 +51,7 @@ def _places(row, rows, column, columns):  # type: ignore[no-untyped-def]
 # fmt: off
 @_compiled
 def _moments(  # type: ignore[no-untyped-def]
-    x, parts, rows, turns, columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    x, parts, rows, tiles_each, columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):
     # fmt: on
     column = tl.program_id(1) * wide + tl.arange(0, wide)
@@ -59,8 +59,8 @@ def _moments(  # type: ignore[no-untyped-def]
     level = tl.load(x + column, mask=there, other=0.0).to(tl.float32)  # squares stay small
     first = tl.zeros((high, wide), tl.float32)
     second = tl.zeros((high, wide), tl.float32)
-    for turn in tl.range(0, turns, num_stages=3):
-        row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
+    for tile in tl.range(0, tiles_each, num_stages=3):
+        row = (tl.program_id(0) * tiles_each + tile) * high + tl.arange(0, high)
         inside, at = _places(row, rows, column, columns)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         value = tl.where(inside, value - level[None, :], 0.0)
@@ -73,7 +73,7 @@ def _moments(  # type: ignore[no-untyped-def]
 
 # fmt: off
 @_compiled
-def _settle(  # type: ignore[no-untyped-def]
+def _finish_statistics(  # type: ignore[no-untyped-def]
     x, parts, means, scales, running_mean, running_variance, count, rows, eps, momentum,
     is_tracked: tl.constexpr, columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):
@@ -112,7 +112,7 @@ def _terms(means, scales, weight, bias, column, there):  # type: ignore[no-untyp
 
 # fmt: off
 @_compiled
-def _clip(  # type: ignore[no-untyped-def]
+def _normalize_relu(  # type: ignore[no-untyped-def]
     x, weight, bias, means, scales, out, rows,
     columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):
@@ -130,8 +130,8 @@ def _clip(  # type: ignore[no-untyped-def]
 
 # fmt: off
 @_compiled
-def _sums_back(  # type: ignore[no-untyped-def]
-    grad, x, weight, bias, means, scales, parts, rows, turns,
+def _backward_sums(  # type: ignore[no-untyped-def]
+    grad, x, weight, bias, means, scales, parts, rows, tiles_each,
     columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):
     # fmt: on
@@ -140,8 +140,8 @@ def _sums_back(  # type: ignore[no-untyped-def]
     mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
     of_weight = tl.zeros((high, wide), tl.float32)
     of_bias = tl.zeros((high, wide), tl.float32)
-    for turn in tl.range(0, turns, num_stages=3):
-        row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
+    for tile in tl.range(0, tiles_each, num_stages=3):
+        row = (tl.program_id(0) * tiles_each + tile) * high + tl.arange(0, high)
         inside, at = _places(row, rows, column, columns)
         up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
@@ -155,7 +155,7 @@ def _sums_back(  # type: ignore[no-untyped-def]
 
 # fmt: off
 @_compiled
-def _back(  # type: ignore[no-untyped-def]
+def _backward_input(  # type: ignore[no-untyped-def]
     grad, x, weight, bias, means, scales, of_weight, of_bias, of_x, rows,
     columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):
@@ -175,21 +175,21 @@ def _back(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Can these be built here?"""
-    if _clip is None:
+    """Can these be compiled here?"""
+    if _normalize_relu is None:
         return False
     x = torch.zeros(2, 256, 2, 2, device=device, dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
     ones = torch.ones(256, device=device)
     try:
-        out, means, scales = clipped(x, ones, ones, 1.0, (ones.clone(), ones.clone(), 0.1))
-        clipped_back(out, x, ones, ones, means, scales)
-    except Exception:  # whatever a compiler may say: torch has batch norms too
+        out, means, scales = bn_relu_forward(x, ones, ones, 1.0, (ones.clone(), ones.clone(), 0.1))
+        bn_relu_backward(out, x, ones, ones, means, scales)
+    except Exception:  # of the compiler: torch has batch norms too
         return False
     return True
 
 
-def clipped(
+def bn_relu_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -197,52 +197,54 @@ def clipped(
     running: Running | None,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`relu(batch_norm(x))`; each channel's mean and scale, found unless `known`.
+    """`relu(batch_norm(x))`, and each channel's mean and inverse standard deviation.
 
-    Running statistics move, if given, with what is found.
+    Args:
+        running: running statistics to update, if any.
+        known: the batch statistics of an earlier run on the same values.
     """
     columns = x.shape[1]
     rows = x.numel() // columns
     high, wide, blocks = _tile(columns)
-    means, scales = known or _found(x, eps, running)
+    means, scales = known or _batch_statistics(x, eps, running)
     out = torch.empty_like(x)
     given = x, weight, bias, means, scales, out, rows, columns, high, wide
-    launch(_clip, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
+    launch(_normalize_relu, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
     return out, means, scales
 
 
-def _found(x: Tensor, eps: float, running: Running | None) -> tuple[Tensor, Tensor]:
+def _batch_statistics(x: Tensor, eps: float, running: Running | None) -> tuple[Tensor, Tensor]:
     columns = x.shape[1]
     rows = x.numel() // columns
     high, wide, blocks = _tile(columns)
-    turns, programs = _shared(rows, high, blocks)
+    tiles_each, programs = _programs_for(rows, high, blocks)
     parts, (means, scales) = _floats(x, 2, programs, columns), _floats(x, 2, columns)
-    summed = x, parts, rows, turns, columns, high, wide
+    summed = x, parts, rows, tiles_each, columns, high, wide
     launch(_moments, (programs, blocks), x, summed, **_FAST)
     mean, variance, momentum = running or (means, scales, 0.0)
     moved = x, parts, means, scales, mean, variance, programs, rows, eps, momentum
     given = *moved, running is not None, columns, _HIGH, wide
-    # Whether statistics move must not change a bit of the rest.
-    launch(_settle, (blocks,), x, given, enable_fp_fusion=False)
+    # The batch statistics must be the same bits whether running statistics are updated or not.
+    launch(_finish_statistics, (blocks,), x, given, enable_fp_fusion=False)
     return means, scales
 
 
-def clipped_back(
+def bn_relu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias."""
     columns = x.shape[1]
     rows = x.numel() // columns
     high, wide, blocks = _tile(columns)
-    turns, programs = _shared(rows, high, blocks)
+    tiles_each, programs = _programs_for(rows, high, blocks)
     parts = _floats(x, 2, programs, columns)
     read, sizes = (grad, x, weight, bias, means, scales), (columns, high, wide)
-    summed = *read, parts, rows, turns, *sizes
-    launch(_sums_back, (programs, blocks), x, summed, **_FAST)
+    summed = *read, parts, rows, tiles_each, *sizes
+    launch(_backward_sums, (programs, blocks), x, summed, **_FAST)
     of_weight, of_bias = parts.sum(1)
     of_x = torch.empty_like(x)
     given = *read, of_weight, of_bias, of_x, rows, *sizes
-    launch(_back, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
+    launch(_backward_input, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
     return of_x, of_weight, of_bias
 
 
@@ -256,8 +258,8 @@ def _tile(columns: int) -> tuple[int, int, int]:
     return _TILE // wide, wide, triton.cdiv(columns, wide)
 
 
-def _shared(rows: int, high: int, blocks: int) -> tuple[int, int]:
+def _programs_for(rows: int, high: int, blocks: int) -> tuple[int, int]:
     """How many tiles each program adds up, and how many programs that takes."""
     tiles = triton.cdiv(rows, high)
-    turns = triton.cdiv(tiles, max(1, _PROGRAMS // blocks))
-    return turns, triton.cdiv(tiles, turns)
+    tiles_each = triton.cdiv(tiles, max(1, _PROGRAMS // blocks))
+    return tiles_each, triton.cdiv(tiles, tiles_each)

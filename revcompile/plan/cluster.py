@@ -16,7 +16,7 @@ from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost, TensorType
-from revcompile.runtime.stage.finite import all_finite
+from revcompile.runtime.stage.tensors import all_finite
 from revcompile.schedule import Costs, Keep
 
 __all__ = ["Cluster", "Device", "NetworkLink", "TimeModel", "stage_times", "update_speed"]

@@ -13,7 +13,7 @@ from revcompile.errors import InputError
 from revcompile.ir.types import Body, Rewired
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible, _Step
-from revcompile.runtime.reversible.probes import Tolerance
+from revcompile.runtime.reversible.reconstruction import Tolerance
 
 __all__ = ["StageModule"]
 
@@ -126,11 +126,12 @@ class _Once:
 def _guarded(step: _Step) -> _Step:
     """The step, its chain guarded.
 
-    Torch learns shapes by running a stage on memory as it finds it: the first call is not asked
-    whether its input can be reconstructed.
+    Torch learns shapes by running a stage, forward and backward, on uninitialized memory: before
+    the first step and again after every change between training and evaluation. So one call that
+    cannot be rebuilt is no evidence, but two in a row are.
     """
     chain = step.run
     if not isinstance(chain, Chain):
         return step
     settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
-    return replace(step, run=_OnceChain(*settings, _calls=1))
+    return replace(step, run=_OnceChain(*settings, failures_allowed=1))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.stage.strides import overlaps
+from revcompile.runtime.stage.tensors import overlaps
 
 __all__ = ["as_text", "decode", "decode_tree", "encode", "encode_tree", "located"]
 

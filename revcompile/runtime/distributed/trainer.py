@@ -42,7 +42,7 @@ from revcompile.runtime.executor.captured import Backend
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss
-from revcompile.runtime.stage.strides import detach_tree
+from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.metrics import (

@@ -49,7 +49,7 @@ from revcompile.runtime.distributed.p2p import (
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
 from revcompile.runtime.executor.transport import Message, MessageKind, mean_of, queues_state
-from revcompile.runtime.stage.strides import TreeCopy
+from revcompile.runtime.stage.tensors import TreeCopy
 
 __all__ = ["DistributedTransport"]
 

@@ -32,13 +32,12 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.trace import TraceRecorder
 from revcompile.runtime.executor.transport import Message, MessageKind, Transport
-from revcompile.runtime.reversible.replay import Snapshot
-from revcompile.runtime.stage.finite import all_finite
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.strides import TreeCopy, clone_tree
+from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Op, Order
 
@@ -104,7 +103,7 @@ class StageExecutor:
         self.measured: set[int] = set()
         """Micro-batches whose reconstruction error is to be measured."""
         self.observer: TraceRecorder | None = None
-        self._last_snapshot: tuple[int, Sequence[Snapshot]] = (-1, ())
+        self._last_snapshot: tuple[int, Sequence[BufferSnapshot]] = (-1, ())
         """The latest micro-batch, and buffers as they were before its forward pass."""
 
     @property
@@ -164,7 +163,7 @@ class StageExecutor:
             if self.check_data is not None:
                 self.check_data(action.index, self.fingerprints.pop(action.index))
         if self.scaling is not None:
-            self.scaling.report_overflow(message.scale)
+            self.scaling.record_overflow(message.scale)
         return True
 
     def _forward(self, action: Action) -> bool:
@@ -442,15 +441,15 @@ def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def restore(snapshot: Sequence[Snapshot]) -> None:
+def restore(snapshot: Sequence[BufferSnapshot]) -> None:
     """Buffers as they were.
 
     Written to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
     autograd would refuse to use them after a write that it sees.
     """
-    for module, name, buffer, _, copy in snapshot:
-        buffer.data.copy_(copy)
-        module._buffers[name] = buffer
+    for saved in snapshot:
+        saved.buffer.data.copy_(saved.copy)
+        saved.module._buffers[saved.name] = saved.buffer
 
 
 def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.runtime.executor.stage_executor import StageExecutor, restore
 from revcompile.runtime.executor.transport import InProcess
-from revcompile.runtime.reversible.replay import Snapshot
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Action, Op, Order, Schedule
 
@@ -40,7 +40,7 @@ class Transaction:
             (dict(e.stage.gradients), e.contributed, e.scaling and replace(e.scaling))
             for e in executors
         ]
-        self._buffers: list[Snapshot] = [s for e in executors for s in e.stage.snapshot()]
+        self._buffers: list[BufferSnapshot] = [s for e in executors for s in e.stage.snapshot()]
 
     def backward(self, rest: Sequence[deque[Action]]) -> None:
         """The backward passes that can still be rolled back.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.stage.strides import TreeCopy, clone_tree
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
 __all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of", "queues_state"]
 

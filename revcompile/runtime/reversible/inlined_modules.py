@@ -14,8 +14,7 @@ from torch import fx, nn
 from revcompile.errors import InputError
 from revcompile.ir.types import PATH, Rewired
 from revcompile.runtime.reversible.bindings import child_path
-from revcompile.runtime.reversible.hooks import FORWARD_HOOKS
-from revcompile.runtime.reversible.sharding import is_sharding_hook
+from revcompile.runtime.reversible.hooks import FORWARD_HOOKS, is_sharding_hook
 
 __all__ = ["Inlined"]
 

@@ -1,4 +1,4 @@
-"""Synthetic gradients (Jaderberg et al., DNI): a small layer predicts what would come back."""
+"""Synthetic gradients (Jaderberg et al., DNI): a small layer predicts the gradient of an output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from revcompile.ir.program import Port
-from revcompile.runtime.stage.strides import TreeCopy
+from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
 
 __all__ = ["GradientPredictor"]
@@ -52,11 +52,11 @@ class GradientPredictor:
                     losses.append(F.mse_loss(predicted, gradient.detach().to(predicted.dtype)))
             if not losses:
                 return
-            found = torch.autograd.grad(
+            layer_grads = torch.autograd.grad(
                 torch.stack(losses).sum(), [p for _, p in named], allow_unused=True
             )
-        there = {n: g for (n, _), g in zip(named, found, strict=True) if g is not None}
-        self.updater.apply(there)
+        pairs = zip(named, layer_grads, strict=True)
+        self.updater.apply({name: g for (name, _), g in pairs if g is not None})
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         return {

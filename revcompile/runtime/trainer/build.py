@@ -63,7 +63,7 @@ def build_executor(
         check_finite=settings.check_finite,
         buffers=settings.buffers,
     )
-    stage.sums_in_place = skip_on_error  # nothing is rolled back
+    stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
         f"stage {index}",

@@ -26,7 +26,7 @@ from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss, LossHead
-from revcompile.runtime.stage.strides import TreeCopy
+from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader

@@ -27,10 +27,10 @@ from revcompile.errors import InputError
 from revcompile.ir import stage_ops
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.reversible.graph_code import compile_graph
-from revcompile.runtime.reversible.replay import Snapshot
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.weight_stash import Stash
+from revcompile.runtime.stage.weights import WeightCopy
 from revcompile.schedule import Order, delay, window
 
 __all__ = ["GradientReport", "Probe", "Similarity", "StageGradients"]
@@ -128,7 +128,7 @@ class Probe:
     def _begin(self) -> None:
         self._data: tuple[Mapping[str, Any], Any] | None = None
         self._forwarded: dict[int, Weights] = {}
-        self._buffers: dict[int, list[Snapshot]] = {}
+        self._buffers: dict[int, list[BufferSnapshot]] = {}
         self._of_method: dict[int, Gradients] = {}
         self._current: dict[int, dict[int, Weights]] = {j: {} for j in range(len(self._stages))}
         """For each stage, the parameters w^t that its end-to-end gradient is taken at."""
@@ -235,7 +235,7 @@ class Probe:
 
 
 def _weights(stage: Stage) -> Weights:
-    return Stash().version(stage.parameters)
+    return WeightCopy().current(stage.parameters)
 
 
 def _ratio(x: float, y: float) -> float:
@@ -311,7 +311,7 @@ class _Backprop:
         inputs: Mapping[str, Any],
         target: Any,
         weights: Sequence[Weights],
-        buffers: Mapping[int, list[Snapshot]],
+        buffers: Mapping[int, list[BufferSnapshot]],
         chosen: Sequence[int],
     ) -> list[Gradients]:
         """The parameter gradients of the chosen stages, where every stage has its `weights`."""
@@ -345,14 +345,14 @@ def _forward(
     microbatch: int,
     values: Mapping[str, Any],
     weights: Weights,
-    buffers: Mapping[int, list[Snapshot]],
+    buffers: Mapping[int, list[BufferSnapshot]],
     with_grad: bool,
 ) -> dict[str, Any]:
     program = stage.program
     inputs = [values[port.name] for port in program.inputs]
     with (
-        stage._running(weights, microbatch),  # running statistics are frozen in here
-        stage._stateful.replayed(buffers[program.index]),
+        stage._program_context(weights, microbatch),  # running statistics are frozen in here
+        stage._stateful.replay(buffers[program.index]),
         torch.set_grad_enabled(with_grad),
     ):
         outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *inputs)

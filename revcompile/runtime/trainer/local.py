@@ -16,7 +16,7 @@ from revcompile.runtime.executor.transaction import Transaction
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss, described
-from revcompile.runtime.stage.strides import clone_tree, detach_tree
+from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.gradient_probes import Probe

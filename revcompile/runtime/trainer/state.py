@@ -12,7 +12,7 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint.weights import first_few, model_mismatches
 from revcompile.runtime.executor.stage_executor import StageExecutor, needed_in_flight
-from revcompile.runtime.stage.strides import clone_tree
+from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Keep, Schedule
 

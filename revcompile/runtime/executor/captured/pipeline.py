@@ -278,7 +278,9 @@ class StaticPipeline:
             captured.updater.leave()
             stage, index = eager.stage, eager.index
             stage.updated()
-            weights: dict[int, Any] = {0: stage.version()}  # micro-batches of one age share a copy
+            weights: dict[int, Any] = {
+                0: stage.stashed_weights()
+            }  # micro-batches of one age share a copy
             for microbatch in schedule.outstanding[index]:
                 activations = self._rings[index].slot(microbatch).value
                 age = self._age(microbatch, schedule.injected, schedule.accumulated, index)
@@ -342,7 +344,7 @@ class StaticPipeline:
         self._inputs.copy_(batch)
         self._ring_buffers.before_step(entering, self._parity)
         for executor in self.executors:
-            executor.stage.casts.check()
+            executor.stage.cast_weights.refresh_if_changed()
             executor.updater.prepare()
 
         def perform() -> None:
@@ -364,7 +366,7 @@ class StaticPipeline:
         if trial is not schedule:
             schedule.inject()
             for executor in self.executors:
-                executor.stage.casts.note()
+                executor.stage.cast_weights.mark_fresh()
         self._ring_buffers.after_step(entering, self._parity, self._fresh[kind])
         if self._alternates:
             self._last_in_place, self._parity = self._in_place.get(kind), 1 - self._parity

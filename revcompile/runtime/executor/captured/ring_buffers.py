@@ -24,7 +24,7 @@ from torch import Tensor
 
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.executor.captured.streams import CopyStream
-from revcompile.runtime.stage.weight_stash import copied
+from revcompile.runtime.stage.weights import detached_copies
 
 __all__ = ["RingBuffer", "RingBuffers", "WeightStash", "updates_since_forward"]
 
@@ -131,7 +131,7 @@ class WeightStash:
 
     def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
         self._parameters = parameters
-        self._past = [copied(parameters) for _ in range(count)]
+        self._past = [detached_copies(parameters) for _ in range(count)]
 
     def __getitem__(self, updates: int) -> dict[str, Tensor] | None:
         return self._past[updates - 1] if updates else None
@@ -142,7 +142,7 @@ class WeightStash:
 
     def clone(self, updates: int) -> dict[str, Tensor]:
         """A copy of the weights of some updates ago, at least one."""
-        return copied(self._past[updates - 1])
+        return detached_copies(self._past[updates - 1])
 
     def shift(self) -> None:
         """Before an update: all weights, the parameters too, become one update older."""

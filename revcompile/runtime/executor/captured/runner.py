@@ -90,7 +90,7 @@ def why_not_capturable(
         return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
     if any(executor.scaling is not None for executor in executors):
         return "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
-    if any(executor.stage.keeper.offloads for executor in executors):
+    if any(executor.stage.activations.offloads for executor in executors):
         return "buffers='offload' moves inputs to the host, and captured steps need static buffers"
     for executor in executors:
         count = window(method, schedule.stages, executor.index, schedule.accumulate)
@@ -169,7 +169,7 @@ class GraphRunner:
             return None
         # Running action by action raises an error that names the module that was replaced.
         allowed = allowed and not any(
-            executor.stage.unchanged.problem() for executor in self._executors
+            executor.stage.module_guard.problem() for executor in self._executors
         )
         if pipeline.is_active and not (allowed and pipeline.accepts(batch)):
             pipeline.leave(schedule, transport)

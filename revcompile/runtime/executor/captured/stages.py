@@ -121,7 +121,7 @@ class CapturedStageExecutor(StageExecutor):
             if self.accumulate > 1:
                 gradients = {n: g if g is None else zero_if(flag, g) for n, g in gradients.items()}
                 self.count = self.count + (1 - flag).reshape(())
-        self.stage.gather(gradients, input_gradients)
+        self.stage.accumulate(gradients, input_gradients)
         return Message(message.index, values, input_gradients, found_inf=flag)
 
     def _flag_before(self, message: Message) -> Tensor:
@@ -143,7 +143,7 @@ class CapturedStageExecutor(StageExecutor):
             self.stash.shift()
         done = super()._update(action)
         if done:
-            self.stage.casts.refresh()
+            self.stage.cast_weights.refresh()
         return done
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:

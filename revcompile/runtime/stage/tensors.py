@@ -1,4 +1,4 @@
-"""How tensors lie in memory. Kernels round by it, so a copy that is to give the same lies alike."""
+"""Tensors: are their elements finite, do they overlap in memory; copies of nested values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,34 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["TreeCopy", "clone_preserving_strides", "clone_tree", "detach_tree", "overlaps"]
+__all__ = [
+    "TreeCopy",
+    "all_finite",
+    "clone_preserving_strides",
+    "clone_tree",
+    "detach_tree",
+    "overlaps",
+]
 
 TreeCopy = Callable[[Any], Any]
 """How a `state_dict` copies nested values: `clone_tree`, or `detach_tree` to share memory."""
+
+
+def all_finite(tensors: list[Tensor]) -> list[bool]:
+    """For each tensor: are all its elements finite? Waits for the device once.
+
+    A finite sum proves it in one fast pass; a sum may overflow, so then the elements are tested. On
+    a GPU the largest elements of all tensors are found by one kernel.
+    """
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    if tensors[0].is_cuda:
+        largest = torch._foreach_norm(tensors, float("inf"))
+        return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()
+    sums = torch.isfinite(torch.stack([tensor.sum().double() for tensor in tensors])).tolist()
+    return [
+        fine or bool(torch.isfinite(tensor).all())
+        for fine, tensor in zip(sums, tensors, strict=True)
+    ]
 
 
 def clone_preserving_strides(tensor: Tensor) -> Tensor:
@@ -25,8 +49,8 @@ def clone_preserving_strides(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     if plain.layout is not torch.strided or overlaps(plain):
         return plain.clone()
-    room = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
-    return room.copy_(plain)
+    copy = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+    return copy.copy_(plain)
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -35,11 +59,11 @@ def overlaps(tensor: Tensor) -> bool:
     >>> overlaps(torch.zeros(1, 3).expand(2, 3)), overlaps(torch.zeros(4, 6)[:, ::2])
     (True, False)
     """
-    reach = 1  # strides, from the smallest on, leave room for what is within
+    span = 1  # elements that the dimensions of smaller strides cover
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < reach:
+        if size > 1 and stride < span:
             return True
-        reach += stride * (size - 1)
+        span += stride * (size - 1)
     return False
 
 
