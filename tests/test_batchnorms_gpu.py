@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import record
+from benchmarks.one_device.whole import capture_step
 from revcompile.kernels import batch_norm as batchnorms
 from revcompile.kernels import triton_batch_norm as batch_kernels
 from revcompile.kernels.batch_norm import bn_relu
@@ -135,7 +135,7 @@ def test_a_step(overlap: str, counted: Counter[str], monkeypatch: pytest.MonkeyP
 def test_a_recorded_step() -> None:
     net, x = _net()
     net.tolerance = None
-    replay = record(lambda: _step(net, x), net)
+    replay = capture_step(lambda: _step(net, x), net)
     eager = copy.deepcopy(net)
     replay()
     _step(eager, x)

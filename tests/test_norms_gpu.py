@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import record
+from benchmarks.one_device.whole import capture_step
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as gradients
 from revcompile.kernels import layer_norm as norms
@@ -246,7 +246,7 @@ def test_without_autocast_no_kernel_is_started(
 def test_a_recorded_step(kind: type[nn.Module]) -> None:
     net, x = _net(kind)
     eager = copy.deepcopy(net)
-    replay = record(lambda: _step_in_place(net, x), net)
+    replay = capture_step(lambda: _step_in_place(net, x), net)
     for _ in range(2):
         x.copy_(torch.randn_like(x))
         replay()

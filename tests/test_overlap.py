@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.one_device.memory import averaging_horizon
+from benchmarks.one_device.memory import step_memory
 from benchmarks.stacks import KINDS, Sizes, batch_of
 from revcompile.runtime.reversible.overlap import SMALL, Overlap
 from tests.helpers import gradients
@@ -189,7 +189,7 @@ def test_memory_does_not_grow_with_depth(overlap: str, dtype: str) -> None:
     for depth in (3, 9):
         model = KINDS["transformer"](depth, SIZES.width)
         x, y = batch_of("transformer", SIZES, torch.device("cpu"))
-        peaks.append(averaging_horizon(_net(overlap, model, x=x), x, y, x.device, dtype).peak)
+        peaks.append(step_memory(_net(overlap, model, x=x), x, y, x.device, dtype).peak)
     assert peaks[1] == pytest.approx(peaks[0], rel=0.001)
 
 

@@ -161,11 +161,11 @@ class Examination:
         self.report.checks.append(check)
         for name in which or ("outputs", "gradients", "buffers"):
             values = getattr(want, name), getattr(have, name)
-            told = difference(*values, self.net.precision)
-            if told is not None and name == "gradients":
-                told = difference(*values, self.net.precision, rounding())
-            if told is not None:
-                self.report.findings.append(Finding("wrong", check, f"{name}: {told}"))
+            message = difference(*values, self.net.precision)
+            if message is not None and name == "gradients":
+                message = difference(*values, self.net.precision, rounding())
+            if message is not None:
+                self.report.findings.append(Finding("wrong", check, f"{name}: {message}"))
 
     def rounding(self, stored: nn.Module, calls: Sequence[Call], rate: float = 0.0) -> float:
         """The largest error that rounding alone makes in the gradients of these calls."""
@@ -276,16 +276,16 @@ class Examination:
             for want, got in zip(self.original, have, strict=True):
                 if not net.rewired.couplings:  # type: ignore[union-attr]
                     self.compare("rewired, no blocks", want, got)
-                self._same_reach(want, got)
+                self._same_gradient_paths(want, got)
             before = {name: b.detach().clone() for name, b in net.named_buffers()}
             self._same_moves("rewired", before, have[-1])
 
-    def _same_reach(self, want: Seen, have: Seen) -> None:
+    def _same_gradient_paths(self, want: Seen, have: Seen) -> None:
         for name, gradient in want.gradients.items():
             if name not in have.gradients:
                 continue
             if gradient is not None and have.gradients[name] is None:
-                what = f"reach: {name} has a gradient in the original and none here"
+                what = f"gradient path: {name} has a gradient in the original and none here"
                 self.report.findings.append(Finding("wrong", "rewired", what))
 
     def _same_moves(self, check: str, before: Values, have: Seen) -> None:

@@ -1,4 +1,4 @@
-"""PETRA under a memory budget on two ranks, for `pipeline --memory-budget`: what is told of it.
+"""PETRA under a memory budget on two ranks, for `pipeline --memory-budget`: its tables.
 
 Two ranks that compute all the time suffer more from other people's load than two that wait for
 each other. So beside the clock there is processor time, and what each schedule would take if every

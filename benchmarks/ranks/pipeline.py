@@ -259,8 +259,8 @@ def work(rank: int, options: argparse.Namespace, case: Case) -> dict[str, Any]:
     memory = {name: _peak(turn) for name, turn in trained.items()}
     plans = [str(trainer.memory_plan) for trainer in bench.trainers if trainer.memory_plan]
     spent = {name: one.least(options.microbatches) for name, one in bench.spent.items()}
-    told = {"memory": memory, "plans": plans, "spent": spent}
-    return {"times": times, "own": own, "busy": busy, **told}
+    extra = {"memory": memory, "plans": plans, "spent": spent}
+    return {"times": times, "own": own, "busy": busy, **extra}
 
 
 def _peak(turn: Turn) -> int:

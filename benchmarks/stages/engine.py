@@ -2,7 +2,7 @@
 
     python -m benchmarks run engine --model revnet18 --backends eager cudagraphs
     python -m benchmarks run engine --model revnet50 --backends eager cudagraphs inductor
-    python -m benchmarks run engine --model revnet50 --orders half paper --buffers bf16
+    python -m benchmarks run engine --model revnet50 --orders 1f1b paper --buffers bf16
     python -m benchmarks run engine --device cpu --batch 4 --backends eager static
     python -m benchmarks run engine --model conv-12x64 --size 32 --sweep depth 6 12 24
 

@@ -120,6 +120,8 @@ def choose(name: str | Method, *, order: str | None = None, alpha: float | None 
     >>> choose("petra").alpha, choose("petra", order="paper").alpha
     (1.0, 2.0)
     """
+    if not isinstance(name, str | Method):
+        raise InputError(f"method={name!r}; use the name of a method, e.g. method='petra'")
     if isinstance(name, str) and name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, 1)
         hint = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(METHODS)
@@ -136,8 +138,11 @@ def choose(name: str | Method, *, order: str | None = None, alpha: float | None 
             f"or use one of: {free}"
         )
     if order is not None:
-        if order not in _ALPHAS:
+        if not isinstance(order, str) or order not in _ALPHAS:
             raise InputError(f'order={order!r} does not exist; use "1f1b" or "paper"')
         alpha = _ALPHAS[order]
-    assert alpha is not None
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise InputError(
+            f"alpha={alpha!r}; use a number, at least 1 (1: order='1f1b', 2: order='paper')"
+        )
     return dataclasses.replace(method, alpha=float(alpha))

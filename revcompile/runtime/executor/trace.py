@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from revcompile.arguments import file_path
 from revcompile.errors import InputError
 from revcompile.schedule import Action
 from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
@@ -103,7 +104,7 @@ class Trace:
     def __init__(
         self, trainer: Traced, path: str | Path, steps: int | None = None, title: str = ""
     ) -> None:
-        self.path = Path(path)
+        self.path = file_path("trainer.trace", path, "run.json")
         if not self.path.absolute().parent.is_dir():
             raise InputError(f"trainer.trace: there is no folder {self.path.absolute().parent}")
         if steps is not None and steps < 1:

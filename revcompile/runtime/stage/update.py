@@ -67,7 +67,13 @@ class Updater:
             self.optimizer.delay = delay
         self.lr_schedule = None
         if lr_schedule is not None and self.optimizer is not None:
-            self.lr_schedule = lr_schedule(self.optimizer)
+            try:
+                self.lr_schedule = lr_schedule(self.optimizer)
+            except Exception as error:
+                raise InputError(
+                    f"lr_schedule, {self.where}: it raised {type(error).__name__}: {error}; it is "
+                    "given the stage's optimizer"
+                ) from error
             self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -92,7 +98,9 @@ class Updater:
                 f"stage builds its own), got {_kind(factory)}; {advice}"
             )
         named = list(self.parameters.items())
-        given: Any = [p for _, p in named] if groups is None else [dict(g) for g in groups(named)]
+        given: Any = [p for _, p in named]
+        if groups is not None:
+            given = self._grouped(groups, named)
         try:
             optimizer = factory(given)
         except Exception as error:
@@ -127,6 +135,28 @@ class Updater:
                 + ("" if groups is None else ", and let param_groups= return every parameter once")
             )
         return optimizer
+
+    def _grouped(
+        self, groups: ParamGroups, named: list[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
+        advice = (
+            "return a list of dicts, e.g. lambda named: [{'params': [p for _, p in named], "
+            "'weight_decay': 0.0}]"
+        )
+        try:
+            returned = groups(named)
+        except Exception as error:
+            raise InputError(
+                f"param_groups, {self.where}: it raised {type(error).__name__}: {error}; it is "
+                f"given a stage's [(name, parameter), ...]; {advice}"
+            ) from error
+        as_list = list(returned) if isinstance(returned, Iterable) else None
+        if as_list is None or not all(isinstance(group, Mapping) for group in as_list):
+            raise InputError(
+                f"param_groups, {self.where}: expected parameter groups, got {_kind(returned)}; "
+                f"{advice}"
+            )
+        return [dict(group) for group in as_list]
 
     def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
         """One update with the gradients times `scale`, and a step of the schedule."""

@@ -47,6 +47,14 @@ class Metrics:
         """The micro-batch's loss; nan on ranks that do not know it."""
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
 
+    def __repr__(self) -> str:
+        loss = "None" if self.loss_tensor is None else f"{self.loss:.6g}"
+        return (
+            f"Metrics(microbatch={self.microbatch}, loss={loss}, lr={self.lr}, "
+            f"delays={self.delays}, updates={self.updates}, samples={self.samples}, "
+            f"throughput={self.throughput:.4g})"
+        )
+
     def __str__(self) -> str:
         rate = "" if self.lr is None else f", lr {self.lr:g}"
         return (

@@ -39,7 +39,8 @@ class Settings:
                 "at least 1"
             )
         norm = self.clip_grad_norm
-        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and norm > 0):
             raise InputError(f"clip_grad_norm={norm!r}; use a positive norm or None")
         every = self.measure_every
         if every is not None and not (is_int(every) and every >= 1):
