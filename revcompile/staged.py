@@ -45,14 +45,24 @@ Keeps = tuple[Keep, ...] | None
 class CompiledStage:
     """One stage to look at."""
 
+    partition: Partition
     part: Part
     generated: StageProgram
     actions: tuple[Action, ...]
 
     @property
     def code(self) -> str:
-        """The forward, inverse and backward programs as Python, module paths as comments."""
-        return code_text(self.generated)
+        """The forward, inverse and backward programs as Python, each branch a function."""
+        return self.source()
+
+    def source(self, verbose: bool = False) -> str:
+        """The programs as Python.
+
+        Args:
+            verbose: Show the graphs exactly as they run: branches inlined, autograd switched on
+                and off, values freed.
+        """
+        return code_text(self.partition, self.generated, verbose=verbose)
 
     @property
     def graph(self) -> fx.Graph:
@@ -117,7 +127,11 @@ class StagedModel:
         count = self.num_stages
         lists = actions(self.method, count, 2 * count, ties=self.partition.ties)
         programs = self._programs(self.method)
-        return tuple(map(CompiledStage, self.partition.parts, programs, lists))
+        parts = self.partition.parts
+        return tuple(
+            CompiledStage(self.partition, part, program, listed)
+            for part, program, listed in zip(parts, programs, lists, strict=True)
+        )
 
     def module(self) -> nn.Module:
         """A plain module with the current weights: a copy to evaluate, save and deploy.

@@ -281,7 +281,7 @@ def test_a_stage_opens_into_its_segments_code_actions_and_graph() -> None:
     (stages,) = json.loads(read(page(net.picture())).scripts[0]).values()
     for part, program, stage in zip(net.partition.parts, net.programs, stages, strict=True):
         assert [block[0] for block in stage["blocks"]] == [piece.name for piece in part.pieces]
-        assert "\n\n".join(code for _, code in stage["code"]) == code_text(program)
+        assert "\n\n".join(code for _, code in stage["code"]) == code_text(net.partition, program)
         assert [name for name, _ in stage["code"]][-1] == "backward"
         assert len(stage["graph"][2]) == len(drawn_graph(program.forward).vertices)
         assert stage["actions"]

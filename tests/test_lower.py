@@ -86,7 +86,7 @@ def test_petra_keeps_what_nobody_sends_back() -> None:
         # opaque and last: its graph, and what the block before wants back
         ("head graph", "add_2_a leaf 0", "add_2_b leaf 0", "add_2_a", "add_2_b"),
     ]
-    assert [program.wanted for program in found] == [
+    assert [program.needs_back for program in found] == [
         (),
         ("add_a", "add_b", "stem_a_grid"),
         ("add_1_a", "add_1_b", "stem_a_grid"),
@@ -99,12 +99,12 @@ def test_petra_keeps_what_nobody_sends_back() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_stage_wants_the_next_one_returns(method: str) -> None:
     found = programs(method)
-    assert found[0].returned == ()
-    assert found[-1].wanted == ()
+    assert found[0].sends_back == ()
+    assert found[-1].needs_back == ()
     for before, after in itertools.pairwise(found):
-        assert before.wanted == after.returned
+        assert before.needs_back == after.sends_back
         assert before.outputs == after.inputs
-        assert set(before.wanted) <= set(crossing(after))
+        assert set(before.needs_back) <= set(crossing(after))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_a_stage_wants_the_next_one_returns(method: str) -> None:
 def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
     for program in programs(method):
         assert [unit.keep for unit in program.units] == [keep]
-        assert program.wanted == program.returned == ()
+        assert program.needs_back == program.sends_back == ()
         if keep is Keep.INPUT:
             read = {name for name in crossing(program) if name in program.kept}
             assert set(program.kept) == read
@@ -123,7 +123,7 @@ def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
 
 
 def test_data_has_no_gradient() -> None:
-    assert [program.graded_inputs for program in programs("petra")] == [
+    assert [program.inputs_with_grad for program in programs("petra")] == [
         (),
         ("stem", "stem_a", "stem_b"),
         ("stem", "add_a", "add_b"),
@@ -161,7 +161,7 @@ def test_the_code_of_a_stage_reads_as_it_runs() -> None:
         "add_2_b = plus(add_1_a, tanh_2, stem_a_grid)",
         "add_2_a_leaf = leaf(add_2_a)",
         "add_1_a = minus(add_2_b, tanh_2, stem_a_grid)",
-        "found = pull_back((tanh_2,), (grad_add_2_b,), (add_2_a_leaf,), ",
+        "found = vjp((tanh_2,), (grad_add_2_b,), (add_2_a_leaf,), ",
         "grad_add_1_b = total(grad_add_2_a, ",
     ]:
         assert line in text, line
@@ -269,7 +269,7 @@ def test_inverse_programs_undo_forward_programs(name: str, monkeypatch: pytest.M
             outputs, kept = compile_graph(program.forward, "forward")(root, 1, *inputs)
             values = dict(zip((port.name for port in program.outputs), outputs, strict=True))
             if program.inverse is not None:
-                wanted = [values[n] for n in program.wanted]
+                wanted = [values[n] for n in program.needs_back]
                 rebuilt = compile_graph(program.inverse, "inverse")(root, 1, *kept, *wanted)
                 streams = stage.part.pieces[0].segment.inputs[:2]
                 given = dict(zip((port.name for port in program.inputs), inputs, strict=True))

@@ -26,6 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--explain", metavar="PATH", help="the story of one module")
     what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")
+    parser.add_argument("--verbose", action="store_true", help="with --code: the code as it runs")
     what.add_argument("--program", type=int, metavar="STAGE", help="a stage's list of actions")
 
 
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         story = net.explain(args.explain)
         say_json(dataclasses.asdict(story)) if args.json else say(story)
     elif args.code is not None:
-        code = _stage(net, args.code).code
+        code = _stage(net, args.code).source(args.verbose)
         say_json({"stage": args.code, "code": code}) if args.json else say(code)
     elif args.program is not None:
         actions = _stage(net, args.program).program

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.ops import attribute
@@ -20,6 +21,7 @@ __all__ = [
     "convolves",
     "copied",
     "device_of_model",
+    "has_batch_norm",
     "is_cast",
     "modules_called",
     "parameters_read",
@@ -76,6 +78,11 @@ def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     functions = (str(getattr(n.target, "__name__", "")) for n in graph.nodes)
     by_module = any(isinstance(module, _ConvNd) for module in modules_called(graph, root))
     return by_module or any(name.startswith("conv") for name in functions)
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Is a module a batch norm, or does it hold one?"""
+    return any(isinstance(inner, _BatchNorm) for inner in module.modules())
 
 
 def casts_on_read(graph: fx.Graph, root: nn.Module) -> bool:

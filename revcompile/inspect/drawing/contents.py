@@ -61,7 +61,7 @@ def _stage(picture: Picture, stage: Stage, rounds: Sequence[Rounds]) -> dict[str
             ]
             for block in stage.blocks
         ],
-        "code": sections(code_text(stage.program)),
+        "code": sections(code_text(picture.partition, stage.program)),
         "actions": [[one.count, one.first, one.last] for one in rounds],
         "graph": graph,
         "hidden": note,

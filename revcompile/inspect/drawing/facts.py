@@ -40,6 +40,7 @@ class TiedWeight:
 class Picture:
     """Everything a drawing of a model shows."""
 
+    partition: Partition
     name: str
     method: str
     batch: int | None
@@ -88,6 +89,7 @@ def picture(
         raise InputError(f"draw: batch={batch}; a micro-batch has at least 1 sample")
     rewired = partition.rewired
     return Picture(
+        partition=partition,
         name=name or rewired.name,
         method=programs[0].method.name,
         batch=batch if batch is not None else _batch(partition.types),

@@ -201,7 +201,7 @@ def _keeps_the_same(trainer: Trainer, state: Mapping[str, Any]) -> bool:
 
 
 def _needs(program: StageProgram) -> list[str]:
-    return [*program.kept, *program.wanted]
+    return [*program.kept, *program.needs_back]
 
 
 def _settings(state: Mapping[str, Any]) -> dict[str, Any]:

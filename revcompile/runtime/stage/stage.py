@@ -146,7 +146,7 @@ class Stage:
             weights=weights,
             buffers=self._stateful.after(before, marks),
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
-            original={name: inputs[name] for name in program.returned} if measure else {},
+            original={name: inputs[name] for name in program.sends_back} if measure else {},
             read_at=tuple(p._version for p in self._referenced()),
         )
         for observer in self.observers:
@@ -221,8 +221,8 @@ class Stage:
         kept, held.kept = self.keeper.taken(held.kept), ()  # not held any longer than they wait
         arguments = (
             *kept,
-            *(values[name] for name in program.wanted),
-            *(gradients.get(name) for name in program.graded_outputs),
+            *(values[name] for name in program.needs_back),
+            *(gradients.get(name) for name in program.outputs_with_grad),
         )
         for following in itertools.islice(self.in_flight.values(), 1):
             self.keeper.announce(following.kept)
@@ -237,8 +237,8 @@ class Stage:
             )
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
         found = self.casts.widened(dict(zip(program.parameters, dense, strict=True)))
-        back = dict(zip(program.graded_inputs, of_inputs, strict=True))
-        return dict(zip(program.returned, returned, strict=True)), back, found
+        back = dict(zip(program.inputs_with_grad, of_inputs, strict=True))
+        return dict(zip(program.sends_back, returned, strict=True)), back, found
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gathered gradient (a sum over micro-batches); gathering starts anew."""

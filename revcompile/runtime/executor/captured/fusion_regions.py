@@ -121,7 +121,7 @@ def stretches(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
 
 
 def _worthwhile(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    if any(node.op == "call_module" or node.target is stage_ops.normalised for node in run):
+    if any(node.op == "call_module" or node.target is stage_ops.call_norm for node in run):
         yield run
 
 
@@ -130,10 +130,10 @@ def _is_pure(node: fx.Node, root: nn.Module) -> bool:
         module = root.get_submodule(str(node.target))
         return type(module) in (*_LIFTED, *_STATELESS)
     if node.op == "get_attr":  # of a layer that is normalised, which comes next
-        return all(user.target is stage_ops.normalised for user in node.users)
+        return all(user.target is stage_ops.call_norm for user in node.users)
     if node.op == "call_method":
         return node.target in _METHODS
-    if node.target is stage_ops.normalised:
+    if node.target is stage_ops.call_norm:
         layer = root.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
         return _is_plain_norm(layer) and len(node.args) == 2 and not node.kwargs
     if node.target is operator.getitem:  # of several results of one step: not worth a kernel
@@ -199,7 +199,7 @@ def _built(stretch: FusionRegion, root: nn.Module) -> FusionRegion:
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
     """The paths of the tensors that a node reads of its layer."""
-    if node.target is stage_ops.normalised:
+    if node.target is stage_ops.call_norm:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         return [f"{path}.{n}" for n in ("running_mean", "running_var", "weight", "bias")]
     if node.op != "call_module":
@@ -218,7 +218,7 @@ def _written(
     lifted: dict[str, fx.Node],
 ) -> fx.Node:
     graph = stretch.graph
-    if node.target is stage_ops.normalised:
+    if node.target is stage_ops.call_norm:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         norm: Any = root.get_submodule(path)
         stretch.moved |= {f"{path}.running_mean", f"{path}.running_var"}
@@ -273,7 +273,7 @@ def _end(stretch: FusionRegion) -> End | None:
     place, node = sums[0]
     others = [user for user in stretch.outputs[place].users if user is not node]
     inside = set(stretch.nodes)
-    if any(user.target is not stage_ops.pull_back and user not in inside for user in others):
+    if any(user.target is not stage_ops.vjp and user not in inside for user in others):
         return None
     last = stretch.nodes[-1]
     if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):
