@@ -15,7 +15,7 @@ from revcompile.schedule import Action, Keep, Op
 
 __all__ = ["ActionList", "action_list", "code_text"]
 
-_RESULTLESS: Final = re.compile(r"_\w* = ((?:recording|reseed)\([^)]*\))")
+_RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
 _PREFIX: Final = re.compile(r"\brevcompile_ir_(?:stage_)?ops_")
 
 
@@ -51,8 +51,14 @@ def _head(program: StageProgram, variables: Mapping[str, str]) -> str:
 
 def _flat(name: str, graph: fx.Graph, root: nn.Module) -> str:
     text, _ = python_text(graph, root)
-    text = _RESULTLESS.sub(r"\1", _PREFIX.sub("", text))
+    text = _RESULTLESS.sub(_without_result, _PREFIX.sub("", text))
     return text.replace("def forward(", f"def {name}(", 1)
+
+
+def _without_result(call: re.Match[str]) -> str:
+    """`_ = reseed(key, 0);  key = _ = None` without the variable that is never read."""
+    freed = [name for name in call[3].split(" = ") if not name.startswith("_")]
+    return f"{call[1]}{call[2]}" + (f";  {' = '.join(freed)}" if len(freed) > 1 else "")
 
 
 class ActionList(tuple[Action, ...]):

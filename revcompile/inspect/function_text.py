@@ -88,8 +88,9 @@ class Listing:
         self.root = root
         self.functions: dict[str, str] = {}
         self.imports: dict[str, tuple[str, str]] = {}
-        self.taken = {*taken, *dir(stage_ops), *dir(ops), "self", "torch"}
-        """Names that no variable may have."""
+        self.helpers = {*stage_ops.__all__, *ops.__all__, "self", "torch"}
+        self.taken = {*taken, *self.helpers}
+        """Names that no variable of a program may have: it could hide a function."""
 
     def name(self, wanted: str) -> str:
         """A name for a function that nothing else has."""
@@ -182,7 +183,7 @@ class Listing:
     def _rename(self, node: fx.Node, name: str) -> None:
         if name != node.name and name.isidentifier() and not keyword.iskeyword(name):
             node._rename(name)
-        if node.name in self.taken:
+        if node.name in self.helpers:
             node._rename(f"{node.name}_value")
 
     def _imported(self, alias: str, value: Any) -> str:

@@ -81,13 +81,13 @@ class _Writer:
             dtype = partition.low_precision(segment.streams_in[0])
             casts = {} if dtype is None else {0: dtype}
             arguments = ["x", *map(legal, segment.sides)]
-            comment = f"F of {segment.name}, {self._class(segment.name) or segment.kind.value}"
+            comment = f"F of {segment.name}, {self._class(piece) or segment.kind.value}"
         else:
             arguments = [legal(self.hints.get(name, name)) for name in segment.inputs]
             streams = partition.stream_outputs
             dtypes = (partition.low_precision(n) if n in streams else None for n in segment.inputs)
             casts = {place: dtype for place, dtype in enumerate(dtypes) if dtype is not None}
-            comment = self._class(segment.name) or f"not reversible: {segment.reason}"
+            comment = self._class(piece) or f"not reversible: {segment.reason}"
         if again:
             comment += ", run again"
         called = self.listing.add_graph(
@@ -102,10 +102,12 @@ class _Writer:
         self._named[piece.name, role] = called
         return called
 
-    def _class(self, path: str) -> str:
-        """The class of the module that a piece is named after, if it is."""
+    def _class(self, piece: Piece) -> str:
+        """The class of the module that a piece is named after, if it runs only that module."""
+        called = piece.segment.graph.find_nodes(op="call_module")
+        inside = all(f"{node.target}.".startswith(f"{piece.name}.") for node in called)
         modules = dict(self.listing.root.named_modules())
-        return type(modules[path]).__name__ if path in modules else ""
+        return type(modules[piece.name]).__name__ if inside and piece.name in modules else ""
 
     def arrangement(self, piece: Piece, *, back: bool) -> str:
         """The function that rearranges a stream for a coupling, or the one that undoes it."""
@@ -465,14 +467,11 @@ class _Backward:
         zeros, b = self.use("zeros_if_none"), names[1]
         restored = [self._new_gradient(name) for name in piece.segment.streams_in]
         text = f"{restore}(self, {zeros}({{}}, {{}}), {{}})"
-        self.body.assign(
-            restored, *((text, [gradient, b, shapes]) for gradient in gradients), effects=False
-        )
-        self.body.assign(
-            piece.segment.streams_in,
-            *((_call(restore, [name, shapes]), [name, shapes]) for name in names),
-            effects=False,
-        )
+        for target, gradient in zip(restored, gradients, strict=True):
+            self.body.assign([target], (text, [gradient, b, shapes]), effects=False)
+        for target, name in zip(piece.segment.streams_in, names, strict=True):
+            value = (_call(restore, [name, shapes]), [name, shapes])
+            self.body.assign([target], value, effects=False)
         return restored
 
 

@@ -122,8 +122,8 @@ class Partition:
         Streams are kept in float32; the model's own code is given them in this type.
         """
         kind = self.types.get(name)
-        low = isinstance(kind, TensorType) and kind.dtype in LOW_PRECISION
-        return kind.dtype if low else None
+        is_tensor = isinstance(kind, TensorType)
+        return kind.dtype if is_tensor and kind.dtype in LOW_PRECISION else None
 
     @property
     def stream_outputs(self) -> frozenset[str]:

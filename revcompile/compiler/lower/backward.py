@@ -161,7 +161,9 @@ class _Walk:
         sides = {name: self.value(name) for name in segment.sides}
         emitter.record(True)
         leaf = emitter.leaf(segment.streams_out[0], b)
-        leaves = {n: emitter.leaf(n, v) for n, v in sides.items() if self.partition.requires_grad(n)}
+        leaves = {
+            n: emitter.leaf(n, v) for n, v in sides.items() if self.partition.requires_grad(n)
+        }
         emitter.reseed(unit, piece)
         ends = emitter.branch(piece, leaf, list({**sides, **leaves}.values()))
         emitter.record(False)
