@@ -16,7 +16,7 @@ from revcompile.compiler.verify import verify_programs
 from revcompile.inspect import drawing
 from revcompile.inspect.code import ActionList, action_list, code_text
 from revcompile.inspect.explain import Explanation, explain
-from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
+from revcompile.inspect.tables import StageFacts, stage_facts, stage_table
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.plan.budget import MemoryPlan, Terms, budget, plan_memory

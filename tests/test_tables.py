@@ -127,6 +127,23 @@ def test_wide_contents_leave_the_table_readable() -> None:
     assert "a_rather_long_name_0" in table
 
 
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_tables_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    reversible = revcompile.reversify(Plain(), torch.randn(2, 4), check="off")
+    for text in (resnet().summary(), vit().summary(), reversible.summary()):
+        assert max(map(len, text.splitlines())) <= int(columns)
+        assert "\x1b" not in text  # no colours: the text may go to a file
+
+
+def test_a_table_appears_once_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich would display what it prints there, and the notebook what we return."""
+    displayed: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: displayed.append(given))
+    assert resnet().summary() and not displayed
+
+
 # -- one stage ------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What subcommands print."""
+"""Printing results: text, or JSON."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import math
 import sys
 from typing import Any
 
-__all__ = ["say", "say_json"]
+__all__ = ["print_json", "print_text"]
 
 
-def say(text: object) -> None:
-    """A result, to stdout."""
+def print_text(text: object) -> None:
+    """Write a result to stdout."""
     sys.stdout.write(f"{text}\n")
 
 
-def say_json(value: Any) -> None:
-    """A result for programs. JSON has no infinity: null stands for it."""
-    say(json.dumps(_finite(value), indent=2))
+def print_json(value: Any) -> None:
+    """Write a result as JSON; infinities and NaN, which JSON has not, become null."""
+    print_text(json.dumps(_finite(value), indent=2))
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from revcompile.cli.models import add_model, load, rewired
-from revcompile.cli.output import say, say_json
+from revcompile.cli.output import print_json, print_text
 from revcompile.cli.units import bandwidth, count, rate, seconds, size
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         optimizer_copies=2 if args.adam else 1,
         buffer_bytes=_BUFFERS[args.buffers] if args.buffers else None,
     )
-    say_json(_facts(loaded.name, args, cut, found)) if args.json else say(
+    print_json(_facts(loaded.name, args, cut, found)) if args.json else print_text(
         _table(loaded.name, args, found)
     )
     return 1 if args.memory and not any(one.fits for one in found) else 0
@@ -122,7 +122,7 @@ def _table(name: str, args: argparse.Namespace, found: Sequence[Forecast]) -> st
     from rich import box
     from rich.table import Table
 
-    from revcompile.inspect import words
+    from revcompile.inspect import formatting
     from revcompile.inspect.tables import render
 
     first = found[0]
@@ -143,9 +143,9 @@ def _table(name: str, args: argparse.Namespace, found: Sequence[Forecast]) -> st
         fits = {None: "", True: "", False: " (too much)"}[one.fits]
         table.add_row(
             one.method,
-            words.amount(one.throughput),
+            formatting.amount(one.throughput),
             f"{100 * one.efficiency:.1f} %",
-            words.size(one.memory) + fits,
+            formatting.size(one.memory) + fits,
             str(one.delay),
             "" if one.alpha is None else f"{one.alpha:g}",
             str(one.group),

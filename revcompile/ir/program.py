@@ -122,8 +122,9 @@ class Partition:
         Streams are kept in float32; the model's own code is given them in this type.
         """
         kind = self.types.get(name)
-        is_tensor = isinstance(kind, TensorType)
-        return kind.dtype if is_tensor and kind.dtype in LOW_PRECISION else None
+        if isinstance(kind, TensorType) and kind.dtype in LOW_PRECISION:
+            return kind.dtype
+        return None
 
     @property
     def stream_outputs(self) -> frozenset[str]:

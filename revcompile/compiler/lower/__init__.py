@@ -37,9 +37,8 @@ def lower(
 
     def port(name: str) -> Port:
         kind = partition.types.get(name)
-        return Port(
-            name, kind if isinstance(kind, TensorType) else None, partition.requires_grad(name)
-        )
+        tensor = kind if isinstance(kind, TensorType) else None
+        return Port(name, tensor, partition.requires_grad(name))
 
     for part, keep in zip(partition.parts, keeps, strict=True):
         units = groups(partition, part, keep)

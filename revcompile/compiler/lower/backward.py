@@ -161,9 +161,8 @@ class _Walk:
         sides = {name: self.value(name) for name in segment.sides}
         emitter.record(True)
         leaf = emitter.leaf(segment.streams_out[0], b)
-        leaves = {
-            n: emitter.leaf(n, v) for n, v in sides.items() if self.partition.requires_grad(n)
-        }
+        with_grad = [name for name in sides if self.partition.requires_grad(name)]
+        leaves = {name: emitter.leaf(name, sides[name]) for name in with_grad}
         emitter.reseed(unit, piece)
         ends = emitter.branch(piece, leaf, list({**sides, **leaves}.values()))
         emitter.record(False)

@@ -29,7 +29,7 @@ from revcompile.schedule import (
     window,
 )
 
-__all__ = ["METHODS", "Run", "played", "timeline_svg"]
+__all__ = ["METHODS", "Run", "dry_runs", "timeline_svg"]
 
 METHODS: Final[Mapping[str, Method]] = {
     "PETRA, half the delay": choose("petra"),
@@ -38,7 +38,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "GPipe": choose("gpipe"),
     "backprop": choose("backprop"),
 }
-"""What is drawn unless somebody asks for something else."""
+"""The default methods."""
 
 _WIDTH: Final = 1000.0
 _MARGIN: Final = 20.0
@@ -49,8 +49,8 @@ _HEAD: Final = 22.0
 _BETWEEN: Final = 16.0
 _PASSES: Final = 4
 """Micro-batches that plain backpropagation finishes in the time that is drawn."""
-_ROUNDS: Final = 48
-"""Longest time that is drawn, in rounds of the slowest stage."""
+_STEPS: Final = 48
+"""Longest time that is drawn, in forward-and-backward passes of the slowest stage."""
 _TICKS: Final = 12
 _MANY: Final = 24
 _GROUP: Final = 16
@@ -81,12 +81,12 @@ class Run:
         )
 
 
-def played(
+def dry_runs(
     costs: Costs, methods: Mapping[str, Method], accumulate: int, until: float
 ) -> tuple[Run, ...]:
-    """Every method's dry run, longer than `until`: none is seen draining at its end."""
+    """Every method's dry run, longer than `until`, so that none drains in the drawing."""
     stages = len(costs.forward)
-    found = []
+    runs = []
     for name, method in methods.items():
         own = _own(costs, method)
         fastest = max(f + b for f, b in zip(own.forward, own.backward, strict=True))
@@ -97,8 +97,8 @@ def played(
         filled = max(window(method, stages, 0, accumulate), stages)
         enough = 2 * filled + 3 * accumulate if stages > _MANY else None
         rate = throughput(method, own, accumulate, enough)
-        found.append(Run(name, own, dry_run(lists, own), rate, accumulate))
-    return tuple(found)
+        runs.append(Run(name, own, dry_run(lists, own), rate, accumulate))
+    return tuple(runs)
 
 
 def _own(costs: Costs, method: Method) -> Costs:
@@ -130,8 +130,8 @@ def timeline_svg(
             "draw_schedule: nothing to draw; give at least one method and one cost > 0"
         )
     group = min(stages, _GROUP) if accumulate is None else accumulate
-    until = min(_PASSES * _one_pass(_own(costs, choose("backprop"))), _ROUNDS * slowest)
-    runs = played(costs, methods, group, until)
+    until = min(_PASSES * _one_pass(_own(costs, choose("backprop"))), _STEPS * slowest)
+    runs = dry_runs(costs, methods, group, until)
     scale = (_WIDTH - _LEFT - _RIGHT) / until
     panel = _Panel(runs, until, scale, _row_height(stages))
     y, drawn = _TOP, []
@@ -143,7 +143,7 @@ def timeline_svg(
     heading = f"{named}: who finishes more micro-batches in the same time?"
     return document(
         heading,
-        _said(costs, group),
+        _subtitle(costs, group),
         text("busy", _WIDTH - _MARGIN, 66, "rv-small rv-end"),
         axis,
         *drawn,
@@ -244,11 +244,11 @@ class _Panel:
 
 
 def _axis(until: float, slowest: float, scale: float, top: float, bottom: float) -> str:
-    """Time in rounds of the slowest stage, marked over all panels."""
-    rounds = until / slowest
-    step = next(s for s in (1, 2, 5, 10, 20, 50) if rounds / s <= _TICKS or s == 50)
+    """Time in forward-and-backward passes of the slowest stage, marked over all panels."""
+    passes = until / slowest
+    step = next(s for s in (1, 2, 5, 10, 20, 50) if passes / s <= _TICKS or s == 50)
     drawn = []
-    for tick in range(0, int(rounds) + 1, step):
+    for tick in range(0, int(passes) + 1, step):
         x = _LEFT + tick * slowest * scale
         drawn.append(path("M", x, top - 4, "V", bottom - 6, class_="rv-axis"))
         drawn.append(text(tick, x, bottom + 8, "rv-small rv-middle"))
@@ -257,7 +257,7 @@ def _axis(until: float, slowest: float, scale: float, top: float, bottom: float)
     return "".join(drawn)
 
 
-def _said(costs: Costs, accumulate: int) -> str:
+def _subtitle(costs: Costs, accumulate: int) -> str:
     """The costs in words, where they are the same everywhere, and the group."""
     group = f"an update every {accumulate} micro-batch{'es'[: 2 * (accumulate > 1)]}"
     if any(len(set(part)) > 1 for part in (costs.forward, costs.backward)):
