@@ -36,7 +36,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _ELSEWHERE = {"RevcompileError": "errors", "capture": "compiler.capture"} | dict.fromkeys(
-    ("Enter", "Fuse", "Leave", "Policy"), "ir"
+    ("Enter", "Fuse", "Leave", "Policy"), "ir.types"
 )
 
 

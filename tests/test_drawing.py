@@ -202,9 +202,7 @@ def test_memory_that_is_given_is_shown() -> None:
     stages = groups(parsed(facts), "rv-stage")
     kept = [[t for t in shown(stage) if t.startswith("keeps")] for stage in stages]
     assert kept == [["keeps nothing"], ["keeps 3.0 MiB"], ["keeps nothing"]]
-    assert ["peak memory", "5.0 GiB"] in json.loads(embedded(details(facts)))["stages"][2][
-        "facts"
-    ]
+    assert ["peak memory", "5.0 GiB"] in json.loads(embedded(details(facts)))["stages"][2]["facts"]
 
 
 def test_mistakes_say_what_to_do(tmp_path: Path) -> None:

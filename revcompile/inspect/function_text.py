@@ -12,18 +12,21 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.module_tree import has_batch_norm
 from revcompile.ir.program import legal
 from revcompile.ir.types import PATH
 
-__all__ = ["Body", "Listing", "module_path", "python_text"]
+__all__ = ["Body", "Listing", "call", "joined", "module_path", "python_text", "slot", "slots"]
 
+_NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
 _FREES: Final = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)
 _WORD: Final = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*")
 _WIDTH: Final = 60
@@ -57,6 +60,20 @@ def _length(module: Any) -> int:
     return len(module) if indexed else 0
 
 
+def _functional(name: re.Match[str]) -> str:
+    """`torch._C._nn.gelu` under the name that people know it by."""
+    known = getattr(F, name[1], None)
+    return f"torch.nn.functional.{name[1]}" if known is getattr(torch._C._nn, name[1]) else name[0]
+
+
+def _common_parent(graph: fx.Graph) -> str:
+    """How the node names of layers begin that are all in one module: `layer1_0_`."""
+    called = [str(node.target).split(".")[:-1] for node in graph.find_nodes(op="call_module")]
+    together = zip(*called, strict=False)
+    shared = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, together)]
+    return f"{legal('.'.join(shared))}_" if shared else ""
+
+
 def _as_fx_prints(path: str) -> str:
     text = "self"
     for name in path.split("."):
@@ -73,7 +90,7 @@ def python_text(graph: fx.Graph, root: nn.Module) -> tuple[str, dict[str, Any]]:
     """A graph's code with readable module paths, and the globals it uses."""
     code = graph.python_code("self")
     paths = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
-    text = code.src.strip()
+    text = _NN_FUNCTION.sub(_functional, code.src.strip())
     for path in sorted(paths, key=lambda path: (-len(path), path)):
         pattern = re.escape(_as_fx_prints(path)) + r"(?![\w.\"])"
         text = re.sub(pattern, module_path(root, path).replace("\\", r"\\"), text)
@@ -86,7 +103,7 @@ class Listing:
 
     def __init__(self, root: nn.Module, taken: Iterable[str]) -> None:
         self.root = root
-        self.functions: dict[str, str] = {}
+        self.functions: list[str] = []
         self.imports: dict[str, tuple[str, str]] = {}
         self.helpers = {*stage_ops.__all__, *ops.__all__, "self", "torch"}
         self.taken = {*taken, *self.helpers}
@@ -109,7 +126,6 @@ class Listing:
         self,
         name: str,
         graph: fx.Graph,
-        prefix: str,
         comment: str,
         casts: Mapping[int, torch.dtype] | None = None,
         arguments: Sequence[str] = (),
@@ -120,14 +136,13 @@ class Listing:
         Args:
             name: What to call it, if that is free.
             graph: What it computes.
-            prefix: Start of node names that the function's variables go without.
             comment: Written behind the first line.
             casts: Types that arguments are cast to first, by position.
             arguments: What they are called, where not as in the graph.
             stores: Does it write buffers?
         """
         name = self.name(name)
-        printed, norms = self._copy(graph, f"{legal(prefix)}_", casts or {}, arguments, stores)
+        printed, norms = self._copy(graph, casts or {}, arguments, stores)
         text, used = python_text(printed, self.root)
         text = without_frees(text)
         for node in norms:
@@ -141,13 +156,12 @@ class Listing:
         first, *lines = text.replace("def forward(", f"def {name}(", 1).split("\n")
         paths = {node.name: _owner(node) for node in printed.nodes}
         lines = list(_with_paths(lines, paths))
-        self.functions[name] = "\n".join([commented(first, comment), *lines])
+        self.functions.append("\n".join([commented(first, comment), *lines]))
         return name
 
     def _copy(
         self,
         graph: fx.Graph,
-        prefix: str,
         casts: Mapping[int, torch.dtype],
         arguments: Sequence[str],
         stores: bool,
@@ -156,7 +170,7 @@ class Listing:
         new = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         norms: list[fx.Node] = []
-        count = 0
+        count, prefix = 0, _common_parent(graph)
         for node in graph.nodes:
             if node.op == "output":
                 result = _as_tuples(fx.map_arg(node.args[0], copies.__getitem__))
@@ -209,12 +223,8 @@ class Listing:
         self.imports[short] = (module, name)
         return short
 
-    def add(self, name: str, text: str) -> None:
-        """Add a function that is printed already."""
-        self.functions[name] = text
-
-    def import_lines(self) -> list[str]:
-        """The import statements of all functions."""
+    def import_text(self) -> list[str]:
+        """The import statements of all functions, if there are any."""
         lines = [f"import {name}" for module, name in self.imports.values() if not module]
         modules: dict[str, list[str]] = {}
         for alias, (module, name) in sorted(self.imports.items()):
@@ -224,7 +234,7 @@ class Listing:
                 )
         for module, names in sorted(modules.items()):
             lines += _wrapped(f"from {module} import ", names)
-        return lines
+        return ["\n".join(lines)] if lines else []
 
 
 def _wrapped(start: str, names: Sequence[str]) -> list[str]:
@@ -363,3 +373,30 @@ def _needed(statement: _Statement, live: set[str]) -> _Statement | None:
         statement.comment,
         effects=False,
     )
+
+
+# -- texts with `{}` for each value that they read ------------------------------------------------
+
+
+def slot(value: str | None) -> str:
+    return "None" if value is None else "{}"
+
+
+def joined(texts: Sequence[str]) -> str:
+    return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+
+
+def slots(values: Iterable[str | None], brackets: bool = False) -> str:
+    """A tuple with a slot for each value; one value alone stands without brackets."""
+    slots = [slot(value) for value in values]
+    return slots[0] if len(slots) == 1 and not brackets else joined(slots)
+
+
+def call(function: str, values: Sequence[str]) -> str:
+    """A call with a slot for each value; functions of stages get `self` first."""
+    slots = ", ".join(["self", *("{}" for _ in values)])
+    if function.endswith(", "):  # `record(F, `
+        return f"{function}{slots})"
+    if function == "total":
+        return f"total({', '.join('{}' for _ in values)})"
+    return f"{function}({slots})"

@@ -8,50 +8,25 @@
 
 The programs that run are the same steps with F inlined (`compiler.lower`), which is what fusion
 and the verifier need. The text here is complete: executed, it gives the same outputs, inputs and
-gradients to the bit, and tests do execute it.
+gradients to the bit, which tests hold. This file writes all but the backward program
+(`source_backward`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from revcompile.inspect.function_text import Body, Listing
+from revcompile.inspect.function_text import Body, Listing, call, slots
 from revcompile.ir import ops
 from revcompile.ir.module_tree import convolves
 from revcompile.ir.program import Part, Partition, Piece, StageProgram, Unit, legal
 from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
-__all__ = ["StageSource", "stage_source"]
+__all__ = ["SourceWriter", "is_piece"]
 
 
-@dataclass(frozen=True)
-class StageSource:
-    """The text of a stage's programs, and the variables that its inputs and outputs are in."""
-
-    text: str
-    variables: dict[str, str]
-
-
-def stage_source(partition: Partition, program: StageProgram) -> StageSource:
-    """Print a stage's programs.
-
-    Args:
-        partition: The stages that the program was lowered from.
-        program: The program of one of them.
-    """
-    writer = _Writer(partition, program)
-    variables = writer.forward()
-    if program.inverse is not None:
-        writer.inverse()
-    _Backward(writer).write()
-    listing = writer.listing
-    imports = "\n".join(listing.import_lines())
-    return StageSource("\n\n".join([imports, *listing.functions.values()]), variables)
-
-
-class _Writer:
+class SourceWriter:
     """Functions of pieces and units, and the forward and inverse programs."""
 
     def __init__(self, partition: Partition, program: StageProgram) -> None:
@@ -72,7 +47,7 @@ class _Writer:
 
     def function(self, piece: Piece, *, again: bool = False) -> str:
         """F of a coupling, or an opaque piece; `again`: without the buffers it writes."""
-        again = again and bool(piece.segment.graph.find_nodes(op="call_function", target=_STORE))
+        again = again and stores(piece)
         role = "again" if again else ""
         if (piece.name, role) in self._named:
             return self._named[piece.name, role]
@@ -93,7 +68,6 @@ class _Writer:
         called = self.listing.add_graph(
             piece.name + ("_again" if again else ""),
             segment.graph,
-            piece.name,
             comment,
             casts,
             arguments=arguments,
@@ -118,7 +92,6 @@ class _Writer:
             self._named[piece.name, role] = self.listing.add_graph(
                 f"{piece.name}_{role}",
                 rearrange.inverse if back else rearrange.forward,
-                piece.name,
                 f"a stream as {piece.name} {'gets' if back else 'reads'} it",
             )
         return self._named[piece.name, role]
@@ -127,11 +100,8 @@ class _Writer:
         """A unit that is differentiated at once as one function of its inputs."""
         if is_piece(unit, self.pieces):
             return self.function(self.pieces[unit.pieces[0]], again=again)
-        stores = any(
-            self.pieces[n].segment.graph.find_nodes(op="call_function", target=_STORE)
-            for n in unit.pieces
-        )
-        role = "unit again" if again and stores else "unit"
+        writes = any(stores(self.pieces[name]) for name in unit.pieces)
+        role = "unit again" if again and writes else "unit"
         if (unit.name, role) not in self._named:
             whole = len(self.program.units) == 1
             name = f"stage_{self.part.index}" if whole else "_to_".join(unit.name.split(" .. "))
@@ -141,8 +111,8 @@ class _Writer:
             for piece in unit.pieces:
                 self.compute(body, self.pieces[piece], values, again=again)
             outputs = [values[output] for output in self.unit_outputs(unit)]
-            text, _ = body.text(name, _tuple(outputs), outputs, self.listing.taken, unit.name)
-            self.listing.add(name, text)
+            text, _ = body.text(name, slots(outputs), outputs, self.listing.taken, unit.name)
+            self.listing.functions.append(text)
             self._named[unit.name, role] = name
         return self._named[unit.name, role]
 
@@ -177,7 +147,7 @@ class _Writer:
         segment, called = piece.segment, self.function(piece, again=again)
         if not isinstance(segment, Coupling):
             reads = [values[name] for name in segment.inputs]
-            body.assign(segment.outputs, (_call(called, reads), reads))
+            body.assign(segment.outputs, (call(called, reads), reads))
             values |= {name: name for name in segment.outputs}
             return
         assert piece.grid is not None
@@ -191,10 +161,10 @@ class _Writer:
             names = [f"arranged {name}" for name in segment.streams_in]
             shapes = f"{piece.name} shapes"
             for stream, name, shape in ((a, names[0], shapes), (b, names[1], "_")):
-                body.assign([name, shape], (_call(arrange, [stream, *sides]), [stream, *sides]))
+                body.assign([name, shape], (call(arrange, [stream, *sides]), [stream, *sides]))
             a, b = names
         sides = [values[name] for name in segment.sides]
-        branch, reads = _call(called, [b, *sides]), [b, *sides]
+        branch, reads = call(called, [b, *sides]), [b, *sides]
         if segment.extras:
             result = f"F of {piece.name}"
             body.assign([result, *segment.extras], (branch, reads))
@@ -234,28 +204,28 @@ class _Writer:
             elif unit.keep is Keep.INPUT and not is_piece(unit, self.pieces):
                 reads = [*self.unit_key(unit), *(values[name] for name in unit.inputs)]
                 outputs = self.unit_outputs(unit)
-                body.assign(outputs, (_call(self.unit_function(unit), reads), reads))
+                body.assign(outputs, (call(self.unit_function(unit), reads), reads))
                 values |= {name: name for name in outputs}
             else:
                 self.compute(body, self.pieces[unit.pieces[0]], values)
         outputs = [values[name] for name in self.part.outputs]
         kept = [values.get(name, name) for name in program.kept]
-        result = f"{_tuple(outputs, brackets=True)}, {_tuple(kept, brackets=True)}"
+        result = f"{slots(outputs, brackets=True)}, {slots(kept, brackets=True)}"
         taken = self.listing.taken
         result += "  # outputs, kept for backward"
         text, variables = body.text("forward", result, [*outputs, *kept], taken)
-        self.listing.add("forward", text)
+        self.listing.functions.append(text)
         return {name: variables[name] for name in (*self.part.inputs, *outputs)}
 
     def _record(self, body: Body, unit: Unit, index: int, values: dict[str, str]) -> None:
         """Run a unit with autograd on; its leaves and the ends of its graph are kept."""
-        leaf, record, detached = map(self.listing.use, ("leaf", "record", "detached"))
+        record, detached = map(self.listing.use, ("record", "detached"))
         reads = []
         for name in unit.inputs:
             if self.partition.requires_grad(name):
                 kept = f"{name} leaf {index}"
                 body.hints[kept] = f"{self.hints.get(name, name)}_leaf"
-                body.assign([kept], (f"{leaf}({{}})", [values[name]]))
+                body.assign([kept], (f"{self.listing.use('leaf')}({{}})", [values[name]]))
                 reads.append(kept)
             else:
                 reads.append(values[name])
@@ -265,7 +235,7 @@ class _Writer:
         outputs = self.unit_outputs(unit)
         recorded = [name for name in outputs if self.partition.requires_grad(name)]
         ends = [f"{name} graph" if name in recorded else name for name in outputs]
-        body.assign(ends, (_call(f"{record}({self.unit_function(unit)}, ", reads), reads))
+        body.assign(ends, (call(f"{record}({self.unit_function(unit)}, ", reads), reads))
         for name in recorded:
             read = (f"{detached}({{}})", [f"{name} graph"])
             body.assign([name], read, effects=False)
@@ -286,7 +256,7 @@ class _Writer:
             self.reseed(body, piece.name)
             b, y = (values[name] for name in segment.streams_out)
             reads = [b, *(values[name] for name in segment.sides)]
-            branch = _call(self.function(piece, again=True), reads)
+            branch = call(self.function(piece, again=True), reads)
             branch += "[0]" if segment.extras else ""
             names = segment.streams_in
             if segment.rearrange is not None:
@@ -302,180 +272,18 @@ class _Writer:
                 restore, shapes = self.arrangement(piece, back=True), f"{piece.name} shapes"
                 body.assign(
                     segment.streams_in,
-                    *((_call(restore, [name, shapes]), [name, shapes]) for name in names),
+                    *((call(restore, [name, shapes]), [name, shapes]) for name in names),
                     effects=False,
                 )
             streams = segment.streams_in
             values |= {name: name for name in streams}
-        text, _ = body.text("inverse", _tuple(streams), streams, self.listing.taken)
-        self.listing.add("inverse", text)
+        text, _ = body.text("inverse", slots(streams), streams, self.listing.taken)
+        self.listing.functions.append(text)
 
 
-class _Backward:
-    """The backward program: the same walk as `compiler.lower.backward`, in calls of functions."""
-
-    def __init__(self, writer: _Writer) -> None:
-        self.writer, self.program = writer, writer.program
-        self.partition, self.part = writer.partition, writer.part
-        self.use = writer.listing.use
-        self.is_last = self.part.index == len(self.partition.parts) - 1
-        self.arriving = [f"grad {name}" for name in self.program.outputs_with_grad]
-        kept = [f"kept {name}" for name in self.program.kept]
-        self.hints = dict(writer.hints)
-        self.hints |= {f"kept {n}": self.hints.get(n, n) for n in self.program.kept}
-        arguments = [*kept, *self.program.needs_back, *self.arriving]
-        self.body = Body([*writer.key, *arguments], self.hints)
-        self.values: dict[str, str] = {}
-        self.gradients = {name: [f"grad {name}"] for name in self.program.outputs_with_grad}
-        self.count = 0
-        for name, gradient in zip(self.program.outputs_with_grad, self.arriving, strict=True):
-            self.hints[gradient] = self._gradient_hint(name)
-
-    def _gradient_hint(self, name: str) -> str:
-        hint = self.hints.get(name, name)
-        return f"d{hint}" if hint in ("a", "b") else f"d_{hint}"
-
-    def _new_gradient(self, name: str) -> str:
-        self.count += 1
-        made = f"grad {name} {self.count}"
-        self.hints[made] = self._gradient_hint(name)
-        return made
-
-    def value(self, name: str) -> str:
-        """A live value: rebuilt, sent back by the next stage, or kept."""
-        if name not in self.values:
-            comes_back = name in self.part.outputs and not self.is_last
-            self.values[name] = name if comes_back else f"kept {name}"
-        return self.values[name]
-
-    def gradient(self, name: str) -> str | None:
-        """The sum of a value's gradients so far."""
-        terms = self.gradients.get(name, [])
-        if len(terms) > 1:
-            summed = self._new_gradient(name)
-            self.body.assign([summed], (_call(self.use("total"), terms), terms), effects=False)
-            self.gradients[name] = terms = [summed]
-        return terms[0] if terms else None
-
-    def add_gradient(self, name: str, gradient: str) -> None:
-        if self.partition.requires_grad(name):
-            self.gradients.setdefault(name, []).append(gradient)
-
-    def write(self) -> None:
-        """Print the program."""
-        program, body = self.program, self.body
-        body.assign(["grads"], ("{{}}", []))
-        for index, unit in reversed(list(enumerate(program.units))):
-            if unit.keep is Keep.NOTHING:
-                self._uncouple(self.writer.pieces[unit.pieces[0]])
-            else:
-                self._vjp(unit, index)
-        values = [self.value(name) for name in program.sends_back]
-        gradients = [self.gradient(name) for name in program.inputs_with_grad]
-        present = [gradient for gradient in gradients if gradient is not None]
-        sent = _tuple(gradients, brackets=True)
-        result = f"{_tuple(values, brackets=True)}, {sent}, {{}}"
-        result += "  # sent back: values, gradients; gradients of parameters"
-        taken = self.writer.listing.taken
-        text, _ = body.text("backward", result, [*values, *present, "grads"], taken)
-        self.writer.listing.add("backward", text)
-
-    def _vjp(self, unit: Unit, index: int) -> None:
-        """Through the graph that forward kept, or through one made from the kept inputs."""
-        writer, body = self.writer, self.body
-        outputs = writer.unit_outputs(unit)
-        given = [self.gradient(name) for name in outputs]
-        if not any(given):
-            return
-        with_grad = [name for name in unit.inputs if self.partition.requires_grad(name)]
-        targets = {name: self._new_gradient(name) for name in with_grad}
-        if unit.keep is Keep.GRAPH:
-            ends = [f"kept {n} graph" for n, g in zip(outputs, given, strict=True) if g]
-            leaves = [f"kept {name} leaf {index}" for name in with_grad]
-            present = [gradient for gradient in given if gradient]
-            text = ", ".join(_tuple(group, brackets=True) for group in (ends, present, leaves))
-            text = f"{self.use('accumulate_vjp')}(self, {text}, {{}})"
-            body.assign(
-                list(targets.values()),
-                (text, [*ends, *present, *leaves, "grads"]),
-                comment=unit.name,
-            )
-        else:
-            self.values |= {name: f"kept {name}" for name in unit.inputs}
-            if is_piece(unit, writer.pieces):
-                writer.reseed(body, unit.pieces[0])
-            leaf = self.use("leaf") if with_grad else "leaf"
-            inputs = [f"{leaf}({{}})" if name in targets else "{}" for name in unit.inputs]
-            key = writer.unit_key(unit)
-            called = writer.unit_function(unit, again=True)
-            reads = [*key, *(self.values[name] for name in unit.inputs)]
-            arguments = _joined([*("{}" for _ in key), *inputs])
-            text = f"{called}, self, {arguments}, {_tuple(given, brackets=True)}, {{}}"
-            body.assign(
-                [*("_" for _ in key), *(targets.get(name, "_") for name in unit.inputs)],
-                (f"{self.use('recompute_vjp')}({text})", [*reads, *filter(None, given), "grads"]),
-                comment=unit.name,
-            )
-        for name, gradient in targets.items():
-            self.add_gradient(name, gradient)
-
-    def _uncouple(self, piece: Piece) -> None:
-        writer, body, segment = self.writer, self.body, piece.segment
-        assert isinstance(segment, Coupling) and piece.grid is not None
-        b, y = map(self.value, segment.streams_out)
-        grid = self.value(piece.grid)
-        sides = {name: self.value(name) for name in segment.sides}
-        with_grad = [name for name in sides if self.partition.requires_grad(name)]
-        of_b, of_y = map(self.gradient, segment.streams_out)
-        extras = [self.gradient(name) for name in segment.extras]
-        writer.reseed(body, piece.name)
-        names = segment.streams_in
-        if segment.rearrange is not None:
-            names = (f"arranged {names[0]}", f"arranged {names[1]}")
-        gradients = [self._new_gradient(name) for name in segment.streams_in]
-        of_sides = {name: self._new_gradient(name) for name in with_grad}
-        leaf = self.use("leaf") if with_grad else "leaf"
-        given = [f"{leaf}({{}})" if name in of_sides else "{}" for name in sides]
-        arguments = ["{}", "{}", _slot(of_b), _slot(of_y), "{}", "{}", *given]
-        if extras:
-            arguments.append(f"extras={_tuple(extras, brackets=True)}")
-        called = writer.function(piece, again=True)
-        reads = [b, y, of_b, of_y, grid, "grads", *sides.values(), *extras]
-        body.assign(
-            [*names, *gradients, *(of_sides.get(name, "_") for name in sides)],
-            (
-                f"{self.use('uncouple')}({', '.join([called, 'self', *arguments])})",
-                [value for value in reads if value is not None],
-            ),
-            comment=piece.name,
-        )
-        if segment.rearrange is not None:
-            gradients = self._restore(piece, names, gradients)
-        self.values |= {name: name for name in segment.streams_in}
-        for name, gradient, is_given in zip(
-            segment.streams_in, gradients, (of_y is not None, True), strict=True
-        ):
-            if is_given:
-                self.add_gradient(name, gradient)
-        for name, gradient in of_sides.items():
-            self.add_gradient(name, gradient)
-
-    def _restore(self, piece: Piece, names: Sequence[str], gradients: list[str]) -> list[str]:
-        """A rearrangement only moves elements, so gradients go back as values do."""
-        assert isinstance(piece.segment, Coupling)
-        restore, shapes = self.writer.arrangement(piece, back=True), f"kept {piece.name} shapes"
-        zeros, b = self.use("zeros_if_none"), names[1]
-        restored = [self._new_gradient(name) for name in piece.segment.streams_in]
-        text = f"{restore}(self, {zeros}({{}}, {{}}), {{}})"
-        for target, gradient in zip(restored, gradients, strict=True):
-            self.body.assign([target], (text, [gradient, b, shapes]), effects=False)
-        for target, name in zip(piece.segment.streams_in, names, strict=True):
-            value = (_call(restore, [name, shapes]), [name, shapes])
-            self.body.assign([target], value, effects=False)
-        return restored
-
-
-_STORE = ops.store_buffer
+def stores(piece: Piece) -> bool:
+    """Does a piece write buffers? Backward, which computes it again, must not."""
+    return bool(piece.segment.graph.find_nodes(op="call_function", target=ops.store_buffer))
 
 
 def is_piece(unit: Unit, pieces: dict[str, Piece]) -> bool:
@@ -499,27 +307,3 @@ def _hints(partition: Partition) -> dict[str, str]:
             if piece.grid is not None:
                 hints[piece.grid] = "grid"
     return hints
-
-
-def _slot(value: str | None) -> str:
-    return "None" if value is None else "{}"
-
-
-def _joined(texts: Sequence[str]) -> str:
-    return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
-
-
-def _tuple(values: Iterable[str | None], brackets: bool = False) -> str:
-    """A tuple with a slot for each value; one value alone stands without brackets."""
-    slots = [_slot(value) for value in values]
-    return slots[0] if len(slots) == 1 and not brackets else _joined(slots)
-
-
-def _call(function: str, values: Sequence[str]) -> str:
-    """A call with a slot for each value; functions of stages get `self` first."""
-    slots = ", ".join(["self", *("{}" for _ in values)])
-    if function.endswith(", "):  # `record(F, `
-        return f"{function}{slots})"
-    if function == "total":
-        return f"total({', '.join('{}' for _ in values)})"
-    return f"{function}({slots})"
