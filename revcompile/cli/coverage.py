@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from revcompile.cli.models import add_model, load, rewired
-from revcompile.cli.output import print_json, print_text
+from revcompile.cli.output import say, say_json
 
 if TYPE_CHECKING:
     from revcompile.ir.types import Cost, Rewired
@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     net = rewired(load(args), args).rewired
     segment_costs = costs(net)
     if args.json:
-        print_json(_facts(net, segment_costs))
+        say_json(_facts(net, segment_costs))
     else:
-        print_text(summary_text(net, segment_costs))
+        say(summary_text(net, segment_costs))
     return 0 if net.couplings else 1
 
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from revcompile.cli.models import add_model, add_stages, load, staged
-from revcompile.cli.output import print_json, print_text
+from revcompile.cli.output import say, say_json
 from revcompile.errors import InputError
 
 __all__ = ["add", "run"]
@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
     if args.schedule is not None:
         written.append(net.draw_schedule(args.schedule))
     names = [str(path) for path in written]
-    print_json({"written": names}) if args.json else print_text("\n".join(names))
+    say_json({"written": names}) if args.json else say("\n".join(names))
     return 0

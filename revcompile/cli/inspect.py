@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from revcompile.cli.models import add_model, add_stages, load, staged
-from revcompile.cli.output import print_json, print_text
+from revcompile.cli.output import say, say_json
 from revcompile.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,22 +30,22 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, or the detail asked for by an option."""
+    """Print the table of stages, or the detail that an option names."""
     net = staged(load(args), args)
     if args.explain is not None:
         explanation = net.explain(args.explain)
-        print_json(dataclasses.asdict(explanation)) if args.json else print_text(explanation)
+        say_json(dataclasses.asdict(explanation)) if args.json else say(explanation)
     elif args.code is not None:
         code = _stage(net, args.code).source(args.verbose)
-        print_json({"stage": args.code, "code": code}) if args.json else print_text(code)
+        say_json({"stage": args.code, "code": code}) if args.json else say(code)
     elif args.program is not None:
         actions = _stage(net, args.program).program
         listed = {"stage": args.program, "actions": [str(action) for action in actions]}
-        print_json(listed) if args.json else print_text(actions)
+        say_json(listed) if args.json else say(actions)
     elif args.json:
-        print_json(_facts(net, args.batch))
+        say_json(_facts(net, args.batch))
     else:
-        print_text(net.summary(args.batch))
+        say(net.summary(args.batch))
     return 0
 
 

@@ -7,17 +7,17 @@ import math
 import sys
 from typing import Any
 
-__all__ = ["print_json", "print_text"]
+__all__ = ["say", "say_json"]
 
 
-def print_text(text: object) -> None:
+def say(text: object) -> None:
     """Write a result to stdout."""
     sys.stdout.write(f"{text}\n")
 
 
-def print_json(value: Any) -> None:
+def say_json(value: Any) -> None:
     """Write a result as JSON; infinities and NaN, which JSON has not, become null."""
-    print_text(json.dumps(_finite(value), indent=2))
+    say(json.dumps(_finite(value), indent=2))
 
 
 def _finite(value: Any) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from revcompile.cli.models import add_model, load, rewired
-from revcompile.cli.output import print_json, print_text
+from revcompile.cli.output import say, say_json
 from revcompile.cli.units import bandwidth, count, rate, seconds, size
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         optimizer_copies=2 if args.adam else 1,
         buffer_bytes=_BUFFERS[args.buffers] if args.buffers else None,
     )
-    print_json(_facts(loaded.name, args, cut, found)) if args.json else print_text(
+    say_json(_facts(loaded.name, args, cut, found)) if args.json else say(
         _table(loaded.name, args, found)
     )
     return 1 if args.memory and not any(one.fits for one in found) else 0

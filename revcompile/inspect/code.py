@@ -1,4 +1,4 @@
-"""One stage to read: its generated programs as Python, and its list of actions in words."""
+"""A stage as text: its programs as Python, and its list of actions."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _without_result(call: re.Match[str]) -> str:
 
 
 class ActionList(tuple[Action, ...]):
-    """What a stage does, in order; as text in words, a line for each micro-batch that enters."""
+    """What a stage does, in order; printed, a line for each micro-batch that enters."""
 
-    words: Mapping[Op, str]
+    texts: Mapping[Op, str]
 
     def __str__(self) -> str:
         lines: list[list[str]] = [[]]
@@ -78,18 +78,18 @@ class ActionList(tuple[Action, ...]):
             enters = Op.FORWARD if before is None or before.op is not Op.RECV_X else None
             if action.op in (Op.RECV_X, enters) and lines[-1]:
                 lines.append([])
-            lines[-1].append(self._word(action))
+            lines[-1].append(self._text(action))
         return "\n".join(" · ".join(line) for line in lines)
 
-    def _word(self, action: Action) -> str:
+    def _text(self, action: Action) -> str:
         peer = "" if action.peer is None else f" stage {action.peer}"
-        return self.words[action.op].format(action.index) + peer
+        return self.texts[action.op].format(action.index) + peer
 
 
 def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:
-    """A stage's actions, in the words that fit its program."""
-    found = ActionList(actions)
-    found.words = {
+    """A stage's actions, printed with what its backward pass consists of."""
+    listed = ActionList(actions)
+    listed.texts = {
         Op.RECV_X: "RECV x,m{}",
         Op.FORWARD: "FORWARD m{}",
         Op.SEND_Y: "SEND y,m{}",
@@ -103,7 +103,7 @@ def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:
         Op.SEND_TIED_WEIGHT: "SEND tied weight,u{} to",
         Op.RECV_TIED_WEIGHT: "RECV tied weight,u{} from",
     }
-    return found
+    return listed
 
 
 def _backward(program: StageProgram) -> str:

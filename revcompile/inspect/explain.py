@@ -234,8 +234,8 @@ class _Explainer:
 
     def _keeps(self) -> str:
         """What is kept between forward and backward for the unit the piece belongs to."""
-        program, name = self.program, self.piece.name
-        unit = next(unit for unit in program.units if name in unit.pieces)
+        program = self.program
+        unit = next(unit for unit in program.units if self.piece in unit.pieces)
         in_flight = window(program.method, program.stages, self.part.index)
         count = f"{in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
         if unit.keep is Keep.NOTHING:

@@ -147,10 +147,9 @@ class Listing:
         text = without_frees(text)
         for node in norms:
             layer = module_path(self.root, str(node.target))
-            called = self.use("call_norm")
-            text = text.replace(
-                f"    {node.name} = {layer}(", f"    {node.name} = {called}({layer}, "
-            )
+            start = f"    {node.name} = {layer}("
+            assert start in text, f"{node.name} is not printed as a call of {layer}"
+            text = text.replace(start, f"    {node.name} = {self.use('call_norm')}({layer}, ")
         for alias, value in used.items():
             text = re.sub(rf"(?<![\w.]){alias}\b", self._imported(alias, value), text)
         first, *lines = text.replace("def forward(", f"def {name}(", 1).split("\n")
@@ -217,7 +216,7 @@ class Listing:
         if module == "builtins":
             return alias
         if getattr(sys.modules.get(module), name, None) is not value:
-            return alias  # not importable: whoever runs the text has to provide it
+            return alias  # not importable: has to be provided where the text is executed
         # variables avoid the short names of our own functions; FX keeps them off other aliases
         short = name if module in (ops.__name__, stage_ops.__name__) else alias
         self.imports[short] = (module, name)

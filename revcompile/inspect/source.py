@@ -8,7 +8,7 @@
 
 The programs that run are the same steps with F inlined (`compiler.lower`), which is what fusion
 and the verifier need. The text here is complete: executed, it gives the same outputs, inputs and
-gradients to the bit, which tests hold. This file writes all but the backward program
+gradients to the bit (`tests/test_source.py`). This file writes all but the backward program
 (`source_backward`).
 """
 
@@ -32,16 +32,15 @@ class SourceWriter:
     def __init__(self, partition: Partition, program: StageProgram) -> None:
         self.partition, self.program = partition, program
         self.part: Part = partition.parts[program.index]
-        self.pieces = {piece.name: piece for piece in self.part.pieces}
-        self.places = {piece.name: place for place, piece in enumerate(self.part.pieces)}
+        self.places = {id(piece): place for place, piece in enumerate(self.part.pieces)}
         self.listing = Listing(partition.rewired.root, ["forward", "inverse", "backward"])
         self.hints = _hints(partition)
         self.draws = [name for unit in program.units for name in unit.random]
         self.key = ["key"] if self.draws else []
-        self._named: dict[tuple[str, str], str] = {}
+        self._named: dict[tuple[int, str], str] = {}
         for unit in program.units:  # printed first, in the order in which they run
-            for name in unit.pieces:
-                self.function(self.pieces[name])
+            for piece in unit.pieces:
+                self.function(piece)
 
     # -- functions ----------------------------------------------------------------------------
 
@@ -49,8 +48,8 @@ class SourceWriter:
         """F of a coupling, or an opaque piece; `again`: without the buffers it writes."""
         again = again and stores(piece)
         role = "again" if again else ""
-        if (piece.name, role) in self._named:
-            return self._named[piece.name, role]
+        if (id(piece), role) in self._named:
+            return self._named[id(piece), role]
         segment, partition = piece.segment, self.partition
         if isinstance(segment, Coupling):
             dtype = partition.low_precision(segment.streams_in[0])
@@ -73,7 +72,7 @@ class SourceWriter:
             arguments=arguments,
             stores=not again,
         )
-        self._named[piece.name, role] = called
+        self._named[id(piece), role] = called
         return called
 
     def _class(self, piece: Piece) -> str:
@@ -86,64 +85,63 @@ class SourceWriter:
     def arrangement(self, piece: Piece, *, back: bool) -> str:
         """The function that rearranges a stream for a coupling, or the one that undoes it."""
         role = "restore" if back else "arrange"
-        if (piece.name, role) not in self._named:
+        if (id(piece), role) not in self._named:
             assert isinstance(piece.segment, Coupling) and piece.segment.rearrange is not None
             rearrange = piece.segment.rearrange
-            self._named[piece.name, role] = self.listing.add_graph(
+            self._named[id(piece), role] = self.listing.add_graph(
                 f"{piece.name}_{role}",
                 rearrange.inverse if back else rearrange.forward,
-                f"a stream as {piece.name} {'gets' if back else 'reads'} it",
+                f"a stream {'back from' if back else 'in'} the arrangement of {piece.name}",
             )
-        return self._named[piece.name, role]
+        return self._named[id(piece), role]
 
     def unit_function(self, unit: Unit, *, again: bool = False) -> str:
         """A unit that is differentiated at once as one function of its inputs."""
-        if is_piece(unit, self.pieces):
-            return self.function(self.pieces[unit.pieces[0]], again=again)
-        writes = any(stores(self.pieces[name]) for name in unit.pieces)
+        if is_piece(unit):
+            return self.function(unit.pieces[0], again=again)
+        writes = any(map(stores, unit.pieces))
         role = "unit again" if again and writes else "unit"
-        if (unit.name, role) not in self._named:
+        if (id(unit), role) not in self._named:
             whole = len(self.program.units) == 1
             name = f"stage_{self.part.index}" if whole else "_to_".join(unit.name.split(" .. "))
             name = self.listing.name(name + ("_again" if role != "unit" else ""))
             body = Body([*self.unit_key(unit), *unit.inputs], self.hints)
             values = {value: value for value in unit.inputs}
             for piece in unit.pieces:
-                self.compute(body, self.pieces[piece], values, again=again)
+                self.compute(body, piece, values, again=again)
             outputs = [values[output] for output in self.unit_outputs(unit)]
             text, _ = body.text(name, slots(outputs), outputs, self.listing.taken, unit.name)
             self.listing.functions.append(text)
-            self._named[unit.name, role] = name
-        return self._named[unit.name, role]
+            self._named[id(unit), role] = name
+        return self._named[id(unit), role]
 
     def unit_key(self, unit: Unit) -> list[str]:
         """`key`, if the unit's function has to seed random numbers itself."""
-        return ["key"] if unit.random and not is_piece(unit, self.pieces) else []
+        return ["key"] if unit.random and not is_piece(unit) else []
 
     def unit_outputs(self, unit: Unit) -> list[str]:
         """What the unit's function returns."""
-        if is_piece(unit, self.pieces):
-            return list(self.pieces[unit.pieces[0]].segment.outputs)
+        if is_piece(unit):
+            return list(unit.pieces[0].segment.outputs)
         later = self.program.units[self.program.units.index(unit) + 1 :]
         read = {name for after in later for name in after.inputs}
         read |= {*self.part.outputs, *self.program.kept}
         read |= {name.removesuffix(" graph") for name in self.program.kept}
-        made = dict.fromkeys(n for piece in unit.pieces for n in self.pieces[piece].outputs)
-        return [name for name in made if name in read]
+        return [name for name in unit.outputs if name in read]
 
     # -- pieces -------------------------------------------------------------------------------
 
-    def reseed(self, body: Body, piece: str) -> None:
+    def reseed(self, body: Body, piece: Piece) -> None:
         """Seed the random numbers of a piece that may draw some."""
-        if piece in self.draws:
+        if piece.name in self.draws:
             helper = self.listing.use("reseed")
-            body.assign([], (f"{helper}({{}}, {self.places[piece]})", ["key"]))
+            body.assign([], (f"{helper}({{}}, {self.places[id(piece)]})", ["key"]))
 
     def compute(
         self, body: Body, piece: Piece, values: dict[str, str], *, again: bool = False
     ) -> None:
         """Run a piece; `values` says where live values are."""
-        self.reseed(body, piece.name)
+        self.reseed(body, piece)
         segment, called = piece.segment, self.function(piece, again=again)
         if not isinstance(segment, Coupling):
             reads = [values[name] for name in segment.inputs]
@@ -201,13 +199,13 @@ class SourceWriter:
         for index, unit in enumerate(program.units):
             if unit.keep is Keep.GRAPH:
                 self._record(body, unit, index, values)
-            elif unit.keep is Keep.INPUT and not is_piece(unit, self.pieces):
+            elif unit.keep is Keep.INPUT and not is_piece(unit):
                 reads = [*self.unit_key(unit), *(values[name] for name in unit.inputs)]
                 outputs = self.unit_outputs(unit)
                 body.assign(outputs, (call(self.unit_function(unit), reads), reads))
                 values |= {name: name for name in outputs}
             else:
-                self.compute(body, self.pieces[unit.pieces[0]], values)
+                self.compute(body, unit.pieces[0], values)
         outputs = [values[name] for name in self.part.outputs]
         kept = [values.get(name, name) for name in program.kept]
         result = f"{slots(outputs, brackets=True)}, {slots(kept, brackets=True)}"
@@ -229,7 +227,7 @@ class SourceWriter:
                 reads.append(kept)
             else:
                 reads.append(values[name])
-        if is_piece(unit, self.pieces):
+        if is_piece(unit):
             self.reseed(body, unit.pieces[0])
         reads = [*self.unit_key(unit), *reads]
         outputs = self.unit_outputs(unit)
@@ -250,10 +248,10 @@ class SourceWriter:
         minus = self.listing.use("minus")
         streams: Sequence[str] = ()
         for unit in reversed(program.units):
-            piece = self.pieces[unit.pieces[0]]
+            piece = unit.pieces[0]
             segment = piece.segment
             assert isinstance(segment, Coupling) and piece.grid is not None
-            self.reseed(body, piece.name)
+            self.reseed(body, piece)
             b, y = (values[name] for name in segment.streams_out)
             reads = [b, *(values[name] for name in segment.sides)]
             branch = call(self.function(piece, again=True), reads)
@@ -286,9 +284,9 @@ def stores(piece: Piece) -> bool:
     return bool(piece.segment.graph.find_nodes(op="call_function", target=ops.store_buffer))
 
 
-def is_piece(unit: Unit, pieces: dict[str, Piece]) -> bool:
+def is_piece(unit: Unit) -> bool:
     """Is a unit a single opaque piece, whose function serves for both?"""
-    return len(unit.pieces) == 1 and not pieces[unit.pieces[0]].reversible
+    return len(unit.pieces) == 1 and not unit.reversible
 
 
 def _hints(partition: Partition) -> dict[str, str]:

@@ -73,7 +73,7 @@ class BackwardWriter:
         body.assign(["grads"], ("{{}}", []))
         for index, unit in reversed(list(enumerate(program.units))):
             if unit.keep is Keep.NOTHING:
-                self._uncouple(self.writer.pieces[unit.pieces[0]])
+                self._uncouple(unit.pieces[0])
             else:
                 self._vjp(unit, index)
         values = [self.value(name) for name in program.sends_back]
@@ -108,7 +108,7 @@ class BackwardWriter:
             )
         else:
             self.values |= {name: f"kept {name}" for name in unit.inputs}
-            if is_piece(unit, writer.pieces):
+            if is_piece(unit):
                 writer.reseed(body, unit.pieces[0])
             leaf = self.use("leaf") if with_grad else "leaf"
             inputs = [f"{leaf}({{}})" if name in targets else "{}" for name in unit.inputs]
@@ -134,7 +134,7 @@ class BackwardWriter:
         with_grad = [name for name in sides if self.partition.requires_grad(name)]
         of_b, of_y = map(self.gradient, segment.streams_out)
         extras = [self.gradient(name) for name in segment.extras]
-        writer.reseed(body, piece.name)
+        writer.reseed(body, piece)
         names = segment.streams_in
         if segment.rearrange is not None:
             names = (f"arranged {names[0]}", f"arranged {names[1]}")

@@ -17,7 +17,7 @@ __all__ = ["BlockView", "Memory", "StageView", "modules_of", "stage_views"]
 
 
 class Memory(Protocol):
-    """What a stage holds at its peak, in bytes."""
+    """The peak memory of a stage, in bytes."""
 
     @property
     def buffers(self) -> int:

@@ -167,14 +167,34 @@ class Port:
 class Unit:
     """What is differentiated at once: a coupling, a run of opaque pieces, or a whole stage."""
 
-    name: str
-    pieces: tuple[str, ...]
-    reversible: bool
+    pieces: tuple[Piece, ...]
     keep: Keep
+    parameters: tuple[str, ...]
     random: tuple[str, ...]
     """Pieces that may draw random numbers."""
-    inputs: tuple[str, ...] = ()
-    """Live values it reads."""
+
+    @property
+    def name(self) -> str:
+        """The piece's name, or those of the first and the last."""
+        first, last = self.pieces[0].name, self.pieces[-1].name
+        return first if len(self.pieces) == 1 else f"{first} .. {last}"
+
+    @property
+    def reversible(self) -> bool:
+        """Are all pieces couplings?"""
+        return all(piece.reversible for piece in self.pieces)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Live values read from outside."""
+        computed = set(self.outputs)
+        read = dict.fromkeys(name for piece in self.pieces for name in piece.inputs)
+        return tuple(name for name in read if name not in computed)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Live values computed."""
+        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from revcompile.compiler.lower.backward import backward
 from revcompile.compiler.lower.forward import forward_graph, inverse_graph
-from revcompile.compiler.lower.units import groups
+from revcompile.compiler.lower.units import units_of
 from revcompile.ir.program import Partition, Port, StageProgram
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Keep, Method
@@ -41,14 +41,14 @@ def lower(
         return Port(name, tensor, partition.requires_grad(name))
 
     for part, keep in zip(partition.parts, keeps, strict=True):
-        units = groups(partition, part, keep)
+        units = units_of(partition, part, keep)
         back = backward(partition, part, units, sends_back)
         programs.append(
             StageProgram(
                 index=part.index,
                 stages=len(partition.parts),
                 method=method,
-                units=tuple(unit.unit() for unit in units),
+                units=units,
                 inputs=tuple(map(port, part.inputs)),
                 outputs=tuple(map(port, part.outputs)),
                 kept=back.kept,

@@ -17,9 +17,8 @@ from torch import fx
 
 from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.lower.forward import graph_of, leaf_of, shapes_of
-from revcompile.compiler.lower.units import Group
 from revcompile.ir import stage_ops
-from revcompile.ir.program import Part, Partition, Piece
+from revcompile.ir.program import Part, Partition, Piece, Unit
 from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
@@ -37,7 +36,7 @@ class Backward:
 
 
 def backward(
-    partition: Partition, part: Part, units: Sequence[Group], sends_back: Iterable[str]
+    partition: Partition, part: Part, units: Sequence[Unit], sends_back: Iterable[str]
 ) -> Backward:
     """Turns values and gradients of a stage's outputs into those of its inputs.
 
@@ -100,7 +99,7 @@ class _Walk:
 
     # -- units --------------------------------------------------------------------------------
 
-    def step_back(self, unit: Group, index: int) -> None:
+    def step_back(self, unit: Unit, index: int) -> None:
         """Compute values and gradients of a unit's inputs from those of its outputs."""
         if unit.keep is Keep.NOTHING:
             (piece,) = unit.pieces
@@ -118,7 +117,7 @@ class _Walk:
         self._vjp(unit, ends, leaves)
 
     def _recompute(
-        self, unit: Group, outputs: Sequence[str]
+        self, unit: Unit, outputs: Sequence[str]
     ) -> tuple[dict[str, fx.Node], dict[str, fx.Node]]:
         """Run a unit again from its kept input with autograd on."""
         emitter = self.emitter
@@ -133,7 +132,7 @@ class _Walk:
         emitter.values = outside
         return ends, leaves
 
-    def _vjp(self, unit: Group, ends: dict[str, fx.Node], leaves: dict[str, fx.Node]) -> None:
+    def _vjp(self, unit: Unit, ends: dict[str, fx.Node], leaves: dict[str, fx.Node]) -> None:
         emitter = self.emitter
         results = emitter.call(
             stage_ops.vjp,
@@ -147,12 +146,12 @@ class _Walk:
             self.add_gradient(name, emitter.item(results, index, name=f"grad_{name}"))
         self._add_parameter_gradients(unit, results, len(leaves))
 
-    def _add_parameter_gradients(self, unit: Group, results: fx.Node, start: int) -> None:
+    def _add_parameter_gradients(self, unit: Unit, results: fx.Node, start: int) -> None:
         for index, name in enumerate(unit.parameters, start):
             gradient = self.emitter.item(results, index, name=f"grad_{name}")
             self.of_parameters.setdefault(name, []).append(gradient)
 
-    def _uncouple(self, piece: Piece, unit: Group) -> None:
+    def _uncouple(self, piece: Piece, unit: Unit) -> None:
         """`(b, y) -> (y - F(b), b)` and the gradient, with one graph of F."""
         emitter, segment = self.emitter, piece.segment
         assert isinstance(segment, Coupling) and piece.grid is not None

@@ -9,10 +9,9 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.lower.units import Group
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.module_tree import convolves, has_batch_norm
-from revcompile.ir.program import Partition, Piece, legal
+from revcompile.ir.program import Partition, Piece, Unit, legal
 from revcompile.ir.types import TYPE, Coupling, Rearrange, TensorType
 
 __all__ = ["Emitter"]
@@ -64,9 +63,9 @@ class Emitter:
         hint = legal(name) if name else None
         return self.graph.create_node("call_function", function, args, name=hint)
 
-    def reseed(self, group: Group, piece: Piece) -> None:
+    def reseed(self, unit: Unit, piece: Piece) -> None:
         """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
-        if piece.name in group.random:
+        if piece.name in unit.random:
             self.call(stage_ops.reseed, self.key, self.places[id(piece)], name="_")
 
     def record(self, on: bool) -> None:
@@ -172,11 +171,11 @@ class Emitter:
         value = self.value(name)
         return value if cast is None else self.graph.call_method("to", (value, cast))
 
-    def compute(self, group: Group) -> dict[str, fx.Node]:
+    def compute(self, unit: Unit) -> dict[str, fx.Node]:
         """All pieces of a unit in order; returns what `couple` returned, by piece."""
         shapes = {}
-        for piece in group.pieces:
-            self.reseed(group, piece)
+        for piece in unit.pieces:
+            self.reseed(unit, piece)
             if piece.reversible:
                 shapes_of_piece = self.couple(piece)
                 if shapes_of_piece is not None:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from revcompile.compiler.lower.emit import Emitter
-from revcompile.compiler.lower.units import Group
 from revcompile.ir import stage_ops
-from revcompile.ir.program import Part, Partition
+from revcompile.ir.program import Part, Partition, Unit
 from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
@@ -38,7 +37,7 @@ def shapes_of(name: str) -> str:
 
 
 def forward_graph(
-    partition: Partition, part: Part, units: Sequence[Group], kept: Sequence[str]
+    partition: Partition, part: Part, units: Sequence[Unit], kept: Sequence[str]
 ) -> fx.Graph:
     """Computes a stage's outputs, and what its backward program was found to need (`kept`)."""
     emitter = Emitter(partition)
@@ -57,7 +56,7 @@ def forward_graph(
     )
 
 
-def _recorded(emitter: Emitter, unit: Group, index: int) -> dict[str, fx.Node]:
+def _recorded(emitter: Emitter, unit: Unit, index: int) -> dict[str, fx.Node]:
     """Run a unit with autograd on, from new leaves to detached outputs."""
     stored, outside = {}, dict(emitter.values)
     emitter.record(True)
@@ -78,7 +77,7 @@ def _recorded(emitter: Emitter, unit: Group, index: int) -> dict[str, fx.Node]:
 
 
 def inverse_graph(
-    partition: Partition, units: Sequence[Group], arguments: Sequence[str]
+    partition: Partition, units: Sequence[Unit], arguments: Sequence[str]
 ) -> fx.Graph | None:
     """Rebuilds a stage's input streams from `arguments`; None if the stage is not reversible."""
     if any(unit.keep is not Keep.NOTHING for unit in units):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Final
 
 from torch import fx, nn
@@ -15,7 +14,7 @@ from revcompile.compiler.partition.cuts import graphs_of, parameter_names
 from revcompile.ir.program import Part, Partition, Piece, Unit
 from revcompile.schedule import Keep
 
-__all__ = ["Group", "groups"]
+__all__ = ["units_of"]
 
 _DETERMINISTIC: Final = (
     _BatchNorm,
@@ -46,37 +45,7 @@ _DETERMINISTIC: Final = (
 """Layers known to draw no random numbers. All others are assumed to."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """A unit with its pieces, before it is lowered."""
-
-    pieces: tuple[Piece, ...]
-    keep: Keep
-    parameters: tuple[str, ...]
-    random: tuple[str, ...]
-    """Pieces that may draw random numbers."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Live values read from outside."""
-        computed = set(self.outputs)
-        read = dict.fromkeys(name for piece in self.pieces for name in piece.inputs)
-        return tuple(name for name in read if name not in computed)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Live values computed."""
-        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
-
-    def unit(self) -> Unit:
-        """What the program tells of it."""
-        names = tuple(piece.name for piece in self.pieces)
-        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        reversible = all(piece.reversible for piece in self.pieces)
-        return Unit(label, names, reversible, self.keep, self.random, self.inputs)
-
-
-def groups(partition: Partition, part: Part, keep: Keep) -> tuple[Group, ...]:
+def units_of(partition: Partition, part: Part, keep: Keep) -> tuple[Unit, ...]:
     """A stage's units.
 
     Under `Keep.NOTHING` every coupling is a unit, and so is each run of opaque pieces, which keeps
@@ -88,19 +57,19 @@ def groups(partition: Partition, part: Part, keep: Keep) -> tuple[Group, ...]:
     Otherwise the whole stage is one unit.
     """
     if keep is not Keep.NOTHING:
-        return (_group(partition, part.pieces, keep),)
+        return (_unit(partition, part.pieces, keep),)
     is_last = part.index == len(partition.parts) - 1
     opaque = Keep.GRAPH if is_last else Keep.INPUT
-    units: list[Group] = []
+    units: list[Unit] = []
     for reversible, run in itertools.groupby(part.pieces, lambda piece: piece.reversible):
         if reversible:
-            units += [_group(partition, (piece,), Keep.NOTHING) for piece in run]
+            units += [_unit(partition, (piece,), Keep.NOTHING) for piece in run]
         else:
-            units.append(_group(partition, tuple(run), opaque))
+            units.append(_unit(partition, tuple(run), opaque))
     return tuple(units)
 
 
-def _group(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Group:
+def _unit(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Unit:
     root = partition.rewired.root
     names = {id(p): name for name, p in root.named_parameters()}
     graphs = [graph for piece in pieces for graph in graphs_of(piece.segment)]
@@ -108,7 +77,7 @@ def _group(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Group
     random = tuple(
         piece.name for piece in pieces if any(_draws(g, root) for g in graphs_of(piece.segment))
     )
-    return Group(pieces, keep, tuple(parameters), random)
+    return Unit(pieces, keep, tuple(parameters), random)
 
 
 def _draws(graph: fx.Graph, root: nn.Module) -> bool:

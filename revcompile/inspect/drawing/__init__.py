@@ -38,7 +38,7 @@ def draw(
     """Draw a model's stages: an `.svg` to look at, an `.html` to open stage by stage.
 
     `name` is the title (default: the model's class), `batch` the size of a micro-batch (default:
-    the example's), `memory` what each stage holds at its peak.
+    the example's), `memory` the peak memory of each stage.
     """
     writers = {".svg": network_svg, ".html": page}
     target = _target("draw", path, writers)

@@ -79,7 +79,15 @@ def picture(
 ) -> Picture:
     """The data of a drawing.
 
-    `batch` is the size of a micro-batch (default: the example's), `memory` what each stage holds.
+    Args:
+        partition: The stages.
+        programs: A program for each.
+        name: Title of the drawing (default: the model's class).
+        batch: Samples in a micro-batch (default: the example's).
+        memory: Peak memory of each stage, where it is to be shown.
+
+    Raises:
+        InputError: if `programs` or `memory` are not one for each stage.
     """
     count = len(partition.parts)
     for what, given in (("programs", programs), ("memory", memory)):

@@ -208,11 +208,11 @@ class StageFigures:
         first, dims, total = self._arrow_text(ports)
         above, below = heights[0] - 7, heights[-1] + 14
         places = ((first, above - 12), (dims, above), (total, below))
-        drawn += [text(said, middle, y, "rv-small rv-middle") for said, y in places if said]
+        drawn += [text(label, middle, y, "rv-small rv-middle") for label, y in places if label]
         tensors = listed([port.type for port in ports if port.type is not None])
         plain = sum(port.type is None for port in ports)
-        said = [tensors, f"and {plain} sizes or other plain values"][: 2 if plain else 1]
-        return element("g", tooltip(said), *drawn, class_="rv-arrow")
+        label = [tensors, f"and {plain} sizes or other plain values"][: 2 if plain else 1]
+        return element("g", tooltip(label), *drawn, class_="rv-arrow")
 
     def _tooltip(self, stage: StageView) -> Iterator[str]:
         blocks = len(stage.blocks)
@@ -220,7 +220,7 @@ class StageFigures:
         yield f"{amount(stage.parameters)} parameters, {amount(stage.flops)} FLOPs forward"
         yield f"{stage.window} micro-batches in flight, delay {stage.delay}"
         if stage.memory is not None:
-            yield f"holds {size(stage.memory.total)} at its peak"
+            yield f"peak memory {size(stage.memory.total)}"
 
 
 def _badge(stage: StageView) -> float:
@@ -229,7 +229,7 @@ def _badge(stage: StageView) -> float:
 
 
 def _fitted_title(title: str, width: float) -> str:
-    """A stage's title in the width there is: of a range, the first if need be."""
+    """A title cut to a width: of a range of blocks, the first one."""
     first = title.split(" – ")[0]
     candidates = (title, fitted(first, width - width_of(" …", LABEL), LABEL) + " …")
     return title if width_of(title, LABEL) <= width else candidates[first != title]
@@ -320,7 +320,7 @@ class _PassingLines:
 
     def _skip(self, skip: SkipValue, stage: int, at: _Place) -> str:
         names = ", ".join(skip.names)
-        said = f"from stage {skip.first} to {skip.last}: {names}, {self._label(skip)}"
+        label = f"from stage {skip.first} to {skip.last}: {names}, {self._label(skip)}"
         if stage == skip.first:
             drawn = path("M", at.start, at.frame, "V", at.y, "H", at.end, class_="rv-skip")
             drawn += element("circle", cx=at.start, cy=at.frame, r=3, class_="rv-skip-end")
@@ -332,11 +332,11 @@ class _PassingLines:
             if stage in skip.readers:
                 drawn += path("M", at.stop, at.y, "V", at.frame + 6, class_="rv-skip")
                 drawn += _tip(at.stop, at.frame, 1, "rv-skip-end")
-        return element("g", tooltip([said]), drawn, class_="rv-skip-value", data_names=names)
+        return element("g", tooltip([label]), drawn, class_="rv-skip-value", data_names=names)
 
     def _tie(self, tie: TiedWeight, stage: int, at: _Place) -> str:
         names = ", ".join(tie.names)
-        said = f"stages {tie.owner} and {tie.holder} share {names}"
+        label = f"stages {tie.owner} and {tie.holder} share {names}"
         if stage == tie.owner:
             drawn = path("M", at.start, at.frame - 6, "V", at.y, "H", at.end, class_="rv-tie")
             drawn += _tip(at.start, at.frame, -1, "rv-tie-end")
@@ -346,7 +346,7 @@ class _PassingLines:
             drawn += _tip(at.stop, at.frame, -1, "rv-tie-end")
         else:
             drawn = path("M", 0, at.y, "H", at.end, class_="rv-tie")
-        return element("g", tooltip([said]), drawn, class_="rv-tied", data_names=names)
+        return element("g", tooltip([label]), drawn, class_="rv-tied", data_names=names)
 
 
 def _tied(tie: TiedWeight) -> str:

@@ -19,7 +19,7 @@ _WIDE: Final = frozenset("mwMW%—…")
 
 
 def escape(value: object) -> str:
-    """Any text as markup shows it; what XML cannot hold is replaced.
+    """Any text as markup shows it; what XML does not allow is replaced.
 
     >>> escape('<layer "1">')
     '&lt;layer &quot;1&quot;&gt;'

@@ -186,11 +186,11 @@ class _Panel:
         busy = sum(map(run.busy, range(run.timeline.stages))) / run.timeline.stages
         slowest = self.runs[-1]
         done = run.finished(self.until)
-        said = f"{done} micro-batch{'es'[: 2 * (done != 1)]} finished, stages {busy:.0%} busy"
+        label = f"{done} micro-batch{'es'[: 2 * (done != 1)]} finished, stages {busy:.0%} busy"
         if run is not slowest:
-            said += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name} once full"
+            label += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name} once full"
         name = text(run.name, _MARGIN, y + 14, "rv-label")
-        right = text(said, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
+        right = text(label, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
         return name + right
 
     def _row(self, run: Run, stage: int, y: float) -> str:
@@ -209,7 +209,7 @@ class _Panel:
         numbers = []
         # Boxes of one width show their numbers all, or none does.
         most = max(span.action.index for span in run.timeline.spans if span.start < self.until)
-        room = width_of("0" * len(str(most)), TINY)
+        number_width = width_of("0" * len(str(most)), TINY)
         height = self.row - min(2.0, 0.2 * self.row)
         for span in run.timeline.spans:
             op = span.action.op
@@ -220,7 +220,7 @@ class _Panel:
             # An update that costs nothing is still an event.
             width = max(end - x, 1.6 if op is Op.UPDATE else 0.0)
             shapes[op] += ["M", x, y, "h", width, "v", height, "h", -width, "z"]
-            if op is not Op.UPDATE and self.row >= 11 and room + 1 < width:
+            if op is not Op.UPDATE and self.row >= 11 and number_width + 1 < width:
                 middle = "rv-tiny rv-middle"
                 numbers.append(text(span.action.index, x + width / 2, y + height / 2 + 3.2, middle))
         classes = {Op.FORWARD: "rv-forward", Op.BACKWARD: "rv-backward", Op.UPDATE: "rv-update"}
@@ -264,9 +264,9 @@ def _subtitle(costs: Costs, accumulate: int) -> str:
         return f"the stages' own costs, less computing again where the graph is kept; {group}"
     f, b, u = costs.forward[0], costs.backward[0], costs.update[0]
     link = max((*costs.link_forward, *costs.link_backward), default=0.0)
-    said = f"forward {f:g}, backward {b:g} ({max(b - f, 0):g} where the graph is kept)"
-    said += f", update {u:g}" if u else ""
-    return f"{said}{f', message {link:g}' if link else ''}; {group}"
+    label = f"forward {f:g}, backward {b:g} ({max(b - f, 0):g} where the graph is kept)"
+    label += f", update {u:g}" if u else ""
+    return f"{label}{f', message {link:g}' if link else ''}; {group}"
 
 
 def _legend(y: float) -> str:
@@ -277,10 +277,10 @@ def _legend(y: float) -> str:
         ("rv-idle", "idle, or waiting for a message"),
     )
     drawn, x = [], _LEFT
-    for class_, said in items:
+    for class_, label in items:
         drawn.append(element("rect", x=x, y=y, width=18, height=12, class_=class_))
-        drawn.append(text(said, x + 24, y + 10, "rv-small"))
-        x += 40 + width_of(said, SMALL)
+        drawn.append(text(label, x + 24, y + 10, "rv-small"))
+        x += 40 + width_of(label, SMALL)
     drawn.append(path("M", x, y + 2, "L", x + 18, y + 11, class_="rv-message"))
     drawn.append(text("message", x + 24, y + 10, "rv-small"))
     return element("g", *drawn, class_="rv-legend")
