@@ -306,4 +306,4 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))
-    Console(width=130).print(table)
+    Console(width=130, force_jupyter=False).print(table)

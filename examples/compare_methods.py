@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     for name, epochs in curves.items():
         last = epochs[-1]
         table.add_row(name, f"{last.test_accuracy:.1%}", f"{last.images_per_second:,.0f}")
-    Console().print(table)
+    Console(force_jupyter=False).print(table)
     if draw_curves(curves, args.out / "curves.svg"):
         print(f"curves: {args.out / 'curves.svg'}")
     return {name: epochs[-1].test_accuracy for name, epochs in curves.items()}

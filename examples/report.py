@@ -36,7 +36,7 @@ class Report:
 
     def __init__(self, folder: Path, steps: int, options: Mapping[str, Any], shown: bool) -> None:
         self.folder, self.steps, self.options, self.shown = folder, steps, options, shown
-        self.console = Console(quiet=not shown)
+        self.console = Console(quiet=not shown, force_jupyter=False)
         self.epochs: list[Epoch] = []
         self._started = time.perf_counter()
 

@@ -30,7 +30,7 @@ from revcompile.errors import InputError
 from revcompile.inspect import drawing
 from revcompile.inspect.code import ActionList, action_list, code_text
 from revcompile.inspect.explain import Explanation, explain
-from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
+from revcompile.inspect.tables import StageFacts, stage_facts, stage_table
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.plan.budget import MemoryPlan, plan_memory
@@ -83,14 +83,24 @@ Keeps = tuple[Keep, ...] | None
 class CompiledStage:
     """One stage as `net.stages[i]`: its generated code, its graph, its list of actions."""
 
+    partition: Partition
     part: Part
     generated: StageProgram
     actions: tuple[Action, ...]
 
     @property
     def code(self) -> str:
-        """The forward, inverse and backward programs as Python, module paths as comments."""
-        return code_text(self.generated)
+        """The forward, inverse and backward programs as Python, each branch a function."""
+        return self.source()
+
+    def source(self, verbose: bool = False) -> str:
+        """The programs as Python.
+
+        Args:
+            verbose: Show the graphs exactly as they run: branches inlined, autograd switched on
+                and off, values freed.
+        """
+        return code_text(self.partition, self.generated, verbose=verbose)
 
     @property
     def graph(self) -> fx.Graph:
@@ -160,7 +170,11 @@ class StagedModel:
         count = self.num_stages
         lists = actions(self.method, count, 2 * count, ties=self.partition.ties)
         programs = self._programs(self.method)
-        return tuple(map(CompiledStage, self.partition.parts, programs, lists))
+        parts = self.partition.parts
+        return tuple(
+            CompiledStage(self.partition, part, program, listed)
+            for part, program, listed in zip(parts, programs, lists, strict=True)
+        )
 
     def module(self) -> nn.Module:
         """A plain module with the current weights: a copy to evaluate, save and deploy.

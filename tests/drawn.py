@@ -14,9 +14,9 @@ from zoo import TinyGPT, words
 import revcompile
 from revcompile.compiler.lower import lower
 from revcompile.inspect.drawing import picture
-from revcompile.inspect.drawing.facts import Picture
 from revcompile.inspect.drawing.network import network_svg
-from revcompile.inspect.facts import Stage
+from revcompile.inspect.drawing.picture import Picture
+from revcompile.inspect.views import StageView
 from revcompile.ir.program import Partition, StageProgram
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -81,7 +81,7 @@ def four_hundred() -> Picture:
     """A picture of 400 blocks: the stages of a smaller model over and over."""
     few = compiled("tower", 2).picture()
     stages = itertools.cycle(few.stages)
-    found: list[Stage] = []
+    found: list[StageView] = []
     blocks = 0
     while blocks < 400:
         stage = dataclasses.replace(next(stages), index=len(found))

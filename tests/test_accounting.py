@@ -270,7 +270,7 @@ def test_buffers_and_messages_are_those_of_the_programs(name: str, method: str) 
         kept = bytes_of(parts.types, (name.split(" leaf")[0] for name in program.kept))
         assert memory.buffers == window(chosen, stages, part.index) * kept
         arriving = [port.name for port in program.inputs] if part.index else []
-        back = (program.wanted, program.graded_outputs) if part.index < stages - 1 else ()
+        back = (program.needs_back, program.outputs_with_grad) if part.index < stages - 1 else ()
         messages = sum(bytes_of(parts.types, names) for names in (arriving, *back))
         assert memory.messages == messages
 

@@ -59,7 +59,7 @@ def test_a_stage_opens_into_its_code(tab: Any) -> None:
     )
     tab.click("text=Code")
     shown = "\n\n".join(tab.locator("#panel-2 pre").all_text_contents())
-    assert shown == code_text(compiled("tower", 3).programs[1])
+    assert shown == code_text(compiled("tower", 3).partition, compiled("tower", 3).programs[1])
     tab.click("text=Graph")
     assert tab.locator("#panel-1 svg g").count() > 5
     tab.click("text=Actions")

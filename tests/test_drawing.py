@@ -18,12 +18,11 @@ from revcompile.compiler.lower import lower
 from revcompile.errors import InputError
 from revcompile.inspect.code import code_text
 from revcompile.inspect.drawing import draw, draw_schedule, fragment, picture
-from revcompile.inspect.drawing.contents import contents, embedded
-from revcompile.inspect.drawing.facts import SkipValue
-from revcompile.inspect.drawing.graphs import drawn_graph
-from revcompile.inspect.drawing.layout import HEIGHT, placed
+from revcompile.inspect.drawing.details import details, embedded
+from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, placed
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
+from revcompile.inspect.drawing.picture import SkipValue
 from revcompile.inspect.drawing.svg import width_of
 from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.drawing.timeline import timeline_svg
@@ -98,18 +97,18 @@ def test_arrows_say_shape_type_and_bytes() -> None:
 
 def test_a_skip_value_is_seen_at_every_stage_it_passes() -> None:
     net = compiled("hourglass", 5)
-    (skip,) = net.picture().travellers
+    (skip,) = net.picture().skip_values
     assert skip.last - skip.first >= 2
     root = parsed(net.picture())
     seen = [
         int(stage.get("data-stage", "-1"))
         for stage in groups(root, "rv-stage")
         if any(
-            one.get("data-names") == ", ".join(skip.names) for one in groups(stage, "rv-traveller")
+            one.get("data-names") == ", ".join(skip.names) for one in groups(stage, "rv-skip-value")
         )
     ]
     assert seen == list(range(skip.first, skip.last + 1))
-    labels = [text for one in groups(root, "rv-traveller") for text in shown(one)]
+    labels = [text for one in groups(root, "rv-skip-value") for text in shown(one)]
     assert labels == ["2×f32[B,8] 128 B"]
 
 
@@ -136,7 +135,7 @@ def test_no_text_reaches_beyond_the_drawing() -> None:
     kind = TensorType((2, 1024, 128, 128), (1, 0, 0, 0), torch.float32, 2)
     for first, width in itertools.product(range(3), (430.0, 640.0, 1000.0)):
         skip = SkipValue(("left", "right"), kind, first, first + 2, frozenset({first + 2}))
-        drawn = network_svg(dataclasses.replace(facts, travellers=(skip,)), width)
+        drawn = network_svg(dataclasses.replace(facts, skip_values=(skip,)), width)
         root = ET.fromstring(drawn)
         for place in root.findall(f"{SVG}g[@transform]"):
             moved = float(re.findall(r"[\d.]+", place.get("transform", ""))[0])
@@ -203,9 +202,7 @@ def test_memory_that_is_given_is_shown() -> None:
     stages = groups(parsed(facts), "rv-stage")
     kept = [[t for t in shown(stage) if t.startswith("keeps")] for stage in stages]
     assert kept == [["keeps nothing"], ["keeps 3.0 MiB"], ["keeps nothing"]]
-    assert ["holds at its peak", "5.0 GiB"] in json.loads(embedded(contents(facts)))["stages"][2][
-        "facts"
-    ]
+    assert ["peak memory", "5.0 GiB"] in json.loads(embedded(details(facts)))["stages"][2]["facts"]
 
 
 def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
@@ -281,7 +278,7 @@ def test_a_stage_opens_into_its_segments_code_actions_and_graph() -> None:
     (stages,) = json.loads(read(page(net.picture())).scripts[0]).values()
     for part, program, stage in zip(net.partition.parts, net.programs, stages, strict=True):
         assert [block[0] for block in stage["blocks"]] == [piece.name for piece in part.pieces]
-        assert "\n\n".join(code for _, code in stage["code"]) == code_text(program)
+        assert "\n\n".join(code for _, code in stage["code"]) == code_text(net.partition, program)
         assert [name for name, _ in stage["code"]][-1] == "backward"
         assert len(stage["graph"][2]) == len(drawn_graph(program.forward).vertices)
         assert stage["actions"]
@@ -289,9 +286,9 @@ def test_a_stage_opens_into_its_segments_code_actions_and_graph() -> None:
 
 
 def test_modules_and_operations_can_be_searched() -> None:
-    (stages,) = contents(compiled("tower", 3).picture()).values()
-    found = [i for i, stage in enumerate(stages) if "5.down" in stage["words"]]
-    assert len(found) == 1 and "tanh" in stages[found[0]]["words"]
+    (stages,) = details(compiled("tower", 3).picture()).values()
+    found = [i for i, stage in enumerate(stages) if "5.down" in stage["names"]]
+    assert len(found) == 1 and "tanh" in stages[found[0]]["names"]
 
 
 def test_a_page_of_four_hundred_blocks_is_small() -> None:

@@ -1,4 +1,4 @@
-"""The story of a module: found how, rewired by which rule, placed where."""
+"""explain: how a module was found, by which rule it was rewired, where it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.inspect.explain import Story
+from revcompile.inspect.explain import PieceExplanation
 from revcompile.staged import StagedModel
 
 
@@ -21,13 +21,13 @@ def net() -> StagedModel:
     return revcompile.petrafy(ResNet(), 3, torch.randn(2, 3, 8, 8), check="off")
 
 
-def story(path: str) -> Story:
-    (found,) = net().explain(path).stories
+def explained(path: str) -> PieceExplanation:
+    (found,) = net().explain(path).pieces
     return found
 
 
 def test_a_coupling_is_told_from_its_sum_to_its_stage() -> None:
-    told = story("blocks.1")
+    told = explained("blocks.1")
     assert told.found[0].startswith("in blocks.1: act(x + F(x))")
     assert told.found[1] == "F = conv1 > bn1 > blocks.1 > conv2 > bn2"
     assert any(line.startswith("written at") and "nets.py" in line for line in told.found)
@@ -42,14 +42,14 @@ def test_a_coupling_is_told_from_its_sum_to_its_stage() -> None:
 
 
 def test_a_projected_shortcut_becomes_a_transition() -> None:
-    told = story("blocks.2")
+    told = explained("blocks.2")
     assert "P = short" in told.found
     assert told.rewired[0].startswith("transition: (a, b) -> (s(b), P(a) + F(b))")
     assert told.rewired[1] == "not reversible: its shortcut is projected to another shape"
 
 
 def test_layers_that_rewiring_enlarged_are_told_where_they_are() -> None:
-    stem, head = story("conv"), story("fc")
+    stem, head = explained("conv"), explained("fc")
     assert "conv.weight: twice as wide, starting as [W, W]" in stem.rewired
     assert "fc.weight: reads both streams, starting as [W/2, W/2]" in head.rewired
     assert "its graph is kept" in head.placed[-1]
@@ -57,14 +57,14 @@ def test_layers_that_rewiring_enlarged_are_told_where_they_are() -> None:
 
 
 def test_a_layer_inside_a_block_leads_to_the_block_and_a_parent_to_all_of_it() -> None:
-    assert story("blocks.1.conv2") == story("blocks.1")
-    told = [told.piece for told in net().explain("blocks").stories]
+    assert explained("blocks.1.conv2") == explained("blocks.1")
+    told = [told.piece for told in net().explain("blocks").pieces]
     assert told[:4] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
 def test_it_prints_as_text() -> None:
     found = net().explain("blocks.1")
-    assert str(found) == repr(found) == str(story("blocks.1"))
+    assert str(found) == repr(found) == str(explained("blocks.1"))
     lines = str(found).splitlines()
     assert lines[0] == "blocks.1"
     titles = [line.split()[0] for line in lines[1:] if line[2:3].strip()]
@@ -93,6 +93,6 @@ class Forked(nn.Module):
 def test_a_refused_sum_is_told_with_its_reason() -> None:
     staged = revcompile.petrafy(Forked(), 2, torch.randn(2, 4), check="off")
     (refusal,) = staged.partition.rewired.refusals
-    (told,) = staged.explain("head").stories
-    assert told.found[0].startswith("no shortcut that could be used")
+    (told,) = staged.explain("head").pieces
+    assert told.found[0].startswith("no usable shortcut")
     assert told.found[-1] == f"a sum at the top level was refused: {refusal.reason}"

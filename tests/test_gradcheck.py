@@ -14,12 +14,12 @@ from revcompile import gradcheck
 from revcompile.compiler.capture import capture
 from revcompile.compiler.find import find
 from revcompile.compiler.lower import lower
-from revcompile.compiler.lower.emit import Emitter
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_programs, verify_rewired
 from revcompile.errors import VerificationError
 from revcompile.ir import stage_ops
 from revcompile.ir.policy import Policy
+from revcompile.ir.program import Partition
 from revcompile.runtime.reversible import coupling
 from revcompile.schedule import choose
 from tests.test_values import Chunk, example, made, spectrum
@@ -64,13 +64,12 @@ def test_a_parameter_whose_gradient_no_stage_computes_is_named(
 ) -> None:
     net = revcompile.petrafy(spectrum(), 4, example(), check="off")
     verify_partition(net.partition)
-    known = Emitter.graded
+    known = Partition.requires_grad
 
-    def real_numbers_alone(self: Emitter, name: str) -> bool:
-        kind = self.type(name)
-        return known(self, name) and kind is not None and not kind.dtype.is_complex
+    def real_numbers_alone(self: Partition, name: str) -> bool:
+        return known(self, name) and not self.types[name].dtype.is_complex
 
-    monkeypatch.setattr(Emitter, "graded", real_numbers_alone)
+    monkeypatch.setattr(Partition, "requires_grad", real_numbers_alone)
     programs = lower(net.partition, choose("petra"))
     with pytest.raises(VerificationError, match=r"without a gradient \(for filter, kk.weight, kk"):
         verify_programs(net.partition, programs)
@@ -106,12 +105,12 @@ def test_wrong_gradients_of_a_chain_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = stage_ops.pull_back
+    right = stage_ops.vjp
 
     def doubled(*args: Any) -> Any:
         return tuple(None if g is None else 2 * g for g in right(*args))
 
-    monkeypatch.setattr(stage_ops, "pull_back", doubled)
+    monkeypatch.setattr(stage_ops, "vjp", doubled)
     with pytest.raises(VerificationError, match=r"(?s)petrafy: .*stages \(backprop\).*differs by"):
         revcompile.petrafy(made(Chunk), 3, example())
 

@@ -184,8 +184,8 @@ def streams(names: Sequence[str]) -> list[str]:
 
 def test_values_go_back_only_to_stages_that_rebuild() -> None:
     programs = fresh("vit")._programs(choose("petra"), (N, G, I, G))
-    assert [len(streams(program.wanted)) for program in programs] == [2, 0, 0, 0]
-    assert [len(streams(program.returned)) for program in programs] == [0, 2, 0, 0]
+    assert [len(streams(program.needs_back)) for program in programs] == [2, 0, 0, 0]
+    assert [len(streams(program.sends_back)) for program in programs] == [0, 2, 0, 0]
 
 
 def test_a_stage_returns_the_very_input_it_was_given() -> None:
@@ -196,8 +196,8 @@ def test_a_stage_returns_the_very_input_it_was_given() -> None:
     for batch in training.batches(3, dtype=torch.float32):
         trainer.step(*batch)
     kept = dict(zip(stage.program.kept, next(iter(stage.in_flight.values())).kept, strict=True))
-    assert len(streams(stage.program.returned)) == 2
-    for name in streams(stage.program.returned):
+    assert len(streams(stage.program.sends_back)) == 2
+    for name in streams(stage.program.sends_back):
         assert kept[name].dtype == torch.float32
         assert kept[name].data_ptr() == kept[f"{name} leaf 0"].data_ptr()
 

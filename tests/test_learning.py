@@ -74,7 +74,7 @@ def test_parameters_buffered_inputs_rebuilt_with_the_latest() -> None:
             for parameter in stage.parameters.values():
                 parameter.mul_(1.5)
         stage.updated()
-        gradients = dict(zip(stage.program.graded_outputs, (da, db), strict=True))
+        gradients = dict(zip(stage.program.outputs_with_grad, (da, db), strict=True))
         found[variant] = stage.differentiate(0, outputs, gradients)
     rebuilt, back, of_parameters = found["mixed"]
     assert_close(rebuilt, found["latest"][0])

@@ -86,7 +86,7 @@ def test_petra_keeps_what_nobody_sends_back() -> None:
         # opaque and last: its graph, and what the block before wants back
         ("head graph", "add_2_a leaf 0", "add_2_b leaf 0", "add_2_a", "add_2_b"),
     ]
-    assert [program.wanted for program in found] == [
+    assert [program.needs_back for program in found] == [
         (),
         ("add_a", "add_b", "stem_a_grid"),
         ("add_1_a", "add_1_b", "stem_a_grid"),
@@ -99,12 +99,12 @@ def test_petra_keeps_what_nobody_sends_back() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_stage_wants_the_next_one_returns(method: str) -> None:
     found = programs(method)
-    assert found[0].returned == ()
-    assert found[-1].wanted == ()
+    assert found[0].sends_back == ()
+    assert found[-1].needs_back == ()
     for before, after in itertools.pairwise(found):
-        assert before.wanted == after.returned
+        assert before.needs_back == after.sends_back
         assert before.outputs == after.inputs
-        assert set(before.wanted) <= set(crossing(after))
+        assert set(before.needs_back) <= set(crossing(after))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_a_stage_wants_the_next_one_returns(method: str) -> None:
 def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
     for program in programs(method):
         assert [unit.keep for unit in program.units] == [keep]
-        assert program.wanted == program.returned == ()
+        assert program.needs_back == program.sends_back == ()
         if keep is Keep.INPUT:
             read = {name for name in crossing(program) if name in program.kept}
             assert set(program.kept) == read
@@ -123,7 +123,7 @@ def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
 
 
 def test_data_has_no_gradient() -> None:
-    assert [program.graded_inputs for program in programs("petra")] == [
+    assert [program.inputs_with_grad for program in programs("petra")] == [
         (),
         ("stem", "stem_a", "stem_b"),
         ("stem", "add_a", "add_b"),
@@ -142,26 +142,39 @@ def test_every_parameter_has_its_gradient_in_one_stage() -> None:
 BLOCK: Final = """\
 # stage 3 of 5, petra
 #   takes  mask: float32[B, 1]
-#   takes  stem_a_grid: plain
-#   takes  add_1_a: float32[B, 6]
-#   takes  add_1_b: float32[B, 6]
+#   takes  grid = stem_a_grid: plain
+#   takes  a = add_1_a: float32[B, 6]
+#   takes  b = add_1_b: float32[B, 6]
 #   gives  mask: float32[B, 1]
-#   gives  add_2_a: float32[B, 6]
-#   gives  add_2_b: float32[B, 6]
+#   gives  a = add_2_a: float32[B, 6]
+#   gives  b = add_2_b: float32[B, 6]
 #   keeps  stem_a_grid
 """
 
 
-def test_the_code_of_a_stage_reads_as_it_runs() -> None:
+def test_the_code_of_a_stage_reads_like_the_paper() -> None:
     text = sided().stages[3].code
     assert text.startswith(BLOCK)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
     for line in [
-        'blocks_2 = getattr(self.blocks, "2")(add_1_b)',
+        "blocks_2 = self.blocks[2](x)",
+        "tanh_2 = torch.tanh(blocks_2)",
+        "a, b = b, plus(a, blocks_2(self, b), grid) # blocks.2",
+        "a, b = minus(b, blocks_2(self, a), grid), a # blocks.2",
+        "a, b, da, db = uncouple(blocks_2, self, a, b, da, db, grid, grads) # blocks.2",
+    ]:
+        assert line in lines, line
+
+
+def test_verbose_code_is_the_graph_that_runs() -> None:
+    text = sided().stages[3].source(verbose=True)
+    for line in [
+        "blocks_2 = self.blocks[2](add_1_b)",
         "tanh_2 = torch.tanh(blocks_2)",
         "add_2_b = plus(add_1_a, tanh_2, stem_a_grid)",
         "add_2_a_leaf = leaf(add_2_a)",
         "add_1_a = minus(add_2_b, tanh_2, stem_a_grid)",
-        "found = pull_back((tanh_2,), (grad_add_2_b,), (add_2_a_leaf,), ",
+        "grads = vjp((tanh_2,), (grad_add_2_b,), (add_2_a_leaf,), ",
         "grad_add_1_b = total(grad_add_2_a, ",
     ]:
         assert line in text, line
@@ -172,22 +185,14 @@ def test_code_is_python_in_which_no_name_hides_a_function(method: str) -> None:
     net = copy.copy(sided())
     net.method = choose(method)
     for stage in net.stages:
-        tree = ast.parse(stage.code)
-        called = {
-            node.func.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        }
-        assigned = {
-            target.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        assert called
-        assert not called & assigned
         assert str(stage) == stage.code
+        for text in (stage.code, stage.source(verbose=True)):
+            for function in ast.parse(text).body:
+                if isinstance(function, ast.FunctionDef):
+                    called = {n.func for n in ast.walk(function) if isinstance(n, ast.Call)}
+                    names = {func.id for func in called if isinstance(func, ast.Name)}
+                    stored = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
+                    assert not names & {n.id for n in stored if isinstance(n.ctx, ast.Store)}
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def test_inverse_programs_undo_forward_programs(name: str, monkeypatch: pytest.M
             outputs, kept = compile_graph(program.forward, "forward")(root, 1, *inputs)
             values = dict(zip((port.name for port in program.outputs), outputs, strict=True))
             if program.inverse is not None:
-                wanted = [values[n] for n in program.wanted]
+                wanted = [values[n] for n in program.needs_back]
                 rebuilt = compile_graph(program.inverse, "inverse")(root, 1, *kept, *wanted)
                 streams = stage.part.pieces[0].segment.inputs[:2]
                 given = dict(zip((port.name for port in program.inputs), inputs, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 
 import pytest
 import torch
@@ -127,15 +126,32 @@ def test_wide_contents_leave_the_table_readable() -> None:
     assert "a_rather_long_name_0" in table
 
 
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_tables_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    reversible = revcompile.reversify(Plain(), torch.randn(2, 4), check="off")
+    for text in (resnet().summary(), vit().summary(), reversible.summary()):
+        assert max(map(len, text.splitlines())) <= int(columns)
+        assert "\x1b" not in text  # no colours: the text may go to a file
+
+
+def test_a_table_appears_once_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich would display what it prints there, and the notebook what we return."""
+    displayed: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: displayed.append(given))
+    assert resnet().summary() and not displayed
+
+
 # -- one stage ------------------------------------------------------------------------------------
 
 
-def test_code_has_the_paths_of_its_modules_as_comments() -> None:
+def test_code_has_the_paths_of_its_pieces_as_comments() -> None:
     stage = next(s for s in resnet().stages if "blocks.1" in {p.name for p in s.part.pieces})
-    for name, function in _functions(stage.code).items():
-        assert "    # blocks.1\n" in function, name
-    first = resnet().stages[0].code
-    assert "    # conv\n" in first
+    functions = _functions(stage.code)
+    assert "# F of blocks.1, " in functions["blocks_1"]
+    for name in ("forward", "inverse", "backward"):
+        assert any(line.endswith("  # blocks.1") for line in functions[name].splitlines()), name
 
 
 def _functions(code: str) -> dict[str, str]:
@@ -145,16 +161,19 @@ def _functions(code: str) -> dict[str, str]:
 
 
 def test_comments_stand_where_another_modules_code_begins() -> None:
-    forward = _functions(vit().stages[1].code)["forward"]
-    comments = [line.strip() for line in forward.splitlines() if line.startswith("    # ")]
-    assert all(one != two for one, two in itertools.pairwise(comments))
-    blocks = {name.rpartition(".")[0] for name in vit().facts()[1].pieces}
-    assert {comment.removeprefix("# ") for comment in comments} == blocks
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+    net = revcompile.petrafy(nn.Sequential(*layers), 1, torch.randn(2, 4), check="off")
+    function = _functions(net.stages[0].code)["stem"]
+    lines = [line.strip() for line in function.splitlines()]
+    comments = [place for place, line in enumerate(lines) if line.startswith("# ")]
+    assert [lines[place] for place in comments] == ["# 0", "# 1"]
+    assert all(lines[place + 1].split(" = ")[0] in ("_0_0", "_1_0") for place in comments)
 
 
 def test_a_stage_that_is_reversible_as_a_whole_shows_its_inverse_apart() -> None:
     for stage in (*resnet().stages, *vit().stages):
-        names = list(_functions(stage.code))
+        functions = {piece.name.replace(".", "_") for piece in stage.part.pieces}
+        names = [name for name in _functions(stage.code) if name not in functions]
         expected = (
             ["forward", "inverse", "backward"] if stage.reversible else ["forward", "backward"]
         )

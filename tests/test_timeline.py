@@ -11,15 +11,15 @@ import pytest
 from drawn import compiled, groups, shown
 
 from revcompile.inspect.drawing import costs_of, draw_schedule
-from revcompile.inspect.drawing.orders import action_rounds
-from revcompile.inspect.drawing.timeline import METHODS, played, timeline_svg
+from revcompile.inspect.drawing.details import action_steps
+from revcompile.inspect.drawing.timeline import METHODS, dry_runs, timeline_svg
 from revcompile.schedule import Costs, Op, actions, choose, dry_run
 
 # -- action lists ---------------------------------------------------------------------------------
 
 
 def test_rounds_of_one_kind_are_said_once() -> None:
-    first, *_, last = action_rounds(choose("petra"), 3)
+    first, *_, last = action_steps(choose("petra"), 3)
     assert [(r.count, r.first) for r in first] == [
         (2, "F0 SY0"),
         (3, "F2 SY2 RDY0 B0 U0"),
@@ -29,7 +29,7 @@ def test_rounds_of_one_kind_are_said_once() -> None:
 
 
 def test_long_lists_are_cut_in_the_middle() -> None:
-    drained = action_rounds(choose("petra"), 60)[0][-1].first.split()
+    drained = action_steps(choose("petra"), 60)[0][-1].first.split()
     assert drained[0] == "RDY3" and "…" in drained and len(drained) < 30
 
 
@@ -60,7 +60,7 @@ def test_the_figures_of_a_panel_are_those_of_the_dry_run(timeline: ET.Element) -
     assert counts["backprop"] == 4
     assert counts["PETRA, half the delay"] > counts["1F1B"] > counts["backprop"]
     costs = Costs.uniform(4)
-    (run,) = played(costs, {"petra": choose("petra")}, 1, until=40.0)
+    (run,) = dry_runs(costs, {"petra": choose("petra")}, 1, until=40.0)
     times = [0.5 * step for step in range(80)]
     timeline_ = dry_run(actions("petra", 4, 30), costs)
     done = [s for s in timeline_.spans if s.stage == 0 and s.action.op is Op.BACKWARD]
@@ -70,7 +70,7 @@ def test_the_figures_of_a_panel_are_those_of_the_dry_run(timeline: ET.Element) -
 
 def test_a_method_that_keeps_its_graph_does_not_pay_for_computing_it_again() -> None:
     both = {"petra": choose("petra"), "gpipe": choose("gpipe")}
-    petra, gpipe = played(Costs.uniform(3, 1, 3), both, 3, until=20.0)
+    petra, gpipe = dry_runs(Costs.uniform(3, 1, 3), both, 3, until=20.0)
     assert (petra.costs.backward[0], gpipe.costs.backward[0]) == (3, 2)
 
 

@@ -36,7 +36,7 @@ def train(
     workers = [context.Process(target=work, args=arguments) for _ in range(jobs)]
     for worker in workers:
         worker.start()
-    console = Console()
+    console = Console(force_jupyter=False)
     news = _news(messages, workers, len(experiments))
     for line in track(news, "trainings", total=len(experiments), console=console):
         console.print(line)

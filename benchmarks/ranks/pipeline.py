@@ -188,7 +188,7 @@ class Bench:
                 trainer.loss_head.losses.pop(m)
                 trainer.loss_head.outputs.pop(m)
             else:
-                gradients = {n: outputs[n] for n in program.graded_outputs}
+                gradients = {n: outputs[n] for n in program.outputs_with_grad}
             stage.backward(m, outputs, gradients)
             executor.updater.apply({n: g * 1e-9 for n, g in stage.take_gradients().items()})
             stage.updated()

@@ -17,7 +17,6 @@ __all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
     add_model(parser)
     add_stages(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="net.svg or net.html")

@@ -128,7 +128,7 @@ def _table(name: str, args: argparse.Namespace, forecasts: Sequence[Forecast]) -
     from rich import box
     from rich.table import Table
 
-    from revcompile.inspect import words
+    from revcompile.inspect import formatting
     from revcompile.inspect.tables import render
 
     first = forecasts[0]
@@ -149,9 +149,9 @@ def _table(name: str, args: argparse.Namespace, forecasts: Sequence[Forecast]) -
         fits = {None: "", True: "", False: " (too much)"}[forecast.fits]
         table.add_row(
             forecast.method,
-            words.amount(forecast.throughput),
+            formatting.amount(forecast.throughput),
             f"{100 * forecast.efficiency:.1f} %",
-            words.size(forecast.memory) + fits,
+            formatting.size(forecast.memory) + fits,
             str(forecast.delay),
             "" if forecast.alpha is None else f"{forecast.alpha:g}",
             str(forecast.accumulate),

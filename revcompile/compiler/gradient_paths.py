@@ -163,7 +163,7 @@ def lost_in_programs(partition: Partition, programs: Sequence[StageProgram]) -> 
     problems: list[str] = []
     arriving: Mapping[str, int] = {}
     for index, (stage, program) in enumerate(zip(stages, programs, strict=True)):
-        graded = {port.name for port in (*program.inputs, *program.outputs) if port.graded}
+        graded = {port.name for port in (*program.inputs, *program.outputs) if port.requires_grad}
         problems += _missing_gradients(stage, program, sources, needed[index + 1])
         passed = _composed(stage, arriving, len(sources.names))
         arriving = {name: mask for name, mask in passed.items() if name in graded}
@@ -210,13 +210,13 @@ def _missing_gradients(
 ) -> list[str]:
     """Parameters and inputs whose gradient the backward program does not compute."""
     placeholders = program.backward.find_nodes(op="placeholder")
-    graded = program.graded_outputs
+    graded = program.outputs_with_grad
     gradients = dict(zip(graded, placeholders[len(placeholders) - len(graded) :], strict=True))
     (output,) = program.backward.find_nodes(op="output")
     (_, of_inputs, of_parameters) = output.args[0]
     places = {name: 1 << i for i, name in enumerate(sources.names)}
     checked = [
-        (n, stage.inputs[n], g) for n, g in zip(program.graded_inputs, of_inputs, strict=True)
+        (n, stage.inputs[n], g) for n, g in zip(program.inputs_with_grad, of_inputs, strict=True)
     ]
     checked += [(n, places[n], g) for n, g in zip(program.parameters, of_parameters, strict=True)]
     ancestors = _ancestors(program.backward)

@@ -154,14 +154,14 @@ def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> N
     that has a gradient in the model has one here."""
     problems = []
     for before, after in itertools.pairwise(programs):
-        if before.wanted != after.returned:
-            problems.append(f"stage {before.index} wants {before.wanted}, not what comes back")
+        if before.needs_back != after.sends_back:
+            problems.append(f"stage {before.index} wants {before.needs_back}, not what comes back")
     for program in programs:
         takes = len(program.forward.find_nodes(op="placeholder"))
         if takes != 1 + len(program.inputs):
             problems.append(f"stage {program.index}: forward takes {takes - 1} values")
         takes = len(program.backward.find_nodes(op="placeholder"))
-        given = len(program.kept) + len(program.wanted) + len(program.graded_outputs)
+        given = len(program.kept) + len(program.needs_back) + len(program.outputs_with_grad)
         if takes != 1 + given:
             problems.append(
                 f"stage {program.index}: backward takes {takes - 1} values, not {given}"

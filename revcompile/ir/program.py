@@ -13,12 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.schedule import Keep, Method, Tie
 
-__all__ = ["Part", "Partition", "Piece", "Port", "StageProgram", "Unit"]
+__all__ = ["Part", "Partition", "Piece", "Port", "StageProgram", "Unit", "legal"]
+
+
+def legal(name: str) -> str:
+    """A live value's or module's name as a Python identifier.
+
+    >>> legal("layer1.0")
+    'layer1_0'
+    """
+    spelled = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+    return spelled if spelled.isidentifier() else f"_{spelled}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,29 @@ class Partition:
     keep: Keep = Keep.NOTHING
     """What stages were expected to keep when they were balanced."""
 
+    def requires_grad(self, name: str) -> bool:
+        """Does a live value have a gradient? The model's inputs, sizes and integers have none."""
+        kind = self.types.get(name)
+        is_input = name in self.rewired.signature.placeholders
+        return isinstance(kind, TensorType) and kind.differentiable and not is_input
+
+    def low_precision(self, name: str) -> torch.dtype | None:
+        """The type of a live value that the model itself computes in float16 or bfloat16.
+
+        Streams are kept in float32; the model's own code is given them in this type.
+        """
+        kind = self.types.get(name)
+        if isinstance(kind, TensorType) and kind.dtype in LOW_PRECISION:
+            return kind.dtype
+        return None
+
+    @property
+    def stream_outputs(self) -> frozenset[str]:
+        """Streams that couplings compute."""
+        pieces = (piece.segment for part in self.parts for piece in part.pieces)
+        couplings = (segment for segment in pieces if isinstance(segment, Coupling))
+        return frozenset(name for coupling in couplings for name in coupling.streams_out)
+
     def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
         """All work of each piece of a stage that keeps this; without it, what was expected."""
         kept, is_last = keep or self.keep, part.index == len(self.parts) - 1
@@ -117,12 +152,12 @@ class Partition:
 class Port:
     """A value that crosses a boundary. `type` is None for sizes and other plain values.
 
-    `graded`: does a gradient come back for it?
+    `requires_grad`: does a gradient come back for it?
     """
 
     name: str
     type: TensorType | None
-    graded: bool
+    requires_grad: bool
 
     def __str__(self) -> str:
         return f"{self.name}: {self.type or 'plain'}"
@@ -132,24 +167,49 @@ class Port:
 class Unit:
     """What is differentiated at once: a coupling, a run of opaque pieces, or a whole stage."""
 
-    name: str
-    pieces: tuple[str, ...]
-    reversible: bool
+    pieces: tuple[Piece, ...]
     keep: Keep
-    random: bool
-    inputs: tuple[str, ...] = ()
-    """Live values it reads."""
+    parameters: tuple[str, ...]
+    random: tuple[str, ...]
+    """Pieces that may draw random numbers."""
+
+    @property
+    def name(self) -> str:
+        """The piece's name, or those of the first and the last."""
+        first, last = self.pieces[0].name, self.pieces[-1].name
+        return first if len(self.pieces) == 1 else f"{first} .. {last}"
+
+    @property
+    def reversible(self) -> bool:
+        """Are all pieces couplings?"""
+        return all(piece.reversible for piece in self.pieces)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Live values read from outside."""
+        computed = set(self.outputs)
+        read = dict.fromkeys(name for piece in self.pieces for name in piece.inputs)
+        return tuple(name for name in read if name not in computed)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Live values computed."""
+        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
 
 
 @dataclass(frozen=True)
 class StageProgram:
     """One stage for one method.
 
-    `forward(key, *inputs) -> (outputs, kept)` and
-    `backward(key, *kept, *wanted, *gradients) -> (returned, input gradients, parameter gradients)`
-    are graphs whose code runs as it reads. `inverse(key, *kept, *wanted) -> its input streams` is
-    there for stages that are reversible as a whole. `key` identifies stage and micro-batch to
-    whatever draws random numbers.
+    The programs are flat graphs, branches inlined (`inspect.code` prints them with functions):
+
+        forward   (key, *inputs)                          -> (outputs, kept)
+        backward  (key, *kept, *needs_back, *gradients)   -> (values sent back, gradients of inputs,
+                                                              gradients of parameters)
+        inverse   (key, *kept, *needs_back)               -> input streams
+
+    `inverse` exists for stages that are reversible as a whole. Random numbers are drawn from seeds
+    made of `key`, which identifies stage and micro-batch.
     """
 
     index: int
@@ -160,24 +220,24 @@ class StageProgram:
     outputs: tuple[Port, ...]
     kept: tuple[str, ...]
     """Values kept from forward to backward, for each micro-batch in flight."""
-    wanted: tuple[str, ...]
+    needs_back: tuple[str, ...]
     """Outputs whose value must come back with their gradient."""
-    returned: tuple[str, ...]
-    """Inputs whose value is sent back: what the stage before wants."""
+    sends_back: tuple[str, ...]
+    """Inputs whose value is sent back: what the stage before needs."""
     parameters: tuple[str, ...]
     forward: fx.Graph
     backward: fx.Graph
     inverse: fx.Graph | None = None
 
     @property
-    def graded_outputs(self) -> tuple[str, ...]:
+    def outputs_with_grad(self) -> tuple[str, ...]:
         """Outputs for which a gradient arrives."""
-        return tuple(port.name for port in self.outputs if port.graded)
+        return tuple(port.name for port in self.outputs if port.requires_grad)
 
     @property
-    def graded_inputs(self) -> tuple[str, ...]:
+    def inputs_with_grad(self) -> tuple[str, ...]:
         """Inputs for which a gradient is sent back."""
-        return tuple(port.name for port in self.inputs if port.graded)
+        return tuple(port.name for port in self.inputs if port.requires_grad)
 
     @property
     def reversible(self) -> bool:

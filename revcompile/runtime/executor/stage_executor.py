@@ -431,7 +431,7 @@ def needed_in_flight(program: StageProgram) -> list[str]:
 
     They depend on the memory budget: a state in flight fits only stages that need the same.
     """
-    return [*program.kept, *program.wanted]
+    return [*program.kept, *program.needs_back]
 
 
 def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:

@@ -23,9 +23,9 @@ class GradientPredictor:
         self, stage: int, ports: Sequence[Port], factory: OptimizerFactory, device: torch.device
     ) -> None:
         self.layers = nn.ModuleDict()
-        self._keys = {port.name: f"s{i}" for i, port in enumerate(ports) if port.graded}
+        self._keys = {port.name: f"s{i}" for i, port in enumerate(ports) if port.requires_grad}
         for port in ports:
-            if port.graded and port.type is not None:
+            if port.requires_grad and port.type is not None:
                 layer = _layer(port.type.shape).to(device, port.type.dtype)
                 self.layers[self._keys[port.name]] = layer
         parameters = dict(self.layers.named_parameters())

@@ -165,7 +165,7 @@ class Stage:
             weights=weights,
             buffers=self._stateful.changed(snapshots, identities),
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
-            original={name: inputs[name] for name in program.returned} if measure else {},
+            original={name: inputs[name] for name in program.sends_back} if measure else {},
             parameter_versions=tuple(p._version for p in self._saved_by_reference()),
         )
         for observer in self.observers:
@@ -239,8 +239,8 @@ class Stage:
         kept, held.kept = self.activations.load(held.kept), ()  # frees what is stored
         arguments = (
             *kept,
-            *(values[name] for name in program.wanted),
-            *(gradients.get(name) for name in program.graded_outputs),
+            *(values[name] for name in program.needs_back),
+            *(gradients.get(name) for name in program.outputs_with_grad),
         )
         for following in itertools.islice(self.in_flight.values(), 1):
             self.activations.prefetch(following.kept)
@@ -257,8 +257,8 @@ class Stage:
         own_grads = self.cast_weights.to_weight_dtype(
             dict(zip(program.parameters, dense, strict=True))
         )
-        input_grads = dict(zip(program.graded_inputs, of_inputs, strict=True))
-        return dict(zip(program.returned, returned, strict=True)), input_grads, own_grads
+        input_grads = dict(zip(program.inputs_with_grad, of_inputs, strict=True))
+        return dict(zip(program.sends_back, returned, strict=True)), input_grads, own_grads
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient (a sum over micro-batches), which is then reset."""

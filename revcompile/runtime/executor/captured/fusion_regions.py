@@ -124,18 +124,18 @@ def find_regions(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
 
 
 def _is_layer(node: fx.Node) -> bool:
-    return node.op == "call_module" or node.target is stage_ops.normalised
+    return node.op == "call_module" or node.target is stage_ops.call_norm
 
 
 def _is_pure(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return type(module) in (*_LIFTED, *_STATELESS)
-    if node.op == "get_attr":  # the layer that a call of `normalised` is given
-        return all(user.target is stage_ops.normalised for user in node.users)
+    if node.op == "get_attr":  # the layer that a call of `call_norm` is given
+        return all(user.target is stage_ops.call_norm for user in node.users)
     if node.op == "call_method":
         return node.target in _METHODS
-    if node.target is stage_ops.normalised:
+    if node.target is stage_ops.call_norm:
         layer = root.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
         return _is_plain_norm(layer) and len(node.args) == 2 and not node.kwargs
     if node.target is operator.getitem:  # alone it is not worth a kernel
@@ -201,7 +201,7 @@ def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
     """The paths of the tensors that a node reads of its layer."""
-    if node.target is stage_ops.normalised:
+    if node.target is stage_ops.call_norm:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         return [f"{path}.{n}" for n in ("running_mean", "running_var", "weight", "bias")]
     if node.op != "call_module":
@@ -220,7 +220,7 @@ def _emit(
     lifted: dict[str, fx.Node],
 ) -> fx.Node:
     graph = region.graph
-    if node.target is stage_ops.normalised:
+    if node.target is stage_ops.call_norm:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         norm: Any = root.get_submodule(path)
         region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
@@ -276,7 +276,7 @@ def _fused_add(region: FusionRegion) -> FusedAdd | None:
     output, node = adds[0]
     others = [user for user in region.outputs[output].users if user is not node]
     inside = set(region.nodes)
-    if any(user.target is not stage_ops.pull_back and user not in inside for user in others):
+    if any(user.target is not stage_ops.vjp and user not in inside for user in others):
         return None
     last = region.nodes[-1]
     if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):

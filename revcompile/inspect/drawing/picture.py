@@ -1,4 +1,4 @@
-"""What a drawing shows, taken from a partition and its programs."""
+"""The data behind a drawing: stages, skip values, tied weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from revcompile.errors import InputError
-from revcompile.inspect.facts import Memory, Stage, stages_of
-from revcompile.inspect.words import bytes_of
+from revcompile.inspect.formatting import bytes_of
+from revcompile.inspect.views import Memory, StageView, stage_views
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.ir.types import Refusal, TensorType
 
@@ -18,7 +18,7 @@ __all__ = ["Picture", "SkipValue", "TiedWeight", "picture"]
 
 @dataclass(frozen=True)
 class SkipValue:
-    """Tensors of a kind that pass together through stages: a skip's two streams, a mask."""
+    """Tensors of one type that cross the same stages: a skip connection's streams, a mask."""
 
     names: tuple[str, ...]
     kind: TensorType
@@ -29,7 +29,7 @@ class SkipValue:
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """Weights that two stages share: the owner's updates travel, and the holder's gradients."""
+    """Weights that two stages share: the owner sends updates, the holder gradients."""
 
     owner: int
     holder: int
@@ -40,12 +40,13 @@ class TiedWeight:
 class Picture:
     """Everything a drawing of a model shows."""
 
+    partition: Partition
     name: str
     method: str
     batch: int | None
-    stages: tuple[Stage, ...]
-    travellers: tuple[SkipValue, ...]
-    treaties: tuple[TiedWeight, ...]
+    stages: tuple[StageView, ...]
+    skip_values: tuple[SkipValue, ...]
+    tied_weights: tuple[TiedWeight, ...]
     notes: tuple[str, ...]
     refusals: tuple[Refusal, ...]
 
@@ -64,8 +65,8 @@ class Picture:
         return bytes_of(kind, self.batch)
 
     def through(self, stage: int) -> tuple[SkipValue, ...]:
-        """The travellers that stop at a stage, start there or pass it."""
-        return tuple(one for one in self.travellers if one.first <= stage <= one.last)
+        """The skip values that start or end at a stage, or pass it."""
+        return tuple(skip for skip in self.skip_values if skip.first <= stage <= skip.last)
 
 
 def picture(
@@ -76,9 +77,17 @@ def picture(
     batch: int | None = None,
     memory: Sequence[Memory] | None = None,
 ) -> Picture:
-    """The facts of a partition and its programs.
+    """The data of a drawing.
 
-    `batch` is the size of a micro-batch (default: the example's), `memory` what each stage holds.
+    Args:
+        partition: The stages.
+        programs: A program for each.
+        name: Title of the drawing (default: the model's class).
+        batch: Samples in a micro-batch (default: the example's).
+        memory: Peak memory of each stage, where it is to be shown.
+
+    Raises:
+        InputError: if `programs` or `memory` are not one for each stage.
     """
     count = len(partition.parts)
     for what, given in (("programs", programs), ("memory", memory)):
@@ -88,35 +97,38 @@ def picture(
         raise InputError(f"draw: batch={batch}; a micro-batch has at least 1 sample")
     rewired = partition.rewired
     return Picture(
+        partition=partition,
         name=name or rewired.name,
         method=programs[0].method.name,
         batch=batch if batch is not None else _batch(partition.types),
-        stages=stages_of(partition, programs, batch, memory),
-        travellers=_travellers(partition, programs),
-        treaties=tuple(TiedWeight(t.owner, t.holder, names) for t, names in partition.ties.items()),
+        stages=stage_views(partition, programs, batch, memory),
+        skip_values=_skip_values(partition, programs),
+        tied_weights=tuple(
+            TiedWeight(t.owner, t.holder, names) for t, names in partition.ties.items()
+        ),
         notes=rewired.notes,
         refusals=rewired.refusals,
     )
 
 
-def _travellers(partition: Partition, programs: Sequence[StageProgram]) -> tuple[SkipValue, ...]:
-    """Tensors that cross two borders or more under one name."""
-    found: dict[str, list[int]] = {}
+def _skip_values(partition: Partition, programs: Sequence[StageProgram]) -> tuple[SkipValue, ...]:
+    """Tensors that cross two boundaries or more."""
+    stages_of: dict[str, list[int]] = {}
     kinds: dict[str, TensorType] = {}
     for program in programs[1:]:
         for port in program.inputs:
             if port.type is not None:
                 kinds[port.name] = port.type
-                found.setdefault(port.name, []).append(program.index)
-    together: dict[tuple[int, int, frozenset[int], TensorType], list[str]] = {}
-    for name, stages in found.items():
+                stages_of.setdefault(port.name, []).append(program.index)
+    grouped: dict[tuple[int, int, frozenset[int], TensorType], list[str]] = {}
+    for name, stages in stages_of.items():
         if len(stages) > 1:
             readers = frozenset(p.index for p in partition.parts if _reads(p, name))
             key = (stages[0] - 1, stages[-1], readers, kinds[name])
-            together.setdefault(key, []).append(name)
+            grouped.setdefault(key, []).append(name)
     return tuple(
         SkipValue(tuple(names), kind, first, last, readers)
-        for (first, last, readers, kind), names in together.items()
+        for (first, last, readers, kind), names in grouped.items()
     )
 
 

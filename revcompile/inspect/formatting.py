@@ -1,4 +1,4 @@
-"""Names and figures, short enough for a table or a drawing."""
+"""Numbers, tensor types and paths in short form, for tables and drawings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["amount", "bytes_of", "counted", "dtype", "listed", "shape", "share",
 
 
 def amount(count: float) -> str:
-    """A count with its thousands.
+    """A count with a metric prefix.
 
     >>> amount(30_391_144), amount(640)
     ('30.4 M', '640')
@@ -48,17 +48,17 @@ def bytes_of(kind: TensorType | None, batch: int | None) -> int:
 
 def counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
     """Several tensors, equal ones once: `2×f32[B,64,56,56]`."""
-    found = Counter(f"{dtype(kind)}{shape(kind)}" for kind in kinds)
-    return tuple(f"{n}×{name}" if n > 1 else name for name, n in found.items())
+    counts = Counter(f"{dtype(kind)}{shape(kind)}" for kind in kinds)
+    return tuple(f"{n}×{name}" if n > 1 else name for name, n in counts.items())
 
 
 def listed(kinds: Sequence[TensorType]) -> str:
-    """The same in a line."""
+    """`counted` in a line."""
     return ", ".join(counted(kinds))
 
 
 def span(names: Sequence[str]) -> str:
-    """The first and the last of several paths, without saying twice what they share.
+    """The first and the last of several paths, without their common start in the second.
 
     >>> span(["blocks.1.mlp", "blocks.2.attn", "blocks.2.mlp"])
     'blocks.1.mlp – 2.mlp'

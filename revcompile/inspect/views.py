@@ -1,4 +1,4 @@
-"""What there is to tell of every stage, for tables and drawings: its blocks, borders and memory."""
+"""What tables and drawings show of every stage: blocks, inputs and outputs, memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
-from revcompile.inspect.words import bytes_of
+from revcompile.inspect.formatting import bytes_of
 from revcompile.ir.program import Part, Partition, Piece, Port, StageProgram
 from revcompile.ir.types import PATH, Coupling, Opaque, TensorType
 from revcompile.schedule import delay, window
 
-__all__ = ["Block", "Memory", "Stage", "modules_of", "stages_of"]
+__all__ = ["BlockView", "Memory", "StageView", "modules_of", "stage_views"]
 
 
 class Memory(Protocol):
-    """What a stage holds at its peak, in bytes."""
+    """The peak memory of a stage, in bytes."""
 
     @property
     def buffers(self) -> int:
@@ -26,13 +26,13 @@ class Memory(Protocol):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Everything, weights and gradients included."""
         ...
 
 
 @dataclass(frozen=True)
-class Block:
-    """One segment, or a part of one. `enters`, `leaves`: one line or two streams."""
+class BlockView:
+    """One segment, or a part of one. `enters`, `leaves`: 1 for one value, 2 for two streams."""
 
     name: str
     reversible: bool
@@ -47,11 +47,11 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One stage: its blocks, what crosses its borders, what it holds."""
+class StageView:
+    """One stage: its blocks, inputs and outputs, and what it keeps."""
 
     index: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockView, ...]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     window: int
@@ -82,12 +82,12 @@ class Stage:
         return sum(block.flops for block in self.blocks)
 
 
-def stages_of(
+def stage_views(
     partition: Partition,
     programs: Sequence[StageProgram],
     batch: int | None = None,
     memory: Sequence[Memory] | None = None,
-) -> tuple[Stage, ...]:
+) -> tuple[StageView, ...]:
     """Every stage; `batch` is the size of a micro-batch (default: the example's)."""
     lines = _lines(partition)
     return tuple(
@@ -103,7 +103,7 @@ def _stage(
     batch: int | None,
     memory: Memory | None,
     lines: Mapping[int, Sequence[tuple[int, int]]],
-) -> Stage:
+) -> StageView:
     count, method = len(partition.parts), program.method
     in_flight = window(method, count, part.index)
     kinds = (partition.types.get(kept) for kept in program.kept)
@@ -111,7 +111,7 @@ def _stage(
     costs = part.costs or (None,) * len(part.pieces)
     works = partition.works(part) or (0.0,) * len(part.pieces)
     blocks = tuple(
-        Block(
+        BlockView(
             name=piece.name,
             reversible=piece.reversible,
             why=_why(piece),
@@ -126,7 +126,7 @@ def _stage(
             part.pieces, costs, works, lines[part.index], strict=True
         )
     )
-    return Stage(
+    return StageView(
         index=part.index,
         blocks=blocks,
         inputs=program.inputs,
