@@ -152,9 +152,9 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
     run = Run(model="vit", steps=4)
     results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
     assert codes == [0, 0]
-    for state, told in results:
+    for state, error in results:
         assert not differences(alone(run)["state"], state)
-        assert "no rank has the values of token" in told and "load weights" in told
+        assert "no rank has the values of token" in error and "load weights" in error
 
 
 def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
     assert codes == [0, 0]
     for found in results:
         for made in found:  # as many as are in flight, however many steps there are
-            rooms, _ = made[-1]
-            assert 0 < rooms <= 8
+            allocations, _ = made[-1]
+            assert 0 < allocations <= 8
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
@@ -432,7 +432,5 @@ def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buf
         if stage_to_rank == (0, 0):
             check()
         else:
-            with pytest.raises(
-                InputError, match=f"{re.escape(buffer)} belongs .* 0 and 1 share"
-            ):
+            with pytest.raises(InputError, match=f"{re.escape(buffer)} belongs .* 0 and 1 share"):
                 check()
