@@ -130,7 +130,6 @@ class Scaling:
         return self.scale
 
     def updated(self) -> None:
-        """The last stage's parameters have been updated."""
         self.good += 1
         if self.settings.dynamic and self.good == self.settings.growth_interval:
             grown = self.scale * self.settings.growth_factor
@@ -139,11 +138,9 @@ class Scaling:
     # -- checkpoints --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {name: value for name, value in asdict(self).items() if name != "settings"}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`."""
         for name, value in state.items():
             setattr(self, name, value)
 
