@@ -28,7 +28,7 @@ KINDS: Final[Mapping[str, Momentum]] = {
     "momentum 0.9, as Adam has it": lambda delay: (10, 0),
     "Nesterov momentum 0.9": lambda delay: (10, 1),
     "no momentum": lambda delay: (1, 0),
-    "with a lead": lambda delay: (averaging_horizon(delay), look_ahead(delay)),
+    "with a look-ahead": lambda delay: (averaging_horizon(delay), look_ahead(delay)),
 }
 
 

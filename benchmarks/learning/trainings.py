@@ -8,7 +8,7 @@ and given again it goes on from the last checkpoints. `results.json` in the fold
 so far: copied to another machine, training goes on there with what is missing. The second command
 prints the results and draws the curves.
 
-Tables: orders (two orders of PETRA, and momentum with a lead, against backprop, by accumulation),
+Tables: orders (two orders of PETRA, and look-ahead, against backprop, by accumulation),
 cosine (the same with another schedule), momentum (with a shorter one), ablation (PETRA's Table 4),
 helps (what else to do about delay), watched (its Figures 5 and 6), transformer.
 """
