@@ -25,7 +25,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.distributed.collectives import compare
+from revcompile.runtime.distributed.collectives import check_ranks_agree
 from revcompile.runtime.distributed.placement import Layout, make_layout, pipeline_ranks
 from revcompile.runtime.distributed.rank_weights import SharedBuffers
 from revcompile.schedule import METHODS
@@ -152,9 +152,9 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
     run = Run(model="vit", steps=4)
     results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
     assert codes == [0, 0]
-    for state, told in results:
+    for state, error in results:
         assert not differences(alone(run)["state"], state)
-        assert "no rank has the values of token" in told and "load weights" in told
+        assert "no rank has the values of token" in error and "load weights" in error
 
 
 def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
     assert codes == [0, 0]
     for found in results:
         for made in found:  # as many as are in flight, however many steps there are
-            rooms, _ = made[-1]
-            assert 0 < rooms <= 8
+            allocations, _ = made[-1]
+            assert 0 < allocations <= 8
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
@@ -363,11 +363,11 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
 def test_the_difference_names_the_ranks() -> None:
     facts: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "more": "a"}]
     with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:
-        compare(facts)
+        check_ranks_agree(facts)
     assert "more: nothing on ranks 0, 1; a on rank 2" in str(error.value)
     assert "cost=" not in str(error.value)
     with pytest.raises(InputError, match="measure on one, and give its numbers as cost= to all"):
-        compare([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
+        check_ranks_agree([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
 
 
 @pytest.mark.parametrize(

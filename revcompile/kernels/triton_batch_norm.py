@@ -234,7 +234,6 @@ def _batch_statistics(x: Tensor, eps: float, running: Running | None) -> tuple[T
 def bn_relu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias."""
     columns = x.shape[1]
     rows = x.numel() // columns
     tile_rows, tile_columns, blocks = _tile(columns)

@@ -95,7 +95,6 @@ def works_on(device: torch.device) -> bool:
 
 
 def supports_add(stream: Tensor, addend: Tensor) -> bool:
-    """Is there a kernel for this sum on this device?"""
     return fits(stream, addend) and works_on(stream.device)
 
 

@@ -35,7 +35,6 @@ class Boundary:
 
     @staticmethod
     def of(partition: Partition, part: Part) -> Boundary:
-        """The boundary of one part."""
         types, is_last = partition.types, part is partition.parts[-1]
         inputs = _tensors(part.inputs, types)
         results = [leaf.name for leaf in partition.rewired.body.result if isinstance(leaf, Live)]
@@ -77,7 +76,6 @@ class Boundary:
         )
 
     def described(self, types: Mapping[str, Any]) -> str:
-        """The stage in one line."""
         inputs, outputs = (
             ", ".join(f"{name}: {types[name]}" for name in names)
             for names in (self.inputs, self.outputs)

@@ -43,7 +43,6 @@ class StageModule(Reversible):
         return tuple(map(_sendable, outputs)) if isinstance(outputs, tuple) else outputs
 
     def extra_repr(self) -> str:
-        """Its inputs and outputs."""
         return self._description
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:

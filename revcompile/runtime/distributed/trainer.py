@@ -26,7 +26,12 @@ from revcompile.runtime.checkpoint import (
     until_signal,
 )
 from revcompile.runtime.checkpoint.codec import located
-from revcompile.runtime.distributed.collectives import SignalConsensus, compare, facts, gather_plain
+from revcompile.runtime.distributed.collectives import (
+    SignalConsensus,
+    check_ranks_agree,
+    gather_plain,
+    run_facts,
+)
 from revcompile.runtime.distributed.evaluation import EvaluationPass, LoaderEnds
 from revcompile.runtime.distributed.placement import Ranks, make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import join, open_channels
@@ -124,7 +129,9 @@ class DistributedTrainer(Trainer):
             "average_statistics": average_statistics,
             "device": self.device.type,
         }
-        compare(gather_plain(facts(model, partition, programs, settings, options), control))
+        check_ranks_agree(
+            gather_plain(run_facts(model, partition, programs, settings, options), control)
+        )
         stages, world = len(programs), distributed.get_world_size()
         default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, world))
         layout = make_layout(stages, world, stage_to_rank, default)

@@ -195,7 +195,6 @@ class Bindings:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Does a module have forward hooks or pre-hooks of its own?"""
     own = vars(module)
     return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
 

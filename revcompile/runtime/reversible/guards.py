@@ -36,7 +36,6 @@ class Mismatch:
         )
 
     def error(self, where: str, advice: str) -> GuardError:
-        """The mismatch as an error."""
         return GuardError(
             f"{where}: {self}. The forward pass reads it in Python, so the captured graph may be "
             f"wrong. {advice}",
@@ -299,7 +298,6 @@ class Cases:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Rewired:
-        """The rewired model whose guards hold for a call."""
         problem = self._last[1].failing(root, values)
         if problem is None:
             return self._last[0]

@@ -55,7 +55,6 @@ class ShardedModule(NamedTuple):
 
 
 def is_sharding_hook(hook: Callable[..., Any]) -> bool:
-    """Is a forward hook one of FSDP2's?"""
     kind = type(getattr(hook, "__self__", None))
     return kind.__name__ == "FSDPState" and kind.__module__.startswith("torch.distributed.")
 

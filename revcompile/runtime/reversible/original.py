@@ -74,7 +74,6 @@ class watched(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Check an operation, then perform it."""
         kwargs = kwargs or {}
         if _suspended.get():
             return func(*args, **kwargs)
@@ -188,7 +187,6 @@ class _Contents:
                     self._tables.append((vars(value), dict(vars(value))))
 
     def restore(self) -> None:
-        """Restore everything."""
         for table, held in self._tables:
             table.clear()
             table.update(held)
@@ -211,7 +209,6 @@ _CHECKPOINTING_FLAGS: Final = frozenset(("gradient_checkpointing", "grad_checkpo
 
 
 def _flags(module: nn.Module) -> list[str]:
-    """Flags of activation checkpointing that are set."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, inner in module.named_modules()
@@ -292,7 +289,6 @@ class Original:
 
     @property
     def is_importable(self) -> bool:
-        """Can the original's class be found by its name?"""
         return self.kind is not None and _is_importable(self.kind)
 
 

@@ -102,7 +102,6 @@ class ReconstructionCheck:
 
     @property
     def is_on(self) -> bool:
-        """Is anything compared at all?"""
         return self._tolerance is not None
 
     def start(self, *streams: Tensor) -> tuple[bool, Samples]:

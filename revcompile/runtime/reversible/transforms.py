@@ -26,7 +26,6 @@ _ADVICE: Final = (
 
 
 def is_transformed() -> bool:
-    """Is a `torch.func` transform or forward-mode AD active?"""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

@@ -127,7 +127,6 @@ class CastWeights:
         return {**self._parameters, **self._copies} if self._names else None
 
     def refresh(self) -> None:
-        """Copy the weights again."""
         if not self._names:
             return
         masters = [self._parameters[name] for name in self._names]
