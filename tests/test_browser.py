@@ -79,7 +79,7 @@ def test_a_module_is_found_and_its_code_is_marked(tab: Any) -> None:
     tab.press("#search", "Enter")
     assert tab.locator("#details h2").inner_text().startswith(f"Stage {stage}: ")
     assert "hit" in (tab.locator(f"#stage-{stage}").get_attribute("class") or "")
-    marked = tab.locator("#panel-2 pre[data-program=forward] mark")
+    marked = tab.locator("#panel-2 pre[data-program=_5] mark")
     assert marked.count() and ".down(" in marked.first.inner_text()
     assert tab.locator("#panel-2 mark").first.is_visible()
     tab.fill("#search", "no such module")

@@ -1,4 +1,4 @@
-"""lower: what each stage keeps, wants back and returns, and the code it runs."""
+"""lower: what each stage keeps, needs back and sends back, and the code it runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def crossing(program: StageProgram) -> list[str]:
 # -- what is kept ---------------------------------------------------------------------------------
 
 
-def test_what_travels_between_the_stages() -> None:
+def test_values_that_cross_stage_boundaries() -> None:
     """The mask from the first stage to the last, the stem's output up to the gated block."""
     assert [crossing(program) for program in programs("petra")] == [
         ["x", "mask"],
@@ -76,14 +76,14 @@ def test_what_travels_between_the_stages() -> None:
     ]
 
 
-def test_petra_keeps_what_nobody_sends_back() -> None:
+def test_petra_keeps_what_the_next_stage_does_not_send_back() -> None:
     found = programs("petra")
     assert [program.kept for program in found] == [
         ("x",),  # opaque: its input
         (),
-        ("stem",),  # read by the block, and sent on by nobody
+        ("stem",),  # read by the block, and not sent on
         ("stem_a_grid",),  # the last block of the chain
-        # opaque and last: its graph, and what the block before wants back
+        # opaque and last: its graph, and what the block before needs back
         ("head graph", "add_2_a leaf 0", "add_2_b leaf 0", "add_2_a", "add_2_b"),
     ]
     assert [program.needs_back for program in found] == [
@@ -97,7 +97,7 @@ def test_petra_keeps_what_nobody_sends_back() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_stage_wants_the_next_one_returns(method: str) -> None:
+def test_what_a_stage_needs_back_the_next_one_sends(method: str) -> None:
     found = programs(method)
     assert found[0].sends_back == ()
     assert found[-1].needs_back == ()

@@ -1,8 +1,4 @@
-"""Python text of generated functions: graphs of segments, and bodies made of a few calls.
-
-Everything printed is collected in a `Listing`, which knows the names that are taken and the
-imports that the text needs, so that it can be executed as it is.
-"""
+"""Segments' graphs as Python functions, and the imports and names that printed code needs."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final
 
@@ -19,18 +14,18 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from revcompile.inspect.program_text import commented
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.module_tree import has_batch_norm
 from revcompile.ir.program import legal
 from revcompile.ir.types import PATH
 
-__all__ = ["Body", "Listing", "call", "joined", "module_path", "python_text", "slot", "slots"]
+__all__ = ["Listing", "module_path", "python_text"]
 
 _NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
 _FREES: Final = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)
+"""`;  x = None`, with which FX frees values."""
 _WORD: Final = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*")
-_WIDTH: Final = 60
-"""Column of the comments at the end of lines, where lines are shorter."""
 
 
 def module_path(root: nn.Module, path: str, of: str = "self") -> str:
@@ -81,11 +76,6 @@ def _as_fx_prints(path: str) -> str:
     return text
 
 
-def without_frees(text: str) -> str:
-    """Code without the `; x = None` with which FX frees values."""
-    return _FREES.sub("", text)
-
-
 def python_text(graph: fx.Graph, root: nn.Module) -> tuple[str, dict[str, Any]]:
     """A graph's code with readable module paths, and the globals it uses."""
     code = graph.python_code("self")
@@ -99,7 +89,7 @@ def python_text(graph: fx.Graph, root: nn.Module) -> tuple[str, dict[str, Any]]:
 
 
 class Listing:
-    """Functions printed one after the other."""
+    """Functions one after the other, and what they import: text that can be executed."""
 
     def __init__(self, root: nn.Module, taken: Iterable[str]) -> None:
         self.root = root
@@ -144,7 +134,7 @@ class Listing:
         name = self.name(name)
         printed, norms = self._copy(graph, casts or {}, arguments, stores)
         text, used = python_text(printed, self.root)
-        text = without_frees(text)
+        text = _FREES.sub("", text)
         for node in norms:
             layer = module_path(self.root, str(node.target))
             start = f"    {node.name} = {layer}("
@@ -248,11 +238,6 @@ def _as_tuples(result: Any) -> Any:
     return tuple(map(_as_tuples, result)) if isinstance(result, list | tuple) else result
 
 
-def commented(line: str, comment: str) -> str:
-    """A line of code with a comment at its end."""
-    return f"{line:<{_WIDTH}}  # {comment}" if comment else line
-
-
 def _owner(node: fx.Node) -> str:
     """Path of the module whose `forward` made a node."""
     path = str(node.meta.get(PATH, ""))
@@ -269,133 +254,3 @@ def _with_paths(lines: Sequence[str], owners: Mapping[str, str]) -> Iterable[str
             current = owner
             yield f"    # {current}"
         yield line
-
-
-# -- bodies made of a few calls --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Statement:
-    """`targets = expressions`: as many of them as targets, or one call that returns all targets."""
-
-    targets: tuple[str, ...]
-    expressions: tuple[str, ...]
-    reads: tuple[tuple[str, ...], ...]
-    comment: str = ""
-    effects: bool = True
-
-
-@dataclass
-class Body:
-    """A function as statements over values, printed with few variable names.
-
-    Values are strings of any form, each assigned once. A variable is used again as soon as the
-    value it holds is not read any more: that turns a row of couplings into `a, b = b, a + F(b)`.
-    """
-
-    parameters: list[str]
-    hints: dict[str, str]
-    """Which variable a value should be in."""
-    statements: list[_Statement] = field(default_factory=list)
-
-    def assign(
-        self,
-        targets: Sequence[str],
-        *expressions: tuple[str, Sequence[str]],
-        comment: str = "",
-        effects: bool = True,
-    ) -> None:
-        """Add a statement; an expression is a text with `{}` for each value that it reads.
-
-        Without `effects` the statement, or the part of it, is left out if its results are not read.
-        """
-        texts, reads = zip(*expressions, strict=True)
-        added = _Statement(tuple(targets), texts, tuple(map(tuple, reads)), comment, effects)
-        self.statements.append(added)
-
-    def text(
-        self, name: str, result: str, reads: Sequence[str], taken: Iterable[str], comment: str = ""
-    ) -> tuple[str, dict[str, str]]:
-        """The function's code, and the variables of its parameters and results."""
-        live = set(reads)
-        kept: list[tuple[_Statement, set[str]]] = []
-        for statement in reversed(self.statements):
-            needed = _needed(statement, live)
-            if needed is not None:
-                kept.append((needed, set(live)))
-                live -= set(needed.targets)
-                live |= {value for values in needed.reads for value in values}
-        variables: dict[str, str] = {}
-        reserved = set(taken)
-        for value in self.parameters:
-            variables[value] = self._variable(value, set(variables.values()) | reserved)
-        arguments = [variables[value] for value in self.parameters]
-        lines = [commented(f"def {name}({', '.join(['self', *arguments])}):", comment)]
-        for statement, after in reversed(kept):
-            right = ", ".join(
-                text.format(*(variables[value] for value in values))
-                for text, values in zip(statement.expressions, statement.reads, strict=True)
-            )
-            held = {variables[value] for value in after if value in variables}
-            left = []
-            for value in statement.targets:
-                variable = self._variable(value, held | reserved) if value in after else "_"
-                variables[value] = variable
-                held.add(variable)
-                left.append(variable)
-            line = f"{', '.join(left)} = {right}" if set(left) - {"_"} else right
-            if line != f"{right} = {right}":
-                lines.append(commented(f"    {line}", statement.comment))
-        lines.append(f"    return {result.format(*(variables[value] for value in reads))}")
-        first = dict(zip(self.parameters, arguments, strict=True))
-        return "\n".join(lines), {value: variables[value] for value in reads} | first
-
-    def _variable(self, value: str, taken: set[str]) -> str:
-        hint = legal(self.hints.get(value, value))
-        names = (hint, *(f"{hint}_{number}" for number in range(1, len(taken) + 2)))
-        return next(name for name in names if name not in taken and not keyword.iskeyword(name))
-
-
-def _needed(statement: _Statement, live: set[str]) -> _Statement | None:
-    """The part of a statement whose results are read, or that has effects."""
-    if statement.effects or not statement.targets:
-        return statement
-    read = [index for index, target in enumerate(statement.targets) if target in live]
-    if not read:
-        return None
-    if len(statement.expressions) != len(statement.targets):
-        return statement
-    return _Statement(
-        tuple(statement.targets[index] for index in read),
-        tuple(statement.expressions[index] for index in read),
-        tuple(statement.reads[index] for index in read),
-        statement.comment,
-        effects=False,
-    )
-
-
-# -- texts with `{}` for each value that they read ------------------------------------------------
-
-
-def slot(value: str | None) -> str:
-    return "None" if value is None else "{}"
-
-
-def joined(texts: Sequence[str]) -> str:
-    return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
-
-
-def slots(values: Iterable[str | None], brackets: bool = False) -> str:
-    """A tuple with a slot for each value; one value alone stands without brackets."""
-    slots = [slot(value) for value in values]
-    return slots[0] if len(slots) == 1 and not brackets else joined(slots)
-
-
-def call(function: str, values: Sequence[str]) -> str:
-    """A call with a slot for each value; functions of stages get `self` first."""
-    slots = ", ".join(["self", *("{}" for _ in values)])
-    if function.endswith(", "):  # `record(F, `
-        return f"{function}{slots})"
-    if function == "total":
-        return f"total({', '.join('{}' for _ in values)})"
-    return f"{function}({slots})"

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from revcompile.inspect.function_text import Body, Listing, call, slots
+from revcompile.inspect.function_text import Listing
+from revcompile.inspect.program_text import Body, joined, value
 from revcompile.ir import ops
 from revcompile.ir.module_tree import convolves
 from revcompile.ir.program import Part, Partition, Piece, StageProgram, Unit, legal
 from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
-__all__ = ["SourceWriter", "is_piece"]
+__all__ = ["SourceWriter", "call", "is_piece"]
 
 
 class SourceWriter:
@@ -104,15 +105,15 @@ class SourceWriter:
         if (id(unit), role) not in self._named:
             whole = len(self.program.units) == 1
             name = f"stage_{self.part.index}" if whole else "_to_".join(unit.name.split(" .. "))
-            name = self.listing.name(name + ("_again" if role != "unit" else ""))
+            called = self.listing.name(name + ("_again" if role != "unit" else ""))
             body = Body([*self.unit_key(unit), *unit.inputs], self.hints)
-            values = {value: value for value in unit.inputs}
+            values = {name: value(name) for name in unit.inputs}
             for piece in unit.pieces:
                 self.compute(body, piece, values, again=again)
-            outputs = [values[output] for output in self.unit_outputs(unit)]
-            text, _ = body.text(name, slots(outputs), outputs, self.listing.taken, unit.name)
+            result = joined((values[name] for name in self.unit_outputs(unit)), brackets=False)
+            text, _ = body.text(called, result, self.listing.taken, unit.name)
             self.listing.functions.append(text)
-            self._named[id(unit), role] = name
+            self._named[id(unit), role] = called
         return self._named[id(unit), role]
 
     def unit_key(self, unit: Unit) -> list[str]:
@@ -134,149 +135,133 @@ class SourceWriter:
     def reseed(self, body: Body, piece: Piece) -> None:
         """Seed the random numbers of a piece that may draw some."""
         if piece.name in self.draws:
-            helper = self.listing.use("reseed")
-            body.assign([], (f"{helper}({{}}, {self.places[id(piece)]})", ["key"]))
+            place = self.places[id(piece)]
+            body.assign([], f"{self.listing.use('reseed')}({value('key')}, {place})")
 
     def compute(
         self, body: Body, piece: Piece, values: dict[str, str], *, again: bool = False
     ) -> None:
-        """Run a piece; `values` says where live values are."""
+        """Run a piece; `values` maps live values to how texts refer to them."""
         self.reseed(body, piece)
         segment, called = piece.segment, self.function(piece, again=again)
-        if not isinstance(segment, Coupling):
-            reads = [values[name] for name in segment.inputs]
-            body.assign(segment.outputs, (call(called, reads), reads))
-            values |= {name: name for name in segment.outputs}
-            return
+        if isinstance(segment, Coupling):
+            self._couple(body, piece, segment, called, values)
+        else:
+            inputs = [values[name] for name in segment.inputs]
+            body.assign(segment.outputs, call(called, inputs))
+        values |= {name: value(name) for name in piece.outputs}
+
+    def _couple(
+        self, body: Body, piece: Piece, segment: Coupling, called: str, values: dict[str, str]
+    ) -> None:
         assert piece.grid is not None
         a, b = (values[name] for name in segment.streams_in)
         if piece.opens:
-            a, b = self._enter(body, piece, a, b)
-            values[piece.grid] = piece.grid
+            a, b = self._enter(body, piece, segment, a, b)
+            values[piece.grid] = value(piece.grid)
         if segment.rearrange is not None:
             arrange = self.arrangement(piece, back=False)
             sides = [values[name] for name in segment.rearrange.sides]
             names = [f"arranged {name}" for name in segment.streams_in]
-            shapes = f"{piece.name} shapes"
-            for stream, name, shape in ((a, names[0], shapes), (b, names[1], "_")):
-                body.assign([name, shape], (call(arrange, [stream, *sides]), [stream, *sides]))
-            a, b = names
-        sides = [values[name] for name in segment.sides]
-        branch, reads = call(called, [b, *sides]), [b, *sides]
+            body.assign([names[0], f"{piece.name} shapes"], call(arrange, [a, *sides]))
+            body.assign([names[1], "_"], call(arrange, [b, *sides]))
+            a, b = map(value, names)
+        branch = call(called, [b, *(values[name] for name in segment.sides)])
         if segment.extras:
-            result = f"F of {piece.name}"
-            body.assign([result, *segment.extras], (branch, reads))
-            branch, reads = "{}", [result]
-        plus = self.listing.use("plus")
-        body.assign(
-            segment.streams_out,
-            ("{}", [b]),
-            (f"{plus}({{}}, {branch}, {{}})", [a, *reads, values[piece.grid]]),
-            comment=piece.name,
-            effects=False,
-        )
-        values |= {name: name for name in segment.outputs}
+            body.assign([f"F of {piece.name}", *segment.extras], branch)
+            branch = value(f"F of {piece.name}")
+        y = f"{self.listing.use('plus')}({a}, {branch}, {values[piece.grid]})"
+        body.assign(segment.streams_out, b, y, comment=piece.name, effects=False)
 
-    def _enter(self, body: Body, piece: Piece, a: str, b: str) -> tuple[str, str]:
-        segment = piece.segment
-        assert isinstance(segment, Coupling) and piece.grid is not None
+    def _enter(
+        self, body: Body, piece: Piece, segment: Coupling, a: str, b: str
+    ) -> tuple[str, str]:
         cast = self.partition.low_precision(segment.streams_in[0])
         if cast is not None:
             self.listing.imports["torch"] = ("", "torch")
-        helper = self.listing.use("enter_chain")
         settings = f"cast={cast}, convolves={convolves(segment.branch, self.listing.root)}"
-        entered = (f"entered {segment.streams_in[0]}", f"entered {segment.streams_in[1]}")
-        body.assign([*entered, piece.grid], (f"{helper}({{}}, {{}}, {settings})", [a, b]))
-        return entered
+        first, second = (f"entered {name}" for name in segment.streams_in)
+        entered = f"{self.listing.use('enter_chain')}({a}, {b}, {settings})"
+        body.assign([first, second, str(piece.grid)], entered)
+        return value(first), value(second)
 
     # -- programs -----------------------------------------------------------------------------
 
     def forward(self) -> dict[str, str]:
         """Print the forward program; returns the variables of its inputs and outputs."""
-        program = self.program
-        body = Body([*self.key, *self.part.inputs], self.hints)
-        values = {name: name for name in self.part.inputs}
+        program, part = self.program, self.part
+        body = Body([*self.key, *part.inputs], self.hints)
+        values = {name: value(name) for name in part.inputs}
         for index, unit in enumerate(program.units):
             if unit.keep is Keep.GRAPH:
                 self._record(body, unit, index, values)
             elif unit.keep is Keep.INPUT and not is_piece(unit):
-                reads = [*self.unit_key(unit), *(values[name] for name in unit.inputs)]
+                inputs = [*map(value, self.unit_key(unit)), *(values[n] for n in unit.inputs)]
                 outputs = self.unit_outputs(unit)
-                body.assign(outputs, (call(self.unit_function(unit), reads), reads))
-                values |= {name: name for name in outputs}
+                body.assign(outputs, call(self.unit_function(unit), inputs))
+                values |= {name: value(name) for name in outputs}
             else:
                 self.compute(body, unit.pieces[0], values)
-        outputs = [values[name] for name in self.part.outputs]
-        kept = [values.get(name, name) for name in program.kept]
-        result = f"{slots(outputs, brackets=True)}, {slots(kept, brackets=True)}"
-        taken = self.listing.taken
-        result += "  # outputs, kept for backward"
-        text, variables = body.text("forward", result, [*outputs, *kept], taken)
+        sent = joined(values[name] for name in part.outputs)
+        kept = joined(values.get(name, value(name)) for name in program.kept)
+        result = f"{sent}, {kept}  # outputs, kept for backward"
+        text, variables = body.text("forward", result, self.listing.taken)
         self.listing.functions.append(text)
-        return {name: variables[name] for name in (*self.part.inputs, *outputs)}
+        return {name: variables[name] for name in (*part.inputs, *part.outputs)}
 
     def _record(self, body: Body, unit: Unit, index: int, values: dict[str, str]) -> None:
         """Run a unit with autograd on; its leaves and the ends of its graph are kept."""
-        record, detached = map(self.listing.use, ("record", "detached"))
-        reads = []
+        inputs = [*map(value, self.unit_key(unit))]
         for name in unit.inputs:
             if self.partition.requires_grad(name):
                 kept = f"{name} leaf {index}"
                 body.hints[kept] = f"{self.hints.get(name, name)}_leaf"
-                body.assign([kept], (f"{self.listing.use('leaf')}({{}})", [values[name]]))
-                reads.append(kept)
+                body.assign([kept], f"{self.listing.use('leaf')}({values[name]})")
+                inputs.append(value(kept))
             else:
-                reads.append(values[name])
+                inputs.append(values[name])
         if is_piece(unit):
             self.reseed(body, unit.pieces[0])
-        reads = [*self.unit_key(unit), *reads]
         outputs = self.unit_outputs(unit)
         recorded = [name for name in outputs if self.partition.requires_grad(name)]
         ends = [f"{name} graph" if name in recorded else name for name in outputs]
-        body.assign(ends, (call(f"{record}({self.unit_function(unit)}, ", reads), reads))
+        function = f"{self.unit_function(unit)}, self"
+        body.assign(ends, call(self.listing.use("record"), inputs, first=function))
         for name in recorded:
-            read = (f"{detached}({{}})", [f"{name} graph"])
-            body.assign([name], read, effects=False)
-        values |= {name: name for name in outputs}
+            detached = f"{self.listing.use('detached')}({value(f'{name} graph')})"
+            body.assign([name], detached, effects=False)
+        values |= {name: value(name) for name in outputs}
 
     def inverse(self) -> None:
         """Print the inverse program."""
-        program = self.program
-        arguments = [*program.kept, *program.needs_back]
+        arguments = [*self.program.kept, *self.program.needs_back]
         body = Body([*self.key, *arguments], self.hints)
-        values = {name: name for name in arguments}
-        minus = self.listing.use("minus")
         streams: Sequence[str] = ()
-        for unit in reversed(program.units):
+        for unit in reversed(self.program.units):
             piece = unit.pieces[0]
             segment = piece.segment
             assert isinstance(segment, Coupling) and piece.grid is not None
             self.reseed(body, piece)
-            b, y = (values[name] for name in segment.streams_out)
-            reads = [b, *(values[name] for name in segment.sides)]
-            branch = call(self.function(piece, again=True), reads)
+            b, y = map(value, segment.streams_out)
+            branch = call(self.function(piece, again=True), [b, *map(value, segment.sides)])
             branch += "[0]" if segment.extras else ""
-            names = segment.streams_in
-            if segment.rearrange is not None:
-                names = (f"arranged {names[0]}", f"arranged {names[1]}")
-            body.assign(
-                names,
-                (f"{minus}({{}}, {branch}, {{}})", [y, *reads, values[piece.grid]]),
-                ("{}", [b]),
-                comment=piece.name,
-                effects=False,
-            )
-            if segment.rearrange is not None:
-                restore, shapes = self.arrangement(piece, back=True), f"{piece.name} shapes"
-                body.assign(
-                    segment.streams_in,
-                    *((call(restore, [name, shapes]), [name, shapes]) for name in names),
-                    effects=False,
-                )
+            a = f"{self.listing.use('minus')}({y}, {branch}, {value(piece.grid)})"
             streams = segment.streams_in
-            values |= {name: name for name in streams}
-        text, _ = body.text("inverse", slots(streams), streams, self.listing.taken)
+            if segment.rearrange is None:
+                body.assign(streams, a, b, comment=piece.name, effects=False)
+            else:
+                names = [f"arranged {name}" for name in streams]
+                body.assign(names, a, b, comment=piece.name, effects=False)
+                restore, shapes = self.arrangement(piece, back=True), value(f"{piece.name} shapes")
+                restored = (call(restore, [value(name), shapes]) for name in names)
+                body.assign(streams, *restored, effects=False)
+        text, _ = body.text("inverse", joined(map(value, streams)), self.listing.taken)
         self.listing.functions.append(text)
+
+
+def call(function: str, arguments: Sequence[str], first: str = "self") -> str:
+    """A call of a printed function, which gets the model first."""
+    return f"{function}({', '.join([first, *arguments])})"
 
 
 def stores(piece: Piece) -> bool:
@@ -298,8 +283,7 @@ def _hints(partition: Partition) -> dict[str, str]:
                 streams = (piece.segment.streams_in, piece.segment.streams_out)
                 for hint, names in zip("ab", zip(*streams, strict=True), strict=True):
                     for name in names:
-                        for value in (name, f"entered {name}", f"arranged {name}"):
-                            hints[value] = hint
+                        hints |= dict.fromkeys((name, f"entered {name}", f"arranged {name}"), hint)
                 hints[f"{piece.name} shapes"] = "shapes"
                 hints[f"F of {piece.name}"] = "f"
             if piece.grid is not None:

@@ -8,50 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from revcompile.inspect.function_text import Body, call, joined, slot, slots
-from revcompile.inspect.source import SourceWriter, is_piece
+from revcompile.inspect.program_text import Body, joined, value
+from revcompile.inspect.source import SourceWriter, call, is_piece
 from revcompile.ir.program import Piece, Unit
 from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
 __all__ = ["BackwardWriter"]
 
+_GRADS = value("grads")
+
 
 class BackwardWriter:
-    """The backward program: the same walk as `compiler.lower.backward`, in calls of functions."""
+    """Prints the backward program; values and gradients are kept as texts refer to them."""
 
     def __init__(self, writer: SourceWriter) -> None:
         self.writer, self.program = writer, writer.program
         self.partition, self.part = writer.partition, writer.part
         self.use = writer.listing.use
         self.is_last = self.part.index == len(self.partition.parts) - 1
-        self.arriving = [f"grad {name}" for name in self.program.outputs_with_grad]
-        kept = [f"kept {name}" for name in self.program.kept]
         self.hints = dict(writer.hints)
         self.hints |= {f"kept {n}": self.hints.get(n, n) for n in self.program.kept}
-        arguments = [*kept, *self.program.needs_back, *self.arriving]
-        self.body = Body([*writer.key, *arguments], self.hints)
         self.values: dict[str, str] = {}
-        self.gradients = {name: [f"grad {name}"] for name in self.program.outputs_with_grad}
+        self.gradients: dict[str, list[str]] = {}
         self.count = 0
-        for name, gradient in zip(self.program.outputs_with_grad, self.arriving, strict=True):
-            self.hints[gradient] = self._gradient_hint(name)
-
-    def _gradient_hint(self, name: str) -> str:
-        hint = self.hints.get(name, name)
-        return f"d{hint}" if hint in ("a", "b") else f"d_{hint}"
+        arriving = [self._new_gradient(name) for name in self.program.outputs_with_grad]
+        for name, gradient in zip(self.program.outputs_with_grad, arriving, strict=True):
+            self.gradients[name] = [value(gradient)]
+        kept = [f"kept {name}" for name in self.program.kept]
+        arguments = [*writer.key, *kept, *self.program.needs_back, *arriving]
+        self.body = Body(arguments, self.hints)
 
     def _new_gradient(self, name: str) -> str:
+        """A name for one more gradient of a value."""
         self.count += 1
-        made = f"grad {name} {self.count}"
-        self.hints[made] = self._gradient_hint(name)
-        return made
+        gradient, hint = f"gradient {self.count} of {name}", self.hints.get(name, name)
+        self.hints[gradient] = f"d{hint}" if hint in ("a", "b") else f"d_{hint}"
+        return gradient
 
     def value(self, name: str) -> str:
         """A live value: rebuilt, sent back by the next stage, or kept."""
         if name not in self.values:
             comes_back = name in self.part.outputs and not self.is_last
-            self.values[name] = name if comes_back else f"kept {name}"
+            self.values[name] = value(name if comes_back else f"kept {name}")
         return self.values[name]
 
     def gradient(self, name: str) -> str | None:
@@ -59,123 +58,101 @@ class BackwardWriter:
         terms = self.gradients.get(name, [])
         if len(terms) > 1:
             summed = self._new_gradient(name)
-            self.body.assign([summed], (call(self.use("total"), terms), terms), effects=False)
-            self.gradients[name] = terms = [summed]
+            total = f"{self.use('total')}({', '.join(terms)})"
+            self.body.assign([summed], total, effects=False)
+            self.gradients[name] = terms = [value(summed)]
         return terms[0] if terms else None
 
     def add_gradient(self, name: str, gradient: str) -> None:
         if self.partition.requires_grad(name):
-            self.gradients.setdefault(name, []).append(gradient)
+            self.gradients.setdefault(name, []).append(value(gradient))
 
     def write(self) -> None:
         """Print the program."""
-        program, body = self.program, self.body
-        body.assign(["grads"], ("{{}}", []))
+        program = self.program
+        self.body.assign(["grads"], "{}")
         for index, unit in reversed(list(enumerate(program.units))):
             if unit.keep is Keep.NOTHING:
                 self._uncouple(unit.pieces[0])
             else:
                 self._vjp(unit, index)
-        values = [self.value(name) for name in program.sends_back]
-        gradients = [self.gradient(name) for name in program.inputs_with_grad]
-        present = [gradient for gradient in gradients if gradient is not None]
-        sent = slots(gradients, brackets=True)
-        result = f"{slots(values, brackets=True)}, {sent}, {{}}"
+        values = joined(self.value(name) for name in program.sends_back)
+        gradients = joined(self.gradient(name) for name in program.inputs_with_grad)
+        result = f"{values}, {gradients}, {_GRADS}"
         result += "  # sent back: values, gradients; gradients of parameters"
-        taken = self.writer.listing.taken
-        text, _ = body.text("backward", result, [*values, *present, "grads"], taken)
+        text, _ = self.body.text("backward", result, self.writer.listing.taken)
         self.writer.listing.functions.append(text)
 
     def _vjp(self, unit: Unit, index: int) -> None:
         """Through the graph that forward kept, or through one made from the kept inputs."""
-        writer, body = self.writer, self.body
+        writer = self.writer
         outputs = writer.unit_outputs(unit)
-        given = [self.gradient(name) for name in outputs]
-        if not any(given):
+        gradients = {name: self.gradient(name) for name in outputs}
+        if not any(gradients.values()):
             return
         with_grad = [name for name in unit.inputs if self.partition.requires_grad(name)]
-        targets = {name: self._new_gradient(name) for name in with_grad}
+        results = {name: self._new_gradient(name) for name in with_grad}
         if unit.keep is Keep.GRAPH:
-            ends = [f"kept {n} graph" for n, g in zip(outputs, given, strict=True) if g]
-            leaves = [f"kept {name} leaf {index}" for name in with_grad]
-            present = [gradient for gradient in given if gradient]
-            text = ", ".join(slots(group, brackets=True) for group in (ends, present, leaves))
-            text = f"{self.use('accumulate_vjp')}(self, {text}, {{}})"
-            body.assign(
-                list(targets.values()),
-                (text, [*ends, *present, *leaves, "grads"]),
-                comment=unit.name,
-            )
+            ends = joined(value(f"kept {n} graph") for n, g in gradients.items() if g)
+            given = joined(filter(None, gradients.values()))
+            leaves = joined(value(f"kept {name} leaf {index}") for name in with_grad)
+            vjp = f"{self.use('accumulate_vjp')}(self, {ends}, {given}, {leaves}, {_GRADS})"
+            self.body.assign([*results.values()], vjp, comment=unit.name)
         else:
-            self.values |= {name: f"kept {name}" for name in unit.inputs}
+            self.values |= {name: value(f"kept {name}") for name in unit.inputs}
             if is_piece(unit):
-                writer.reseed(body, unit.pieces[0])
-            leaf = self.use("leaf") if with_grad else "leaf"
-            inputs = [f"{leaf}({{}})" if name in targets else "{}" for name in unit.inputs]
+                writer.reseed(self.body, unit.pieces[0])
             key = writer.unit_key(unit)
+            inputs = [self._leaf(n) if n in results else self.value(n) for n in unit.inputs]
             called = writer.unit_function(unit, again=True)
-            reads = [*key, *(self.values[name] for name in unit.inputs)]
-            arguments = joined([*("{}" for _ in key), *inputs])
-            text = f"{called}, self, {arguments}, {slots(given, brackets=True)}, {{}}"
-            body.assign(
-                [*("_" for _ in key), *(targets.get(name, "_") for name in unit.inputs)],
-                (f"{self.use('recompute_vjp')}({text})", [*reads, *filter(None, given), "grads"]),
-                comment=unit.name,
-            )
-        for name, gradient in targets.items():
+            arguments = f"{joined([*map(value, key), *inputs])}, {joined(gradients.values())}"
+            vjp = f"{self.use('recompute_vjp')}({called}, self, {arguments}, {_GRADS})"
+            targets = [*("_" for _ in key), *(results.get(name, "_") for name in unit.inputs)]
+            self.body.assign(targets, vjp, comment=unit.name)
+        for name, gradient in results.items():
             self.add_gradient(name, gradient)
 
+    def _leaf(self, name: str) -> str:
+        return f"{self.use('leaf')}({self.value(name)})"
+
     def _uncouple(self, piece: Piece) -> None:
-        writer, body, segment = self.writer, self.body, piece.segment
+        segment = piece.segment
         assert isinstance(segment, Coupling) and piece.grid is not None
+        self.writer.reseed(self.body, piece)
         b, y = map(self.value, segment.streams_out)
-        grid = self.value(piece.grid)
-        sides = {name: self.value(name) for name in segment.sides}
-        with_grad = [name for name in sides if self.partition.requires_grad(name)]
         of_b, of_y = map(self.gradient, segment.streams_out)
         extras = [self.gradient(name) for name in segment.extras]
-        writer.reseed(body, piece)
-        names = segment.streams_in
-        if segment.rearrange is not None:
-            names = (f"arranged {names[0]}", f"arranged {names[1]}")
+        with_grad = [name for name in segment.sides if self.partition.requires_grad(name)]
+        sides = [self._leaf(n) if n in with_grad else self.value(n) for n in segment.sides]
+        arguments = [str(of_b), str(of_y), self.value(piece.grid), _GRADS, *sides]
+        arguments += [f"extras={joined(extras)}"] if extras else []
+        called = f"{self.writer.function(piece, again=True)}, self"
+        uncoupled = call(self.use("uncouple"), [b, y, *arguments], first=called)
         gradients = [self._new_gradient(name) for name in segment.streams_in]
         of_sides = {name: self._new_gradient(name) for name in with_grad}
-        leaf = self.use("leaf") if with_grad else "leaf"
-        given = [f"{leaf}({{}})" if name in of_sides else "{}" for name in sides]
-        arguments = ["{}", "{}", slot(of_b), slot(of_y), "{}", "{}", *given]
-        if extras:
-            arguments.append(f"extras={slots(extras, brackets=True)}")
-        called = writer.function(piece, again=True)
-        reads = [b, y, of_b, of_y, grid, "grads", *sides.values(), *extras]
-        body.assign(
-            [*names, *gradients, *(of_sides.get(name, "_") for name in sides)],
-            (
-                f"{self.use('uncouple')}({', '.join([called, 'self', *arguments])})",
-                [value for value in reads if value is not None],
-            ),
-            comment=piece.name,
-        )
+        names: Sequence[str] = segment.streams_in
         if segment.rearrange is not None:
-            gradients = self._restore(piece, names, gradients)
-        self.values |= {name: name for name in segment.streams_in}
-        for name, gradient, is_given in zip(
-            segment.streams_in, gradients, (of_y is not None, True), strict=True
-        ):
-            if is_given:
-                self.add_gradient(name, gradient)
+            names = [f"arranged {name}" for name in names]
+        targets = [*names, *gradients, *(of_sides.get(name, "_") for name in segment.sides)]
+        self.body.assign(targets, uncoupled, comment=piece.name)
+        if segment.rearrange is not None:
+            gradients = self._restore(piece, segment, gradients)
+        self.values |= {name: value(name) for name in segment.streams_in}
+        if of_y is not None:
+            self.add_gradient(segment.streams_in[0], gradients[0])
+        self.add_gradient(segment.streams_in[1], gradients[1])
         for name, gradient in of_sides.items():
             self.add_gradient(name, gradient)
 
-    def _restore(self, piece: Piece, names: Sequence[str], gradients: list[str]) -> list[str]:
+    def _restore(self, piece: Piece, segment: Coupling, gradients: Sequence[str]) -> list[str]:
         """A rearrangement only moves elements, so gradients go back as values do."""
-        assert isinstance(piece.segment, Coupling)
-        restore, shapes = self.writer.arrangement(piece, back=True), f"kept {piece.name} shapes"
-        zeros, b = self.use("zeros_if_none"), names[1]
-        restored = [self._new_gradient(name) for name in piece.segment.streams_in]
-        text = f"{restore}(self, {zeros}({{}}, {{}}), {{}})"
+        restore = self.writer.arrangement(piece, back=True)
+        shapes = value(f"kept {piece.name} shapes")
+        a, b = (value(f"arranged {name}") for name in segment.streams_in)
+        restored = [self._new_gradient(name) for name in segment.streams_in]
         for target, gradient in zip(restored, gradients, strict=True):
-            self.body.assign([target], (text, [gradient, b, shapes]), effects=False)
-        for target, name in zip(piece.segment.streams_in, names, strict=True):
-            value = (call(restore, [name, shapes]), [name, shapes])
-            self.body.assign([target], value, effects=False)
+            present = f"{self.use('zeros_if_none')}({value(gradient)}, {b})"
+            self.body.assign([target], call(restore, [present, shapes]), effects=False)
+        for target, stream in zip(segment.streams_in, (a, b), strict=True):
+            self.body.assign([target], call(restore, [stream, shapes]), effects=False)
         return restored

@@ -37,8 +37,8 @@ def legal(name: str) -> str:
 class Piece:
     """A segment, or a part of an opaque one: what is never torn.
 
-    Couplings of one chain share a `grid` (see `precision.grid`), a value that the chain's first
-    coupling makes (`opens`) and that travels with the streams.
+    Couplings of one chain share a `grid` (see `kernels.exact_sum`), a value that the chain's first
+    coupling makes (`opens`) and that is passed on with the streams.
     """
 
     segment: Segment

@@ -92,8 +92,10 @@ function coloured(text) {
 }
 
 function mentions(line) {
-  // Code names a module's value after its path, with underscores.
-  return word && (line.includes(word) || line.includes(word.replace(/\W/g, "_")));
+  // `self.layers[5].down` and `getattr(self, "5").down` are the modules layers.5.down and 5.down;
+  // functions are named after them, with underscores.
+  const path = line.replace(/getattr\(([\w.]+), "(\w+)"\)/g, "$1.$2").replace(/\[["']?(\w+)["']?\]/g, ".$1");
+  return word && (path.includes(word) || line.includes(word.replace(/\W/g, "_")));
 }
 
 function code(stage) {
