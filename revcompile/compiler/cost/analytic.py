@@ -260,36 +260,15 @@ _FORMULAS: Final[dict[Any, Any]] = {
 
 # -- from shapes alone ----------------------------------------------------------------------------
 
-_PRODUCTS: Final = frozenset(
-    [
-        "linear",
-        "bilinear",
-        "matmul",
-        "__matmul__",
-        "mm",
-        "bmm",
-        "mv",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-        "einsum",
-        "tensordot",
-    ]
-)
+_PRODUCTS: Final = {
+    **dict.fromkeys(("linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", "tensordot"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), 1),
+}
+"""Which operand of a matrix product is the left one."""
 _CONVOLUTIONS: Final = frozenset(
-    [
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "convolution",
-    ]
-)
-_ATTENTION: Final = frozenset(
-    ["scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"]
-)
+    (f"{kind}{dims}d" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3)),
+) | {"convolution"}
+_ATTENTION: Final = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
 
 
 def node_flops(node: fx.Node, root: nn.Module) -> float:
@@ -311,8 +290,8 @@ def node_flops(node: fx.Node, root: nn.Module) -> float:
     if name in _CONVOLUTIONS and len(operands) > 1:
         kernel = operands[1]
         return size + 2.0 * size * kernel.numel() / kernel.shape[0]
-    if name in _PRODUCTS and operands:
-        return size + 2.0 * size * operands[0].shape[-1]
+    if (left := _PRODUCTS.get(name, len(operands))) < len(operands):
+        return size + 2.0 * size * operands[left].shape[-1]
     return float(size)
 
 

@@ -82,16 +82,9 @@ def largest(
     >>> largest([1, 2, 3, 4, 5], (3, 5))
     9.0
     """
-    return max(_sums(costs, ends, last))
-
-
-def _sums(costs: Sequence[float], ends: Sequence[int], last: Sequence[float] | None) -> list[float]:
-    parts = list(pairwise((0, *ends)))
-    sums = [math.fsum(costs[start:end]) for start, end in parts]
-    if last is not None:
-        start, end = parts[-1]
-        sums[-1] = math.fsum(last[start:end])
-    return sums
+    *parts, (start, end) = pairwise((0, *ends))
+    final = math.fsum((costs if last is None else last)[start:end])
+    return max(final, *(math.fsum(costs[start:end]) for start, end in parts), 0.0)
 
 
 def _check(
