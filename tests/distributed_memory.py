@@ -49,7 +49,7 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
 
 
 def absent(rank: int, options: dict[str, Any]) -> Any:
-    """Only the first rank has made the weights; and then nobody has."""
+    """Only the first rank has made the weights; and then no rank has."""
     run = Run(**options["run"])
     net, _ = compiled(run.model, run.stages, run.device)
     if rank > 0:
@@ -68,7 +68,7 @@ def absent(rank: int, options: dict[str, Any]) -> Any:
 
 
 def steady(rank: int, options: dict[str, Any]) -> Any:
-    """How often memory was allocated, after every step: by the links, and on the GPU."""
+    """How often memory was allocated, after every step: by the transport, and on the GPU."""
     found = []
     for one in options["runs"]:
         net, trainer = trainer_of(Run(**one))

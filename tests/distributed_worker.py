@@ -1,4 +1,4 @@
-"""What one rank does in the tests of several: run as a script, told by its arguments."""
+"""What one rank does in the tests of several: run as a script with arguments."""
 
 from __future__ import annotations
 
@@ -171,15 +171,15 @@ def report(rank: int, options: dict[str, Any]) -> Any:
 
 
 def differ(rank: int, options: dict[str, Any]) -> Any:
-    """Rank 1 wants something else each time; returns what the ranks are told."""
+    """Rank 1 wants something else each time; returns the errors of the ranks."""
     odd = rank == 1
-    told = []
+    errors = []
 
     def refused(make: Callable[[], Any]) -> None:
         try:
             make()
         except InputError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     refused(lambda: trainer_of(Run(stages=2 + odd)))
     refused(lambda: trainer_of(Run(model="words" if odd else "vit")))
@@ -195,8 +195,7 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
     refused(lambda: trainer_of(Run(stage_to_rank=(0, 0, 0, 0))))
     refused(lambda: trainer_of(Run(stage_to_rank=(0, 1, 2, 3))))
     refused(lambda: trainer_of(Run(stages=1)))
-    told.append(trained(Run(steps=2))["losses"][0])
-    return told
+    return [*errors, trained(Run(steps=2))["losses"][0]]
 
 
 def lose(rank: int, options: dict[str, Any]) -> Any:
@@ -248,7 +247,7 @@ def failed() -> None:
 
 
 def end(rank: int, options: dict[str, Any]) -> Any:
-    """One rank ends in the middle of a step; returns what another is told."""
+    """One rank ends in the middle of a step; returns another's error."""
     doomed = rank == options["doomed"]
     Fatal.end = staticmethod({"stopped": stopped, "failed": failed}.get(options["how"], killed))
     run = Run(steps=12, method=options["method"], device=options.get("device", "cpu"))

@@ -16,7 +16,7 @@ from revcompile.runtime.distributed.transport import DistributedTransport
 
 CLOSED = "RuntimeError: Connection closed by peer"
 LAYOUT = Layout((0, 0, 1, 1), replicas=2)
-"""Rank 2 hears from rank 3 over links; rank 0 meets rank 2 only where copies are averaged."""
+"""Rank 2 has a channel from rank 3; ranks 0 and 2 meet only where replicas are averaged."""
 
 
 class Gone:
@@ -41,7 +41,7 @@ class Silent:
 
 
 def rank(number: int, store: Any, monkeypatch: pytest.MonkeyPatch) -> DistributedTransport:
-    """A rank's transport without links: what happens on them the test says."""
+    """A rank's transport without channels; the test says what happens on them."""
     nothing: Any = None
     monkeypatch.setattr(transport, "own_store", lambda: store)
     return DistributedTransport(Ranks(LAYOUT, number, nothing, nothing), [], timeout=30)

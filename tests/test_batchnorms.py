@@ -61,7 +61,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         works_on=lambda device, dtype: True,
     )
     monkeypatch.setattr(batchnorms, "_kernels", lambda: stand_in)
-    monkeypatch.setattr(batchnorms, "_is_for_kernels", lambda x: True)
+    monkeypatch.setattr(batchnorms, "_pays", lambda x: True)
     return asked
 
 
@@ -104,7 +104,7 @@ def test_a_step_and_its_statistics(kernels: list[str], monkeypatch: pytest.Monke
         found = gradients(net, x)
         again = ["bn_relu_forward as known"] * 2 + ["bn_relu_backward"] * 2
         assert kernels == ["bn_relu_forward"] * 6 + again * 3
-        monkeypatch.setattr(batchnorms, "_is_for_kernels", lambda x: False)
+        monkeypatch.setattr(batchnorms, "_pays", lambda x: False)
         expected = gradients(twin, x)
     deviation, where = worst(expected, found)
     assert deviation < 1e-2, where
@@ -197,7 +197,7 @@ def test_gradients_of_gradients(kernels: list[str]) -> None:
 
 
 def test_small_images_and_those_on_a_cpu_are_left_to_torch() -> None:
-    assert not batchnorms._is_for_kernels(torch.empty(2, 1024, 32, 32, dtype=torch.bfloat16))
+    assert not batchnorms._pays(torch.empty(2, 1024, 32, 32, dtype=torch.bfloat16))
 
 
 # -- which pairs -----------------------------------------------------------------------------------

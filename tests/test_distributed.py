@@ -8,21 +8,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import torch
 from distributed_memory import absent, holdings, resume, steady
 from distributed_worker import Run, batches, fed, free_port, launch, looked_at, trained, trainer_of
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
+import revcompile
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.distributed.collectives import compare
+from revcompile.runtime.distributed.collectives import check_ranks_agree
 from revcompile.runtime.distributed.placement import Layout, make_layout, pipeline_ranks
+from revcompile.runtime.distributed.rank_weights import SharedBuffers
 from revcompile.schedule import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -147,9 +152,9 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
     run = Run(model="vit", steps=4)
     results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
     assert codes == [0, 0]
-    for state, told in results:
+    for state, error in results:
         assert not differences(alone(run)["state"], state)
-        assert "no rank has the values of token" in told and "load weights" in told
+        assert "no rank has the values of token" in error and "load weights" in error
 
 
 def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
@@ -159,8 +164,8 @@ def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
     assert codes == [0, 0]
     for found in results:
         for made in found:  # as many as are in flight, however many steps there are
-            rooms, _ = made[-1]
-            assert 0 < rooms <= 8
+            allocations, _ = made[-1]
+            assert 0 < allocations <= 8
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
@@ -358,11 +363,11 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
 def test_the_difference_names_the_ranks() -> None:
     facts: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "more": "a"}]
     with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:
-        compare(facts)
+        check_ranks_agree(facts)
     assert "more: nothing on ranks 0, 1; a on rank 2" in str(error.value)
     assert "cost=" not in str(error.value)
     with pytest.raises(InputError, match="measure on one, and give its numbers as cost= to all"):
-        compare([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
+        check_ranks_agree([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
 
 
 @pytest.mark.parametrize(
@@ -387,3 +392,45 @@ def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
     assert layout == Layout((0, 1), replicas=3)
     assert [layout.rank(1, replica) for replica in range(3)] == [1, 3, 5]
     assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3
+
+
+class SharedLayer(nn.Module):
+    """Two blocks call one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(6, 3)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for branch in self.branches:
+            h = h + torch.tanh(branch(self.layer(h)))
+        return cast("Tensor", self.head(h))
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (nn.BatchNorm1d(6), "layer.running_mean"),
+        (spectral_norm(nn.Linear(6, 6)), "layer.parametrizations.weight.0._u"),
+    ],
+    ids=["batch norm", "spectral norm"],
+)
+def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buffer: str) -> None:
+    net = revcompile.petrafy(SharedLayer(layer), 2, torch.randn(4, 6), check="off")
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.cross_entropy)
+    trainer.step(torch.randn(4, 6), torch.arange(4) % 3)
+    flights = [f for e in trainer.executors for f in e.stage.in_flight.values()]
+    for stage_to_rank in ((0, 0), (0, 1)):
+        buffers = SharedBuffers(net.model, trainer.programs, Layout(stage_to_rank))
+
+        def check(buffers: SharedBuffers = buffers) -> None:
+            buffers.check_statistics(net.model)
+            for flight in flights:
+                buffers.check_changed(flight.buffers)
+
+        if stage_to_rank == (0, 0):
+            check()
+        else:
+            with pytest.raises(InputError, match=f"{re.escape(buffer)} belongs .* 0 and 1 share"):
+                check()

@@ -78,7 +78,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         supports_layer_norm=lambda device, columns, dtype: True,
     )
     monkeypatch.setattr(norms, "_kernels", lambda: stand_in)
-    monkeypatch.setattr(norms, "_is_for_kernels", lambda x: is_autocasting(x.device))
+    monkeypatch.setattr(norms, "_pays", lambda x: is_autocasting(x.device))
     return asked
 
 
@@ -108,7 +108,7 @@ def test_no_bit_of_a_step_changes(
             kernels
             == ["layer_norm_forward"] * 4 + ["layer_norm_forward", "layer_norm_backward added"] * 4
         )
-        monkeypatch.setattr(norms, "_is_for_kernels", lambda x: False)
+        monkeypatch.setattr(norms, "_pays", lambda x: False)
         expected = gradients(twin, x)
     assert len(kernels) == 12
     assert found.keys() == expected.keys()
@@ -182,7 +182,7 @@ def test_a_copy_is_of_the_whole_sum() -> None:
         total.begin(own, torch.float16)
         assert total.addend_for(stream) == (own, torch.float16)
         written = own + 1
-        total.note(written, written.half())
+        total.store(written, written.half())
         assert total.addend_for(stream) == (None, None), "once"
         found, copied = total.finish(written + 1 if other else written.view_as(written))
         assert torch.equal(found, own + 1 + other)
@@ -204,7 +204,7 @@ def test_a_stage_normalises_so_in_both_directions(
     net = revcompile.petrafy(_vit(num_classes=3), num_stages=2, example_inputs=x, check="off")
     trained = []
     for is_on in (True, False):
-        monkeypatch.setattr(norms, "_is_for_kernels", lambda x, is_on=is_on: is_on)
+        monkeypatch.setattr(norms, "_pays", lambda x, is_on=is_on: is_on)
         trainer = copy.deepcopy(net).trainer(_sgd, F.cross_entropy, autocast=torch.bfloat16)
         for _ in range(6):
             trainer.step(x, y)
@@ -260,7 +260,7 @@ def test_a_stream_at_an_odd_address_is_moved(kernels: list[str]) -> None:
 
 def test_norms_on_the_cpu_are_left_to_torch() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert not norms._is_for_kernels(torch.empty(2**20))
+        assert not norms._pays(torch.empty(2**20))
 
 
 # -- which norms -----------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def test_a_step_with_narrow_norms(
     counted.clear()
     found = _step(net, x, dtype)
     assert counted == {"layer_norm_forward": 8, "layer_norm_backward": 4}
-    monkeypatch.setattr(norms, "_is_for_kernels", lambda x: False)
+    monkeypatch.setattr(norms, "_pays", lambda x: False)
     expected = _step(net, x, dtype)
     separate = {"add_and_cast": 3}  # sums of gradients, which a norm's kernel has done on the way
     assert counted == {"layer_norm_forward": 8, "layer_norm_backward": 4, **separate}
@@ -273,7 +273,7 @@ def test_stages_normalise_so_too(
     losses = []
     for is_on in (True, False):
         if not is_on:
-            monkeypatch.setattr(norms, "_is_for_kernels", lambda x: False)
+            monkeypatch.setattr(norms, "_pays", lambda x: False)
         before = counted.total()
         trainer = copy.deepcopy(net).trainer(
             _sgd, F.cross_entropy, autocast=torch.bfloat16, backend=backend

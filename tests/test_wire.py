@@ -26,12 +26,12 @@ CPU: Final = torch.device("cpu")
 
 def through_the_wire(message: Message) -> Any:
     text, tensors = describe(message, CPU)
-    rooms = []
+    buffers = []
     for form, tensor in tensors:
-        room = form.empty_bytes(CPU)
-        room.copy_(form.to_bytes(tensor))
-        rooms.append(room)
-    return Description(text).message(Header(MessageKind.X, message.index), rooms, CPU)
+        buffer = form.empty_bytes(CPU)
+        buffer.copy_(form.to_bytes(tensor))
+        buffers.append(buffer)
+    return Description(text).message(Header(MessageKind.X, message.index), buffers, CPU)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
 
 
 class Tape:
-    """A link to oneself, which remembers what has passed."""
+    """A channel to oneself, which records what was sent."""
 
     device = CPU
 
@@ -80,7 +80,7 @@ class Tape:
 
 
 class Ends:
-    """Both ends of a link in one place."""
+    """Both ends of a channel in one process."""
 
     def __init__(self) -> None:
         self.tape = cast(Any, Tape())
@@ -99,9 +99,9 @@ class Ends:
         found = self.receiver.header()
         assert (found.kind, found.index) == (kind, message.index)
         if found.length:
-            room = torch.empty(found.length, dtype=torch.uint8)
-            self.tape.control_exchange(room, sends=False)
-            self.known[kind] = Description(bytes(room.tolist()))
+            text = torch.empty(found.length, dtype=torch.uint8)
+            self.tape.control_exchange(text, sends=False)
+            self.known[kind] = Description(bytes(text.tolist()))
         if found.flags & Flag.VOID:
             return Message(found.index, void=True)
         return self.receiver.arrival(found, self.known[kind]).message
@@ -133,7 +133,7 @@ def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
             assert ends.passed(kind, Message(index, void=True)).void
             continue
         kept.append((sent, ends.passed(kind, sent)))
-        for expected, found in kept:  # also those of before: nobody else got their memory
+        for expected, found in kept:  # also earlier ones: their memory was not used again
             assert torch.equal(found.values["x"], expected.values["x"])
             assert torch.equal(found.gradients["dx"], expected.gradients["dx"])
             assert found.values["n"] == expected.values["n"]
@@ -168,6 +168,6 @@ def test_plain_values_arrive_as_they_were() -> None:
     assert found.gradients["x"] is None and torch.equal(found.gradients["y"], torch.zeros(2))
 
 
-def test_what_cannot_travel_says_what_to_do() -> None:
+def test_a_value_that_cannot_be_sent_says_what_to_do() -> None:
     with pytest.raises(InputError, match=r"Generator crosses from one rank.*stage_to_rank="):
         describe(Message(0, {"g": torch.Generator()}), CPU)

@@ -119,8 +119,6 @@ def _pays(x: Tensor) -> bool:
 
 
 class _BnRelu(torch.autograd.Function):
-    """A batch norm in training, and a ReLU."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, running: Any, known: Any

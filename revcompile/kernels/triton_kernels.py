@@ -43,7 +43,7 @@ _MAX_ELEMENTS: Final = 2**31 - _SIZE
 # Triton reads annotations as code.
 # fmt: off
 def _sum(  # type: ignore[no-untyped-def]
-    wide, addend, grid, out, copy, count,
+    stream, addend, grid, out, copy, count,
     is_minus: tl.constexpr, is_rounded: tl.constexpr, is_copied: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
@@ -55,7 +55,7 @@ def _sum(  # type: ignore[no-untyped-def]
         value = (value + offset) - offset
     if is_minus:
         value = -value
-    value = tl.load(wide + at, mask=inside) + value
+    value = tl.load(stream + at, mask=inside) + value
     tl.store(out + at, value, mask=inside)
     if is_copied:
         tl.store(copy + at, value, mask=inside)
@@ -86,49 +86,48 @@ def works_on(device: torch.device) -> bool:
     """Can kernels be compiled here? That takes Triton and a C compiler."""
     if _kernel is None:
         return False
-    one = torch.zeros(1, device=device)
+    probe = torch.zeros(1, device=device)
     try:
-        add(one, one)
+        add(probe, probe)
     except Exception:  # of the compiler: there is another way to the same sum
         return False
     return True
 
 
 def supports_add(stream: Tensor, addend: Tensor) -> bool:
-    """Is there a kernel for this sum on this device?"""
     return fits(stream, addend) and works_on(stream.device)
 
 
 def add(
-    wide: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
+    stream: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
 ) -> Tensor:
-    """`wide + addend`, or `wide - addend`; the addend on the grid, if there is one."""
-    out = torch.empty_like(wide)
-    _sum_up(wide, addend, grid, is_minus, out, None)
+    """`stream + addend`, or `stream - addend`; the addend on the grid, if there is one."""
+    out = torch.empty_like(stream)
+    _sum_up(stream, addend, grid, is_minus, out, None)
     return out
 
 
 def add_and_cast(
-    wide: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
+    stream: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The sum, and the sum in another dtype."""
-    out, copy = torch.empty_like(wide), torch.empty_like(wide, dtype=dtype)
-    _sum_up(wide, addend, grid, is_minus, out, copy)
+    out, copy = torch.empty_like(stream), torch.empty_like(stream, dtype=dtype)
+    _sum_up(stream, addend, grid, is_minus, out, copy)
     return out, copy
 
 
 def _sum_up(
-    wide: Tensor,
+    stream: Tensor,
     addend: Tensor,
     grid: Tensor | None,
     is_minus: bool,
     out: Tensor,
     copy: Tensor | None,
 ) -> None:
-    count = wide.numel()
-    tensors = wide, addend, wide if grid is None else grid, out, out if copy is None else copy
+    count = stream.numel()
+    tensors = stream, addend, stream if grid is None else grid, out, out if copy is None else copy
     given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
-    launch(_kernel, (triton.cdiv(count, _SIZE),), wide, given, enable_fp_fusion=False)
+    launch(_kernel, (triton.cdiv(count, _SIZE),), stream, given, enable_fp_fusion=False)
 
 
 def launch(
@@ -143,7 +142,7 @@ def launch(
 
 _TILE: Final = 1024
 """Elements that a program works on at a time, unless a row is longer."""
-_WIDEST: Final = 4096
+_MAX_COLUMNS: Final = 4096
 _PROGRAMS: Final = 528
 """How many share a backward pass: four for each processor of a large GPU."""
 
@@ -151,10 +150,10 @@ _PROGRAMS: Final = 528
 # fmt: off
 def _norm(  # type: ignore[no-untyped-def]
     x, weight, bias, out, means, scales, rows, eps,
-    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
-    row = tl.program_id(0) * high + tl.arange(0, high)
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     column = tl.arange(0, size)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -173,15 +172,15 @@ def _norm(  # type: ignore[no-untyped-def]
 def _norm_back(  # type: ignore[no-untyped-def]
     grad, x, weight, means, scales, own, of_x, copy, of_weight, of_bias, rows, tiles_each,
     is_added: tl.constexpr, is_copied: tl.constexpr,
-    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     column = tl.arange(0, size)
     gain = tl.load(weight + column, mask=column < columns, other=0.0)
-    sum_weight = tl.zeros((high, size), tl.float32)
-    sum_bias = tl.zeros((high, size), tl.float32)
+    sum_weight = tl.zeros((tile_rows, size), tl.float32)
+    sum_bias = tl.zeros((tile_rows, size), tl.float32)
     for tile in tl.range(0, tiles_each, num_stages=3):  # prefetches the next rows
-        row = (tl.program_id(0) * tiles_each + tile) * high + tl.arange(0, high)
+        row = (tl.program_id(0) * tiles_each + tile) * tile_rows + tl.arange(0, tile_rows)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -212,7 +211,7 @@ _norm_back_kernel = triton.jit(_norm_back) if triton is not None else None
 @functools.cache
 def supports_layer_norm(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
     """Can layer norms of this width, and their gradients, be compiled here?"""
-    if _norm_kernel is None or columns > _WIDEST:
+    if _norm_kernel is None or columns > _MAX_COLUMNS:
         return False
     x = torch.zeros(1, columns, device=device)
     try:
@@ -232,9 +231,9 @@ def layer_norm_forward(
     rows = x.numel() // columns
     out = torch.empty_like(x, dtype=dtype)
     means, scales = x.new_empty(rows), x.new_empty(rows)
-    high, size, warps = _tile(columns)
-    given = x, weight, bias, out, means, scales, rows, eps, columns, high, size
-    programs = (triton.cdiv(rows, high),)
+    tile_rows, size, warps = _tile(columns)
+    given = x, weight, bias, out, means, scales, rows, eps, columns, tile_rows, size
+    programs = (triton.cdiv(rows, tile_rows),)
     launch(_norm_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
     return out, means, scales
 
@@ -253,15 +252,15 @@ def layer_norm_backward(
     The input's is added to its `own`, if there is one.
     """
     rows, columns = means.numel(), x.shape[-1]
-    high, size, warps = _tile(columns)
-    tiles = triton.cdiv(rows, high)
+    tile_rows, size, warps = _tile(columns)
+    tiles = triton.cdiv(rows, tile_rows)
     tiles_each = triton.cdiv(tiles, _PROGRAMS)
     programs = triton.cdiv(tiles, tiles_each)
     of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
     copy = None if dtype is None else torch.empty_like(x, dtype=dtype)
     read, written = x if own is None else own, of_x if copy is None else copy
     tensors = grad, x, weight, means, scales, read, of_x, written, *parts
-    given = *tensors, rows, tiles_each, own is not None, copy is not None, columns, high, size
+    given = *tensors, rows, tiles_each, own is not None, copy is not None, columns, tile_rows, size
     launch(_norm_back_kernel, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
     return of_x, copy, of_weight, of_bias
@@ -270,5 +269,5 @@ def layer_norm_backward(
 def _tile(columns: int) -> tuple[int, int, int]:
     """Rows and columns of a program, powers of two, and its warps: eight elements a thread."""
     size = triton.next_power_of_2(columns)
-    high = max(1, _TILE // size)
-    return high, size, high * size // 256
+    tile_rows = max(1, _TILE // size)
+    return tile_rows, size, tile_rows * size // 256

@@ -73,7 +73,6 @@ class _DelayAware(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -149,6 +148,13 @@ class DelayAwareSGD(_DelayAware):
     `lr`, `momentum` and `weight_decay` mean the same as there: the effective step, by which a
     gradient moves its parameter in total, is `lr / (1 - momentum)` whatever the delay.
 
+    Args:
+        params: parameters or parameter groups.
+        lr: the learning rate.
+        momentum: as of SGD without delay; the averaging horizon follows from it and the delay.
+        weight_decay: L2 penalty.
+        capturable: keep the update counters on the device, so that a CUDA graph can capture `step`.
+
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = DelayAwareSGD([weight], lr=0.1)
     >>> weight.grad = torch.tensor([1.0])
@@ -184,6 +190,14 @@ class DelayAwareSGD(_DelayAware):
 
 class DelayAwareAdamW(_DelayAware):
     """AdamW for delayed gradients; at delay 0 with Nesterov's step, as in NAdam.
+
+    Args:
+        params: parameters or parameter groups, which may have `betas` of their own.
+        lr: the learning rate.
+        betas: of the means of gradients (without delay) and of their squares.
+        eps: added to the root of the mean square.
+        weight_decay: decoupled, as of AdamW.
+        capturable: keep the update counters on the device, so that a CUDA graph can capture `step`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = DelayAwareAdamW([weight], lr=0.1, weight_decay=0)

@@ -1,4 +1,4 @@
-"""SDOC"""
+"""A partition as one module per stage, each with copies of the weights that it reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.errors import InputError
-from revcompile.interop.pipelining.boundary import Boundary, Size, arriving, crossing_sizes, leaving
+from revcompile.interop.pipelining.boundary import (
+    Boundary,
+    Size,
+    check_sizes,
+    compute_sizes,
+    crossing_sizes,
+)
 from revcompile.interop.pipelining.module import StageModule
 from revcompile.ir.ops import attribute
 from revcompile.ir.program import Part, Partition
@@ -21,20 +27,20 @@ from revcompile.runtime.reversible.module import Reversible
 
 __all__ = ["pipeline_stages"]
 
-# -- weights of a stage ----------------------------------------------------------------------------
+# -- weights of a stage ---------------------------------------------------------------------------
 
 
-def refuse_shared(partition: Partition) -> None:
-    """What two stages share would be trained as two copies that drift apart."""
+def _refuse_shared(partition: Partition) -> None:
+    """Raise if two stages share weights: they would be trained as two copies that drift apart."""
     root = partition.rewired.root
     for tie, names in partition.ties.items():
         trained = [name for name in names if root.get_parameter(name).requires_grad]
         if trained:
             raise InputError(_shared(f"the parameter {trained[0]!r}", tie.owner, tie.holder))
-    home: dict[str, int] = {}
+    first_stage: dict[str, int] = {}
     for part in partition.parts:
         for path in _paths([piece.segment for piece in part.pieces]):
-            first = home.setdefault(path, part.index)
+            first = first_stage.setdefault(path, part.index)
             if first != part.index and _has_statistics(attribute(root, path)):
                 raise InputError(_shared(f"the running statistics of {path!r}", first, part.index))
 
@@ -54,13 +60,13 @@ def _has_statistics(value: Any) -> bool:
 
 
 def _paths(segments: Iterable[Segment]) -> list[str]:
-    """Everything of the root module that the segments read, outer modules first."""
-    found: set[str] = set()
+    """Paths of the modules, parameters and buffers that the segments read, outer ones first."""
+    paths: set[str] = set()
     for segment in segments:
         for graph in _graphs(segment):
             nodes = [n for n in graph.nodes if n.op in ("call_module", "get_attr")]
-            found |= {str(node.target) for node in nodes}
-    return sorted(found)
+            paths |= {str(node.target) for node in nodes}
+    return sorted(paths)
 
 
 def _graphs(segment: Segment) -> tuple[fx.Graph, ...]:
@@ -72,51 +78,51 @@ def _graphs(segment: Segment) -> tuple[fx.Graph, ...]:
     return (segment.branch, *rearrangements)
 
 
-def owned(root: nn.Module, segments: Iterable[Segment]) -> nn.Module:
-    """Copies of just what the segments read, under the original names."""
-    twin, memo = _container(root), dict[int, Any]()
+def _copy_of_read(root: nn.Module, segments: Iterable[Segment]) -> nn.Module:
+    """A module with copies of only what the segments read, under the original names."""
+    copied, memo = _container(root), dict[int, Any]()
     for path in _paths(segments):
-        owner, home = root, twin
+        owner, target = root, copied
         *outer, name = path.split(".")
         for step in outer:
             owner = getattr(owner, step)
-            if step not in home._modules:
-                home.add_module(step, _container(owner))
-            home = getattr(home, step)
-        there = {*home._modules, *home._parameters, *home._buffers, *home.__dict__}
-        if name not in there:
-            _adopt(home, owner, name, copy.deepcopy(getattr(owner, name), memo))
-    for parameter in twin.parameters():
+            if step not in target._modules:
+                target.add_module(step, _container(owner))
+            target = getattr(target, step)
+        members = {*target._modules, *target._parameters, *target._buffers, *target.__dict__}
+        if name not in members:
+            _register(target, owner, name, copy.deepcopy(getattr(owner, name), memo))
+    for parameter in copied.parameters():
         parameter.grad = None
-    return twin
+    return copied
 
 
 def _container(like: nn.Module) -> nn.Module:
-    made = nn.Module()
-    made.training = like.training
-    return made
+    empty = nn.Module()
+    empty.training = like.training
+    return empty
 
 
-def _adopt(home: nn.Module, owner: nn.Module, name: str, value: Any) -> None:
+def _register(target: nn.Module, owner: nn.Module, name: str, value: Any) -> None:
     if isinstance(value, nn.Module):
-        home.add_module(name, value)
+        target.add_module(name, value)
     elif isinstance(value, nn.Parameter):
-        home.register_parameter(name, value)
+        target.register_parameter(name, value)
     elif isinstance(value, Tensor):
-        saved = name in owner._buffers and name not in owner._non_persistent_buffers_set
-        home.register_buffer(name, value, persistent=saved)
+        persistent = name in owner._buffers and name not in owner._non_persistent_buffers_set
+        target.register_buffer(name, value, persistent=persistent)
     else:
-        setattr(home, name, value)
+        setattr(target, name, value)
 
 
-# -- stages ----------------------------------------------------------------------------------------
+# -- stages ---------------------------------------------------------------------------------------
 
 
 def pipeline_stages(
     partition: Partition, device: torch.device | str | None = None, reversible: bool = False
 ) -> tuple[StageModule, ...]:
     """Every stage of the partition as a module; see `StagedModel.to_pipeline_stages`."""
-    refuse_shared(partition)
+    _refuse_shared(partition)
     sizes = crossing_sizes(partition)
     return tuple(_stage(partition, part, sizes, device, reversible) for part in partition.parts)
 
@@ -131,15 +137,15 @@ def _stage(
     rewired, root = partition.rewired, partition.rewired.root
     boundary = Boundary.of(partition, part)
     pieces = tuple(piece.segment for piece in part.pieces)
-    mine = owned(root, pieces)
+    weights = _copy_of_read(root, pieces)
     takes_inputs = boundary.inputs == rewired.signature.placeholders
-    names = {**dict(mine.named_parameters()), **dict(mine.named_buffers())}
-    found = replace(
+    names = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+    stage_model = replace(
         rewired,
         name=f"{rewired.name}, stage {part.index}",
-        root=mine,
+        root=weights,
         body=Body(
-            (*arriving(boundary, sizes), *pieces, *leaving(boundary, sizes)),
+            (*compute_sizes(boundary, sizes), *pieces, *check_sizes(boundary, sizes)),
             tuple(Live(name) for name in boundary.outputs),
             partition.types,
         ),
@@ -152,6 +158,6 @@ def _stage(
         guards=rewired.guards if takes_inputs else rewired.guards.of_attributes(),
     )
     tolerance = root.tolerance if isinstance(root, Reversible) else None
-    stage = StageModule(found, tolerance, boundary.described(partition.types))
+    stage = StageModule(stage_model, tolerance, boundary.described(partition.types))
     stage.reversible = reversible
     return stage if device is None else stage.to(device)

@@ -19,7 +19,7 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.reversible.graph_code import source_of
 
-__all__ = ["SignalConsensus", "compare", "facts", "gather_plain"]
+__all__ = ["SignalConsensus", "check_ranks_agree", "gather_plain", "run_facts"]
 
 
 def gather_plain(value: Any, group: Any) -> list[Any]:
@@ -38,7 +38,7 @@ def gather_plain(value: Any, group: Any) -> list[Any]:
 # -- do all ranks train the same thing? -----------------------------------------------------------
 
 
-def facts(
+def run_facts(
     model: nn.Module,
     partition: Partition,
     programs: Sequence[StageProgram],
@@ -79,7 +79,7 @@ def _digest(program: StageProgram) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def compare(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 5) -> None:
+def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 5) -> None:
     """Refuse to start when ranks differ; the first differences are listed, with the ranks."""
     lines, advice = [], ""
     for name in dict.fromkeys(name for found in facts_of_ranks for name in found):

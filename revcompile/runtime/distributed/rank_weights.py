@@ -7,7 +7,7 @@ that `whole_model` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,10 +24,11 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.collectives import gather_plain
 from revcompile.runtime.distributed.placement import Layout, Ranks
 from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.replay import BufferSnapshot
 
 __all__ = [
     "RankWeights",
-    "check_shared_buffers",
+    "SharedBuffers",
     "distribute",
     "last_device",
     "owning_stages",
@@ -78,22 +79,44 @@ def owning_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[st
     return {name: first[first_name] for name, first_name in every if first_name in first}
 
 
-def check_shared_buffers(
-    model: nn.Module, programs: Sequence[StageProgram], layout: Layout
-) -> None:
-    """Refuse running statistics that stages of different ranks would change independently."""
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-    statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    buffers = dict(model.named_buffers())
-    ranks, seen = layout.stage_to_rank, dict[str, int]()
-    for program in programs:
-        for name in _buffers_of(model, program):
-            first, stage = seen.setdefault(name, program.index), program.index
-            if id(buffers[name]) in statistics and ranks[first] != ranks[stage]:
+class SharedBuffers:
+    """Buffers that stages on different ranks use: each rank would change a copy of its own."""
+
+    def __init__(self, model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
+        self._ranks, seen = layout.stage_to_rank, dict[str, int]()
+        self._stages: dict[str, tuple[int, int]] = {}
+        """By name, two stages that share the buffer."""
+        for program in programs:
+            for name in _buffers_of(model, program):
+                first = seen.setdefault(name, program.index)
+                if self._ranks[first] != self._ranks[program.index]:
+                    self._stages.setdefault(name, (first, program.index))
+        first_names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._names = {
+            (id(module), name): first_names[id(buffer)]
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def check_statistics(self, model: nn.Module) -> None:
+        """Refuse shared running statistics, which every forward pass changes."""
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                self._refuse(self._names.get((id(module), name)) for name in module._buffers)
+
+    def check_changed(self, snapshots: Iterable[BufferSnapshot]) -> None:
+        """Refuse shared buffers of other kinds that a forward pass has changed."""
+        self._refuse(self._names.get((id(saved.module), saved.name)) for saved in snapshots)
+
+    def _refuse(self, names: Iterable[str | None]) -> None:
+        for name in names:
+            if name in self._stages:
+                first, second = self._stages[name]
                 raise InputError(
-                    f"trainer: {name} belongs to a layer that stages {first} and {stage} share, "
-                    f"on ranks {ranks[first]} and {ranks[stage]}; put them on one rank with "
-                    "stage_to_rank="
+                    f"trainer: {name} belongs to a layer that stages {first} and {second} share, "
+                    f"on ranks {self._ranks[first]} and {self._ranks[second]}, and that changes "
+                    "it; put them on one rank with stage_to_rank="
                 )
 
 

@@ -26,12 +26,17 @@ from revcompile.runtime.checkpoint import (
     until_signal,
 )
 from revcompile.runtime.checkpoint.codec import located
-from revcompile.runtime.distributed.collectives import SignalConsensus, compare, facts, gather_plain
+from revcompile.runtime.distributed.collectives import (
+    SignalConsensus,
+    check_ranks_agree,
+    gather_plain,
+    run_facts,
+)
 from revcompile.runtime.distributed.evaluation import EvaluationPass, LoaderEnds
 from revcompile.runtime.distributed.placement import Ranks, make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import join, open_channels
 from revcompile.runtime.distributed.rank_weights import (
-    check_shared_buffers,
+    SharedBuffers,
     distribute,
     last_device,
     owning_stages,
@@ -124,11 +129,14 @@ class DistributedTrainer(Trainer):
             "average_statistics": average_statistics,
             "device": self.device.type,
         }
-        compare(gather_plain(facts(model, partition, programs, settings, options), control))
+        check_ranks_agree(
+            gather_plain(run_facts(model, partition, programs, settings, options), control)
+        )
         stages, world = len(programs), distributed.get_world_size()
         default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, world))
         layout = make_layout(stages, world, stage_to_rank, default)
-        check_shared_buffers(model, programs, layout)
+        self._shared_buffers = SharedBuffers(model, programs, layout)
+        self._shared_buffers.check_statistics(model)
         self.ranks = Ranks.arrange(layout, self.device, control)
         weights = distribute(model, programs, self.ranks, self.device)
         channels = open_channels(self.ranks, list(partition.ties), self.device, limit)
@@ -194,6 +202,9 @@ class DistributedTrainer(Trainer):
         self._measure(microbatch)
         with self._stop_on_error():
             remaining = self.scheduler.forward(self.schedule.inject())
+            for executor in self.executors:
+                if microbatch in executor.stage.in_flight:
+                    self._shared_buffers.check_changed(executor.stage.in_flight[microbatch].buffers)
         self._given = None, None
         self._finish(remaining)
         self.loss_head.targets.pop(microbatch, None)

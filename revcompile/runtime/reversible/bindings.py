@@ -20,7 +20,12 @@ from typing import Any, Final
 from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError, ModifiedError
-from revcompile.runtime.reversible.hooks import FORWARD_HOOKS, HookRecord, recorded, replayed
+from revcompile.runtime.reversible.hooks import (
+    FORWARD_HOOKS,
+    HookRecord,
+    record_hooks,
+    replay_hooks,
+)
 
 __all__ = ["Bindings", "Bound", "child_path"]
 
@@ -189,7 +194,6 @@ class Bindings:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Does a module have forward hooks or pre-hooks of its own?"""
     own = vars(module)
     return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
 
@@ -222,7 +226,7 @@ class Bound:
     def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
         hooked = self._bindings.hooked
-        return recorded(hooked, self._hooks) if hooked else nullcontext()
+        return record_hooks(hooked, self._hooks) if hooked else nullcontext()
 
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated: something was written to or replaced since."""
@@ -273,7 +277,7 @@ class Bound:
             return nullcontext()
         stack = ExitStack()
         stack.enter_context(_filled(replaced))
-        stack.enter_context(replayed(hooked, self._hooks))
+        stack.enter_context(replay_hooks(hooked, self._hooks))
         return stack
 
 

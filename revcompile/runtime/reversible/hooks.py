@@ -37,14 +37,14 @@ __all__ = [
     "ShardedModule",
     "gradient_hooks_silenced",
     "is_sharding_hook",
-    "recorded",
-    "replayed",
+    "record_hooks",
+    "replay_hooks",
     "reshard",
     "sharded_modules",
     "unshard",
 ]
 
-# -- FSDP2 modules ---------------------------------------------------------------------------------
+# -- FSDP2 modules --------------------------------------------------------------------------------
 
 
 class ShardedModule(NamedTuple):
@@ -55,7 +55,6 @@ class ShardedModule(NamedTuple):
 
 
 def is_sharding_hook(hook: Callable[..., Any]) -> bool:
-    """Is a forward hook one of FSDP2's?"""
     kind = type(getattr(hook, "__self__", None))
     return kind.__name__ == "FSDPState" and kind.__module__.startswith("torch.distributed.")
 
@@ -103,7 +102,7 @@ def _refuse_casts(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) ->
             )
 
 
-# -- forward hooks in a rebuild --------------------------------------------------------------------
+# -- forward hooks in a rebuild -------------------------------------------------------------------
 
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
@@ -115,7 +114,7 @@ HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
 
 
 @contextmanager
-def recorded(modules: Sequence[nn.Module], record: HookRecord) -> Iterator[None]:
+def record_hooks(modules: Sequence[nn.Module], record: HookRecord) -> Iterator[None]:
     """Note in `record`, while a branch runs, which of the modules' hooks are to run again."""
     before = [(module, {kind: vars(module)[kind] for kind in FORWARD_HOOKS}) for module in modules]
     for module, hooks in before:
@@ -167,7 +166,7 @@ class _Tap(torch.autograd.Function):
             f"a gradient flows into a tensor that a forward hook took out of a reversible chain "
             f"(from a {ctx.name}), which keeps no graph of its forward pass, so the gradient would "
             "be lost. Let the model return the tensor, or store activations with "
-            "net.reversible = False; detach what is only looked at"
+            "net.reversible = False; detach what you only observe"
         )
 
 
@@ -211,7 +210,7 @@ def _same(before: list[Any], after: list[Any]) -> bool:
 
 
 @contextmanager
-def replayed(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[None]:
+def replay_hooks(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[None]:
     """Run the recorded hooks instead of those that the modules have now."""
     before = [(module, {kind: vars(module)[kind] for kind in FORWARD_HOOKS}) for module in modules]
     for module, _ in before:

@@ -125,7 +125,7 @@ class Reversible(OriginalSurface):
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
-    """Every call checks the reconstruction; in every so many, on a GPU, backward waits for it."""
+    """Every call checks the reconstruction; every `check_every`-th waits for a GPU's result."""
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, tuple[_Step, ...]]
@@ -173,7 +173,7 @@ class Reversible(OriginalSurface):
     ) -> tuple[Rewired, dict[str, Any]]:
         """The graph whose guards hold for a call, and its inputs."""
         values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
-        return self._cases.fitting(self, values, args, kwargs), values
+        return self._cases.matching(self, values, args, kwargs), values
 
     def __getstate__(self) -> dict[str, Any]:
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.

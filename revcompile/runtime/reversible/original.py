@@ -7,7 +7,7 @@ parameters and sets the module's attributes, and `super()` works in it.
 
 A method must not apply rewired weights to data by another path than the module's `forward`: that is
 another function than the one that is trained. No list of names decides this: while a method runs,
-every tensor operation is looked at. Nor may it add, replace or remove modules and parameters: the
+every tensor operation is checked. Nor may it add, replace or remove modules and parameters: the
 module's programs were made for those it has.
 """
 
@@ -32,7 +32,7 @@ from revcompile.errors import InputError, OriginalMethodError
 
 __all__ = ["Original", "OriginalSurface"]
 
-# -- what methods of the original may not do -------------------------------------------------------
+# -- what methods of the original may not do ------------------------------------------------------
 
 
 _LAYERS: Final = frozenset(
@@ -42,14 +42,14 @@ _LAYERS: Final = frozenset(
         *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"),
     )
 )
-"""Functions that apply a weight, whatever they apply it to."""
+"""Functions that apply a weight to data."""
 
 _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Allow everything: the module itself runs."""
+    """Allow everything, while the module itself runs."""
     token = _suspended.set(True)
     try:
         yield
@@ -60,7 +60,7 @@ def suspended() -> Iterator[None]:
 class watched(TorchFunctionMode):
     """Refuses operations that apply rewired weights to data.
 
-    What is computed from the module's own parameters and buffers alone (norms, counts, averages)
+    Results of the module's own parameters and buffers alone (norms, counts, averages)
     is allowed, and so are single numbers and operations in place, which optimizers and
     initialisers use. Whatever else a method is given, or makes itself, is data.
     """
@@ -74,7 +74,6 @@ class watched(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look at an operation, then perform it."""
         kwargs = kwargs or {}
         if _suspended.get():
             return func(*args, **kwargs)
@@ -94,7 +93,7 @@ class watched(TorchFunctionMode):
         return result
 
     def _add_state(self, result: Any, weights: list[str]) -> None:
-        """What is computed from weights alone counts as a weight (a transposed one, a slice)."""
+        """The result of weights alone counts as a weight (a transposed one, a slice)."""
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and id(leaf) not in self._state:
                 self._state[id(leaf)] = leaf
@@ -116,8 +115,8 @@ def _other_path(call: str, weight: str) -> str:
 
 
 @contextmanager
-def structure_kept(call: str, module: nn.Module) -> Iterator[None]:
-    """Take back, and refuse, what changes the modules and parameters there are."""
+def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
+    """Undo and refuse changes of the modules and parameters."""
     before, contents = _structure(module), _Contents(module)
     flags = _flags(module)
     try:
@@ -132,14 +131,14 @@ def structure_kept(call: str, module: nn.Module) -> Iterator[None]:
         contents.restore()
         raise OriginalMethodError(
             f"{call} changes {changed}, and the reversible model was made for the modules and "
-            "parameters the original had; they were put back. Call it on the original model, and "
+            "parameters the original had; they were restored. Call it on the original model, and "
             "make the result reversible"
         )
     if flag is not None:
         contents.restore()
         raise OriginalMethodError(
             f"{call} sets {flag}, which would have no effect: reversible blocks keep no "
-            "activations that checkpointing could save, and all else runs as it was captured. "
+            "activations that checkpointing could save, and everything else runs as captured. "
             "Leave the call out; summary() says which blocks are reversible"
         )
 
@@ -147,18 +146,16 @@ def structure_kept(call: str, module: nn.Module) -> Iterator[None]:
 def _structure(module: nn.Module) -> dict[str, object]:
     """Modules and parameters by name, and the shapes of buffers."""
     modules = module.named_modules(remove_duplicate=False)
-    found: dict[str, object] = {name: inner for name, inner in modules if name}
-    found |= dict(module.named_parameters(remove_duplicate=False))
+    structure: dict[str, object] = {name: inner for name, inner in modules if name}
+    structure |= dict(module.named_parameters(remove_duplicate=False))
     buffers = module.named_buffers(remove_duplicate=False)
-    return found | {name: buffer.shape for name, buffer in buffers}
+    return structure | {name: buffer.shape for name, buffer in buffers}
 
 
 def _difference(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
-        if isinstance(new, torch.Size) and (
-            old is None or old == new
-        ):  # a new buffer disturbs none
+        if isinstance(new, torch.Size) and (old is None or old == new):  # a new buffer is harmless
             continue
         if old is not new:
             return f"{name} ({_described(old)} became {_described(new)})"
@@ -174,7 +171,7 @@ def _described(value: object) -> str:
 
 
 class _Contents:
-    """The attributes of all modules, what containers among them hold, and objects like configs."""
+    """A shallow copy of all attributes of all modules, and of containers and configs among them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -190,7 +187,6 @@ class _Contents:
                     self._tables.append((vars(value), dict(vars(value))))
 
     def restore(self) -> None:
-        """Put everything back."""
         for table, held in self._tables:
             table.clear()
             table.update(held)
@@ -203,13 +199,12 @@ class _Contents:
 
 
 def _is_record(value: object) -> bool:
-    """Is it an object that holds plain values by name, as configurations do?"""
+    """Is it an object with plain attributes, like a configuration?"""
     plain = not isinstance(value, (nn.Module, Tensor, type)) and not callable(value)
     return plain and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _flags(module: nn.Module) -> list[str]:
-    """Flags of activation checkpointing that are on."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, inner in module.named_modules()
@@ -218,7 +213,7 @@ def _flags(module: nn.Module) -> list[str]:
     ]
 
 
-# -- attributes and methods ------------------------------------------------------------------------
+# -- attributes and methods -----------------------------------------------------------------------
 
 
 _OWN: Final = frozenset(vars(nn.Module()))
@@ -226,11 +221,11 @@ _OWN: Final = frozenset(vars(nn.Module()))
 
 
 class Original:
-    """The class of the model a module was made from, and what became of its plain attributes.
+    """The class of the model a module was made from, and its plain attributes.
 
-    `plain` are the names of those that are the module's now; `hidden` are attributes whose names
-    the module needs for itself, and methods that were bound to the original: only methods of the
-    original see them.
+    `plain` names those that the module itself has now. `hidden` are attributes whose names the
+    module needs for itself, and methods bound to the original: only methods of the original see
+    them.
     """
 
     def __init__(
@@ -258,7 +253,7 @@ class Original:
         return cls(type(root), frozenset(plain), hidden)
 
     def overrides(self, name: str) -> bool:
-        """Does the original's class replace a method that every module has?"""
+        """Does the original's class override a method of `nn.Module`?"""
         return self.kind is not None and getattr(self.kind, name) is not getattr(nn.Module, name)
 
     def view(self, module: nn.Module) -> nn.Module:
@@ -285,20 +280,19 @@ class Original:
         return Original(self.kind, self.plain, copy.deepcopy(self.hidden, memo))
 
     def __reduce__(self) -> Any:
-        # A class that pickle cannot find by name stays behind: the module runs without it.
+        # A class that pickle cannot find by name is left out: the module runs without it.
         return Original, (self.kind if self.is_importable else None, self.plain, self.hidden)
 
     @property
     def is_importable(self) -> bool:
-        """Can the original's class be found by its name?"""
         return self.kind is not None and _is_importable(self.kind)
 
 
 def _is_importable(kind: type) -> bool:
-    found: Any = sys.modules.get(kind.__module__)
+    imported: Any = sys.modules.get(kind.__module__)
     for step in kind.__qualname__.split("."):
-        found = getattr(found, step, None)
-    return found is kind
+        imported = getattr(imported, step, None)
+    return imported is kind
 
 
 def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -323,12 +317,12 @@ def _hidden(name: str) -> property:
 
 
 class OriginalSurface(nn.Module):
-    """A module that shows the attributes and methods of the model it was made from."""
+    """A module with the attributes and methods of the model it was made from."""
 
     _original: Original
 
     def rewired_tensors(self) -> dict[int, str]:
-        """The parameters and buffers that run otherwise than in the original: id -> name."""
+        """Parameters and buffers that are used differently than in the original: id -> name."""
         raise NotImplementedError
 
     def is_of_original(self, name: str) -> bool:
@@ -342,7 +336,9 @@ class OriginalSurface(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules")
-        if modules is not None and name in modules:  # what generated code asks for, in every call
+        if (
+            modules is not None and name in modules
+        ):  # fast path: generated code reads these in every call
             return modules[name]
         try:
             return super().__getattr__(name)
@@ -358,7 +354,7 @@ class OriginalSurface(nn.Module):
         return sorted(names | {*(dir(original.kind) if original is not None else ())})
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode as the original does: some models keep parts of themselves in eval mode."""
+        """Set the mode as the original does: some models keep parts in eval mode."""
         original = self.__dict__.get("_original")
         if original is None or not original.overrides("train"):
             return super().train(mode)
@@ -371,20 +367,20 @@ def _of_original(module: OriginalSurface, original: Original, name: str) -> Any:
     view = original.view(module)
     call = f"{original.kind.__name__}.{name}"
     missing = object()
-    found = inspect.getattr_static(type(view), name, missing)
-    if found is missing:
+    member = inspect.getattr_static(type(view), name, missing)
+    if member is missing:
         if not original.overrides("__getattr__"):
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         with watched(call, module.rewired_tensors, module):
-            return _handed_out(module, view, call, type(view).__getattr__(view, name))
-    if not hasattr(found, "__get__"):
-        return found
+            return _for_user(module, view, call, type(view).__getattr__(view, name))
+    if not hasattr(member, "__get__"):
+        return member
     with watched(call, module.rewired_tensors, module):
-        return _handed_out(module, view, call, found.__get__(view, type(view)))
+        return _for_user(module, view, call, member.__get__(view, type(view)))
 
 
-def _handed_out(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:
-    """What the user gets: never the view, nor a method of it that is not watched."""
+def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:
+    """A result for the user: never the view itself, nor an unwatched method of it."""
     if value is view:
         return module
     if isinstance(value, types.MethodType) and value.__self__ is view:
@@ -399,12 +395,12 @@ def _method(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with structure_kept(call, module), watched(call, module.rewired_tensors, module):
+        with structure_unchanged(call, module), watched(call, module.rewired_tensors, module):
             try:
                 result = method(*args, **kwargs)
             except InputError as error:
                 raise OriginalMethodError(_other_arguments(call, error)) from error
-        return _handed_out(module, view, call, result)
+        return _for_user(module, view, call, result)
 
     return run
 
@@ -421,9 +417,9 @@ def _items(
 ) -> Iterator[Any]:
     """A generator whose body is watched, though it runs after the method has returned."""
     while True:
-        with structure_kept(call, module), watched(call, module.rewired_tensors, module):
+        with structure_unchanged(call, module), watched(call, module.rewired_tensors, module):
             try:
                 item = next(generator)
             except StopIteration:
                 return
-        yield _handed_out(module, view, call, item)
+        yield _for_user(module, view, call, item)

@@ -55,7 +55,6 @@ class Overlap(enum.Enum):
             raise InputError(f"overlap: expected one of {known}, got {choice!r}") from None
 
     def applies_to(self, stream: Tensor) -> bool:
-        """Does a chain with this residual stream overlap?"""
         if self is Overlap.AUTO:
             return is_capturing(stream.device) and stream.numel() <= SMALL
         return self is Overlap.ON
@@ -76,7 +75,6 @@ class TwoStreams:
             self._streams[number].wait_stream(self._streams[1 - number])
 
     def on(self, number: int) -> AbstractContextManager[Any]:
-        """Around work for a stream."""
         if not self._streams or number == 0:
             return nullcontext()
         return torch.cuda.stream(self._streams[1])

@@ -1,8 +1,10 @@
-"""Rewrites of a segment's graph for mixed precision. None of them changes a bit of the result.
+"""Rewrites of a segment's graph for mixed precision.
 
-cast_down       a layer norm writes the dtype that autocast would cast its result to anyway
-fuse_bn_relu    a batch norm and the ReLU that alone reads it become one call
-match_dtypes    operations that demand two tensors of one dtype get them
+    cast_down       a layer norm writes the dtype that autocast would cast its result to anyway
+    fuse_bn_relu    a batch norm and the ReLU that alone reads it become one call
+    match_dtypes    operations that demand two tensors of one dtype get them
+
+None of them changes a bit of the result.
 """
 
 from __future__ import annotations

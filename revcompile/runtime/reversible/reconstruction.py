@@ -7,7 +7,7 @@ weights and on the batch, so every call is checked:
     on the CPU                      backward() raises
     on a GPU, every n-th call       backward() waits for the device and raises
     on a GPU, all other calls       the device writes the largest error so far into pinned memory;
-                                    nobody waits, and a later forward pass raises
+                                    nothing waits, and a later forward pass raises
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ReconstructionCheck:
     Args:
         chain: the chain's name, for the error.
         tolerance: the largest relative error allowed; None: nothing is compared.
-        wait_every: in every so many calls, the first included, the GPU is waited for.
+        wait_every: the first and every `wait_every`-th call waits for the GPU.
         failures_allowed: consecutive calls that may fail without an error.
     """
 
@@ -102,7 +102,6 @@ class ReconstructionCheck:
 
     @property
     def is_on(self) -> bool:
-        """Is anything compared at all?"""
         return self._tolerance is not None
 
     def start(self, *streams: Tensor) -> tuple[bool, Samples]:
@@ -122,8 +121,8 @@ class ReconstructionCheck:
     def finish(self, started: tuple[bool, Samples], *rebuilt: Tensor) -> None:
         """In backward: compare the samples with the rebuilt streams.
 
-        What is not finite is an error only in the calls that wait: it shows in the loss and in the
-        gradients, and `torch.amp.GradScaler` leaves such steps out.
+        Values that are not finite are an error only in the calls that wait: they show in the loss
+        and in the gradients, and `torch.amp.GradScaler` leaves such steps out.
 
         Raises:
             InversionError: a stream was rebuilt wrongly.

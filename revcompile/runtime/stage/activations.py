@@ -96,7 +96,6 @@ def compress(value: Tensor, dtype: torch.dtype) -> Tensor | Scaled:
 
 
 def decompress(value: Tensor | Scaled) -> Tensor:
-    """A compressed tensor in float32 again."""
     return value.values.float() * value.scale if isinstance(value, Scaled) else value.float()
 
 
@@ -112,7 +111,6 @@ class ActivationStore:
 
     @property
     def offloads(self) -> bool:
-        """Are inputs stored in the host's memory?"""
         return self._settings.offload
 
     def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -32,7 +32,6 @@ class GradientPredictor:
         self.updater = Updater(f"gradient_predictor of stage {stage}", parameters, factory)
 
     def predict(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """A gradient for each output."""
         with torch.no_grad():
             return {
                 name: self.layers[key](outputs[name].to(_dtype(self.layers[key])))

@@ -130,7 +130,6 @@ class Scaling:
         return self.scale
 
     def updated(self) -> None:
-        """The last stage's parameters have been updated."""
         self.good += 1
         if self.settings.dynamic and self.good == self.settings.growth_interval:
             grown = self.scale * self.settings.growth_factor

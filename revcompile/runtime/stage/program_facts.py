@@ -40,43 +40,38 @@ def statistics_move_early(program: StageProgram) -> bool:
 
 
 def statistics_of(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Running statistics of the stage's batch norms."""
-    modules: dict[nn.Module, None] = {}
-    for node in program.forward.nodes:
-        if node.op == "call_module":
-            modules |= dict.fromkeys(root.get_submodule(str(node.target)).modules())
-        elif node.op == "get_attr":
-            found = attribute(root, str(node.target))
-            owner = root.get_submodule(str(node.target).rpartition(".")[0])
-            modules |= dict.fromkeys(found.modules() if isinstance(found, nn.Module) else [owner])
-    norms = (module for module in modules if isinstance(module, _BatchNorm))
-    return [(norm, name) for norm in norms for name in norm._buffers]
+    slots = _buffers_read(program, root)
+    return [(module, name) for module, name in slots if isinstance(module, _BatchNorm)]
 
 
 def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
     """Buffers the stage might write into, other than batch norms' statistics."""
-    found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+    slots = _buffers_read(program, root)
+    others = [(module, name) for module, name in slots if not isinstance(module, _BatchNorm)]
+    return [(module, name) for module, name in others if module._buffers[name] is not None]
+
+
+def _buffers_read(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Buffers of the modules that the program runs, and those that it reads itself."""
+    slots: dict[tuple[int, str], tuple[nn.Module, str]] = {}
     for node in program.forward.nodes:
-        target = str(node.target)
-        if node.op == "call_module":
-            modules = list(root.get_submodule(target).modules())
-        elif node.op == "get_attr" and not isinstance(attribute(root, target), nn.Module):
-            owner, _, name = target.rpartition(".")
-            module = root.get_submodule(owner)
-            if name in module._buffers and not isinstance(module, _BatchNorm):
-                found[id(module), name] = module, name
+        if node.op not in ("call_module", "get_attr"):
             continue
+        path = str(node.target)
+        value = attribute(root, path)
+        if isinstance(value, nn.Module):
+            read = [(module, name) for module in value.modules() for name in module._buffers]
         else:
-            continue
-        for module in modules:
-            if not isinstance(module, _BatchNorm):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        found[id(module), name] = module, name
-    return list(found.values())
+            outer, _, name = path.rpartition(".")
+            owner = root.get_submodule(outer)
+            # A functional batch norm updates all statistics of its layer, read here or not.
+            names = list(owner._buffers) if isinstance(owner, _BatchNorm) else [name]
+            read = [(owner, name) for name in names if name in owner._buffers]
+        slots |= {(id(module), name): (module, name) for module, name in read}
+    return list(slots.values())
 
 
-# -- changes of the module tree --------------------------------------------------------------------
+# -- changes of the module tree -------------------------------------------------------------------
 
 
 _CHANGED: Final = "layers were replaced or wrapped since; call petrafy on the changed model"
@@ -141,7 +136,7 @@ class ModuleGuard:
             if parameter is not self._parameters[index]:
                 return (
                     f"{label} was replaced after the trainer was built; build a new trainer (or "
-                    "copy the values into the parameter that is there)"
+                    "copy the values into the original parameter)"
                 )
             if parameter is not None and parameter.requires_grad != self._requires_grad[index]:
                 return (
@@ -151,7 +146,6 @@ class ModuleGuard:
         return None
 
     def check(self) -> None:
-        """Raise if anything has changed."""
         problem = self.problem()
         if problem is not None:
             raise InputError(f"trainer.step, {self._where}: {problem}")

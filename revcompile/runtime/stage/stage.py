@@ -184,7 +184,6 @@ class Stage:
         self.in_flight.pop(microbatch, None)
 
     def statistics(self) -> list[Tensor]:
-        """The running statistics of the stage's batch norms."""
         slots = statistics_of(self.program, self.root)
         buffers = (module._buffers[name] for module, name in slots)
         return [buffer for buffer in buffers if buffer is not None]
@@ -476,5 +475,4 @@ class Stage:
 
     @property
     def outlives_updates(self) -> bool:
-        """Are parameters updated while graphs that use them are kept?"""
         return outlives_updates(self.program)

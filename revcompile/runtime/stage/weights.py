@@ -1,7 +1,9 @@
 """Weights that a stage computes with instead of the parameters in its modules.
 
-stashed             a copy of the parameters as they were in a micro-batch's forward pass
-in low precision    made once an update, where autocast would cast them anew in every call
+    stashed             a copy of the parameters as they were in a micro-batch's forward pass
+    in low precision    made once per update, where autocast would cast them again in every call
+
+`ParameterSlots` lets the modules read them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = [
     "detached_copies",
 ]
 
-# -- stashed weights -------------------------------------------------------------------------------
+# -- stashed weights ------------------------------------------------------------------------------
 
 
 class ParameterSlots:
@@ -103,7 +105,7 @@ def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Itera
         torch._C._autograd._unsafe_set_version_counter(tensors, now)
 
 
-# -- weights in low precision ----------------------------------------------------------------------
+# -- weights in low precision ---------------------------------------------------------------------
 
 
 class CastWeights:
@@ -125,7 +127,6 @@ class CastWeights:
         return {**self._parameters, **self._copies} if self._names else None
 
     def refresh(self) -> None:
-        """Copy the weights again."""
         if not self._names:
             return
         masters = [self._parameters[name] for name in self._names]

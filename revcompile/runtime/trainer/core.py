@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from revcompile.errors import InputError, TrainerStoppedError
+from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.stage_ops import mix
 from revcompile.runtime.checkpoint import until_signal
@@ -54,10 +54,24 @@ __all__ = ["Trainer"]
 
 
 class Trainer(ABC):
-    """Trains a staged model with one of the methods; `net.trainer(...)` makes one.
+    """Trains a staged model; `net.trainer(...)` makes one.
 
     `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
-    moment.
+    moment, `save` and `load` write and read checkpoints.
+
+    Args:
+        model: holds the parameters.
+        partition: the model's stages.
+        programs: what each stage runs.
+        optimizer: builds the optimizer of a stage from its parameters.
+        loss: of the model's output and a target.
+        settings: how to train.
+        transport: carries messages between the stages.
+        device: where inputs and targets go.
+        stages: the numbers of the stages in this process.
+        rank: this process.
+        replica: its copy of the pipeline.
+        replicas: how many copies there are.
     """
 
     skip_on_error: ClassVar[bool] = False
@@ -90,7 +104,8 @@ class Trainer(ABC):
         """Does this process need inputs?"""
         self.is_last = len(programs) - 1 in stages
         """Does this process need targets, and know the loss?"""
-        for dtype in {settings.autocast, *(p.dtype for p in model.parameters())}:
+        dtypes = dict.fromkeys([settings.autocast, *(p.dtype for p in model.parameters())])
+        for dtype in dtypes:
             choose_cpu_matmul(dtype)
         method, count, accumulate = programs[0].method, len(programs), settings.accumulate
         self.schedule = Schedule(method, count, accumulate, partition.ties)
@@ -188,11 +203,13 @@ class Trainer(ABC):
                 "one and load its last state_dict"
             )
 
+    def _failures(self) -> list[NonFiniteError]:
+        """Bad gradients that have become known since the last step."""
+        return [error for executor in self.executors for error in executor.take_failures()]
+
     def _raise_failures(self) -> None:
-        """Raise the first bad gradient that has become known since the last step."""
-        failures = [error for executor in self.executors for error in executor.take_failures()]
-        if failures:
-            raise failures[0]
+        for failure in self._failures():
+            raise failure
 
     # -- evaluation and diagnostics -----------------------------------------------------------
 

@@ -324,7 +324,7 @@ class _Backprop:
         gradients: list[dict[str, Tensor | None]] = [{} for _ in chosen]
         if not leaves:
             return list(gradients)
-        devices = {tensor.device for _, _, tensor in leaves if tensor.is_cuda}
+        devices = dict.fromkeys(tensor.device for _, _, tensor in leaves if tensor.is_cuda)
         values = dict(inputs)
         with torch.random.fork_rng(list(devices)):
             for stage, run, own in zip(self.stages, self.runs, weights, strict=True):

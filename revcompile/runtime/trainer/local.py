@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from revcompile.errors import InputError, RevcompileError
+from revcompile.errors import InputError, NonFiniteError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import load_training, save_training, set_generators
@@ -139,11 +139,8 @@ class LocalTrainer(Trainer):
         super()._sync_stages()
         self.runner.leave(self.schedule, self.transport)
 
-    def _raise_failures(self) -> None:
-        failures = self.runner.failures()
-        failures += [error for executor in self.executors for error in executor.take_failures()]
-        if failures:
-            raise failures[0]
+    def _failures(self) -> list[NonFiniteError]:
+        return [*self.runner.failures(), *super()._failures()]
 
     def _explained(self, error: Exception, values: Mapping[str, Any]) -> InputError:
         expected = ", ".join(map(str, self.programs[0].inputs))

@@ -278,9 +278,8 @@ class StaticPipeline:
             captured.updater.leave()
             stage, index = eager.stage, eager.index
             stage.updated()
-            weights: dict[int, Any] = {
-                0: stage.stashed_weights()
-            }  # micro-batches of one age share a copy
+            # Micro-batches of one age share a copy.
+            weights: dict[int, Any] = {0: stage.stashed_weights()}
             for microbatch in schedule.outstanding[index]:
                 activations = self._rings[index].slot(microbatch).value
                 age = self._age(microbatch, schedule.injected, schedule.accumulated, index)

@@ -5,13 +5,14 @@ micro-batch and writes the newest over it, so the slot moves on from step to ste
 cannot follow: its addresses are fixed. It reads a copy in a read slot, and leaves what is new at
 one place; copies between steps connect both to the slots:
 
-    slots       | m-3 | m-2 | m-1 |            m: the micro-batch that enters
-                   |           ^
-      prefetch     v           |  store
-    read slot   | m-3 |     | m | fresh
-                   |           ^
-                   v           |
-                 captured step
+    slots       | m-3 | m-2 | m-1 |       m, which enters with the step, takes the slot of m-3
+                   |  ^
+         prefetch  |  |  store
+                   v  |
+                | m-3 | m |               read slot, and what the step leaves of m
+                   |    ^
+                   v    |
+                captured step
 """
 
 from __future__ import annotations
