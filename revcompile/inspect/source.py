@@ -8,7 +8,7 @@
 
 The programs that run are the same steps with F inlined (`compiler.lower`), which is what fusion
 and the verifier need. The text here is complete: executed, it gives the same outputs, inputs and
-gradients to the bit (`tests/test_source.py`). This file writes all but the backward program
+gradients to the bit (`tests/inspect/test_source.py`). This file writes all but the backward program
 (`source_backward`).
 """
 

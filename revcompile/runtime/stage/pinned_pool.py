@@ -33,9 +33,9 @@ class PinnedPool:
     been asked back. `waits`: the device computes on only when what was put away is here. On the
     CPU a copy is just made.
 
-    >>> shelf = PinnedPool(torch.device("cpu"))
-    >>> away = shelf.put(torch.ones(2))
-    >>> shelf.take(away)
+    >>> pool = PinnedPool(torch.device("cpu"))
+    >>> offloaded = pool.put(torch.ones(2))
+    >>> pool.take(offloaded)
     tensor([1., 1.])
     """
 
