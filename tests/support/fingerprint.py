@@ -1,4 +1,4 @@
-"""What a process compiles models to, as text: `python -m tests.support.fingerprint Llama test_vit ...`.
+"""What a process compiles models to, as text: `python -m tests.support.fingerprint Llama ...`.
 
 Names of values, blocks and buffers, cuts, types and generated programs; printed as one JSON object
 from a model's name to that text.
