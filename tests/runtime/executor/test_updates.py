@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from training import Batch, Plain, batches, fresh, same, weights
 
 from revcompile.errors import NonFiniteError
-from revcompile.optim import DelayAwareAdamW, DelayAwareSGD
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
 from revcompile.runtime.executor.captured import stages as executors
 from revcompile.runtime.executor.captured.found_inf import restore_if
 from revcompile.runtime.executor.captured.optimizers import (
@@ -39,8 +39,9 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
     "adadelta": lambda p: torch.optim.Adadelta(p, 1.0, weight_decay=0.1),
     "asgd": lambda p: torch.optim.ASGD(p, 1e-1, t0=5, weight_decay=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, 1e-3),
-    "lead sgd": lambda p: DelayAwareSGD(p, 1e-2, weight_decay=0.1),
-    "lead adamw": lambda p: DelayAwareAdamW(p, 1e-2, weight_decay=0.1),
+    "delay-aware sgd": lambda p: DelayAwareSGD(p, 1e-2, weight_decay=0.1),
+    "delay-aware adamw": lambda p: DelayAwareAdamW(p, 1e-2, weight_decay=0.1),
+    "delay-aware muon": lambda p: DelayAwareMuon(p, 1e-2, weight_decay=0.1),
 }
 """Those whose kernels no flag can stop."""
 

@@ -26,7 +26,7 @@ from torch.optim import (
     Rprop,
 )
 
-from revcompile.optim.delay_aware import DelayAwareAdamW, DelayAwareSGD
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
 from revcompile.runtime.executor.captured.found_inf import restore_if
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater, counts_on_device
@@ -35,7 +35,7 @@ __all__ = ["CapturedUpdater", "why_not_capturable_optimizer"]
 
 _FUSED: Final = (SGD, Adam, AdamW)
 """Their kernels read `found_inf`."""
-_OURS: Final = (DelayAwareSGD, DelayAwareAdamW)
+_OURS: Final = (DelayAwareSGD, DelayAwareAdamW, DelayAwareMuon)
 _CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, *_OURS)
 """Their steps do not wait for the device, but know no `found_inf`."""
 
@@ -52,7 +52,7 @@ def why_not_capturable_optimizer(optimizer: Optimizer) -> str | None:
         known = [kind.__name__ for kind in (*_FUSED, *_CAPTURABLE)]
         return (
             f"{name} has no step that can be captured; use {', '.join(known[:-1])} or {known[-1]} "
-            "of torch.optim or revcompile.optim.delay_aware themselves"
+            "of torch.optim or revcompile.optim themselves"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
