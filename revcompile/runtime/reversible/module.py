@@ -80,6 +80,15 @@ class Reversible(OriginalSurface):
 
     In training mode with gradients on, chains of couplings keep only their output; in eval mode
     or under `no_grad` everything is a plain forward.
+
+    Args:
+        rewired: the model after rewiring; its root's parameters and buffers become this module's.
+        tolerance: the largest relative error of a rebuilt input; "auto": by the dtype of the
+            streams; None: no check.
+        overlap: whether a block is rebuilt while the next one is differentiated.
+
+    Raises:
+        InputError: the model has a member of a name that this module needs itself.
     """
 
     def __init__(
