@@ -1,4 +1,4 @@
-"""What every benchmark here stands on: interleaved timing, peak memory, growth, tables.
+"""What all benchmarks use: interleaved timing, peak memory, growth, tables.
 
 Times are compared only within one run: the variants take turns, round by round, and a ratio is the
 median of the rounds' own ratios, so that a machine that slows down slows all of them.
@@ -257,7 +257,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def slope(depths: Sequence[float], values: Sequence[float]) -> float:
-    """WeightExpansion per added block: the least-squares line through all depths.
+    """Growth per added block: the least-squares line through all depths.
 
     >>> slope([2, 4, 8], [7.0, 11.0, 19.0])
     2.0

@@ -1,6 +1,6 @@
 """The methods' table as curves: the same model, data and recipe, trained by several methods.
 
-Delay is what tells them apart: `petra` has half that of `petra:paper`, `delayed` keeps a copy of
+They differ in delay: `petra` has half that of `petra:paper`, `delayed` keeps a copy of
 its parameters for every micro-batch in flight, `1f1b` has no delay and idles between updates.
 
     python examples/compare_methods.py

@@ -1,4 +1,4 @@
-"""Look at what the compiler did: the table, one stage's code, the story of a block, drawings.
+"""Look at what the compiler did: the table, one stage's code, what became of a block, drawings.
 
 python examples/inspect_stages.py
 python examples/inspect_stages.py --model vit_base_patch16_224 --stages 8 --block blocks.3
@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     parser.add_argument("--model", default="resnet50", help="name of a timm model")
     parser.add_argument("--stages", type=int, default=18)
     parser.add_argument("--stage", type=int, help="whose code to print; one in the middle if not")
-    parser.add_argument("--block", help="whose story to tell; the first of that stage if not given")
+    parser.add_argument(
+        "--block", help="the block to explain; the first of that stage if not given"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the drawings")
     args = parser.parse_args(argv)
     folder: Path = args.out

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.capture.decisions import Ties
 from revcompile.compiler.capture.isolation import preserve_rng, seed_all, set_mode
 from revcompile.compiler.capture.memory import tensors_in
+from revcompile.compiler.cost import node_flops
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
 from revcompile.ir.ops import op_name
@@ -31,8 +32,8 @@ from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.reversible.probes import Tolerance, tolerance_for
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
 
 __all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
@@ -86,28 +87,9 @@ def _extent(rewired: Rewired) -> tuple[int, float, int]:
             if kind is None or node.op in ("placeholder", "output", "get_attr"):
                 continue
             nodes += 1
-            work += _operations(node, rewired.root)
+            work += node_flops(node, rewired.root)
             memory += kind.nbytes()
     return nodes, work, memory
-
-
-def _operations(node: fx.Node, root: nn.Module) -> float:
-    """Roughly: two for each weight and place it is used at; products by their inner dimension."""
-    kind = tensor_type(node)
-    assert kind is not None
-    size = kind.numel()
-    if node.op == "call_module":
-        weights = [p for p in root.get_submodule(str(node.target)).parameters() if p.dim() > 1]
-        return size + sum(2.0 * size * p.numel() / p.shape[0] for p in weights)
-    sources = [t for t in map(tensor_type, node.all_input_nodes) if t is not None and t.shape]
-    name = str(getattr(node.target, "__name__", node.target))
-    if "attention" in name and sources:
-        return size + 4.0 * size * sources[0].shape[-2]
-    if any(word in name for word in ("linear", "matmul", "mm", "einsum", "conv")) and sources:
-        last = sources[-1]
-        inner = last.numel() / last.shape[0] if "conv" in name else sources[0].shape[-1]
-        return size + 2.0 * size * inner
-    return float(size)
 
 
 # -- chain ----------------------------------------------------------------------------------------
@@ -256,8 +238,8 @@ def _staged_gradients(
     twin = copy.deepcopy(net)
     set_mode(twin, net, training=True)
     stages = [Stage(program, twin, check_finite=False) for program in programs]
-    objective = Objective(partition.rewired, _staged_loss, None, len(stages) - 1)
-    objective.check_finite, objective.targets[0] = False, None
+    loss_head = LossHead(partition.rewired, _staged_loss, None, len(stages) - 1)
+    loss_head.check_finite, loss_head.targets[0] = False, None
     args, kwargs = compared.args, compared.kwargs
     values: Mapping[str, Any] = {
         name: value.detach().clone()
@@ -265,7 +247,7 @@ def _staged_gradients(
     }
     for stage in stages:
         values = stage.forward(0, values)
-    gradients: Mapping[str, Tensor | None] = objective(0, values)
+    gradients: Mapping[str, Tensor | None] = loss_head(0, values)
     values, summed = {}, Gradients()
     for stage in reversed(stages):
         values, gradients = stage.backward(0, values, gradients)

@@ -36,7 +36,7 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
     del trainer
     gc.collect()
     again = net.module().state_dict()
-    other = net.trainer(optimizer, F.cross_entropy, places=options["other"], **how)
+    other = net.trainer(optimizer, F.cross_entropy, stage_to_rank=options["other"], **how)
     for found in (again, final(net, other)):
         assert all(torch.equal(value, found[name].cpu()) for name, value in state.items())
     return {
@@ -49,7 +49,7 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
 
 
 def absent(rank: int, options: dict[str, Any]) -> Any:
-    """Only the first rank has made the weights; and then nobody has."""
+    """Only the first rank has made the weights; and then no rank has."""
     run = Run(**options["run"])
     net, _ = compiled(run.model, run.stages, run.device)
     if rank > 0:
@@ -68,7 +68,7 @@ def absent(rank: int, options: dict[str, Any]) -> Any:
 
 
 def steady(rank: int, options: dict[str, Any]) -> Any:
-    """How often memory was allocated, after every step: by the links, and on the GPU."""
+    """How often memory was allocated, after every step: by the transport, and on the GPU."""
     found = []
     for one in options["runs"]:
         net, trainer = trainer_of(Run(**one))
@@ -76,7 +76,7 @@ def steady(rank: int, options: dict[str, Any]) -> Any:
         for batch in batches(Run(**one))[:-1]:
             fed(trainer, batch)
             of_device = torch.cuda.memory_stats().get("segment.all.allocated", 0)
-            made.append((trainer.transport.rooms_made, of_device))
+            made.append((trainer.transport.allocations, of_device))
         trainer.flush()
         final(net, trainer)
         found.append(made)
@@ -87,9 +87,9 @@ def resume(rank: int, options: dict[str, Any]) -> Any:
     """A training that saves on its way, and those that go on from there in other layouts."""
     run, found = Run(**options["run"]), list[Any]()
     data = batches(run)
-    for places in (run.places, *options["others"]):
+    for stage_to_rank in (run.stage_to_rank, *options["others"]):
         is_first = not found
-        here = dataclasses.replace(run, places=places)
+        here = dataclasses.replace(run, stage_to_rank=stage_to_rank)
         net, trainer = trainer_of(here, off=0.0 if is_first else 1.0)
         if is_first:
             for batch in data[:5]:

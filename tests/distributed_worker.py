@@ -1,4 +1,4 @@
-"""What one rank does in the tests of several: run as a script, told by its arguments."""
+"""What one rank does in the tests of several: run as a script with arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, RankError
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 
 STEPS: Final = 20
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
@@ -48,7 +48,7 @@ class Run:
     steps: int = STEPS
     order: str | None = None
     clip: float | None = None
-    places: tuple[int, ...] | None = None
+    stage_to_rank: tuple[int, ...] | None = None
     device: str = "cpu"
 
 
@@ -90,7 +90,7 @@ def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]
         accumulate=run.accumulate,
         clip_grad_norm=run.clip,
         seed=7,
-        places=run.places,
+        stage_to_rank=run.stage_to_rank,
         **options,
     )
     return net, trainer
@@ -171,15 +171,15 @@ def report(rank: int, options: dict[str, Any]) -> Any:
 
 
 def differ(rank: int, options: dict[str, Any]) -> Any:
-    """Rank 1 wants something else each time; returns what the ranks are told."""
+    """Rank 1 wants something else each time; returns the errors of the ranks."""
     odd = rank == 1
-    told = []
+    errors = []
 
     def refused(make: Callable[[], Any]) -> None:
         try:
             make()
         except InputError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     refused(lambda: trainer_of(Run(stages=2 + odd)))
     refused(lambda: trainer_of(Run(model="words" if odd else "vit")))
@@ -192,11 +192,10 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
         net.model.double()
     refused(lambda: net.trainer(optimizer, F.cross_entropy))
     net.model.float()
-    refused(lambda: trainer_of(Run(places=(0, 0, 0, 0))))
-    refused(lambda: trainer_of(Run(places=(0, 1, 2, 3))))
+    refused(lambda: trainer_of(Run(stage_to_rank=(0, 0, 0, 0))))
+    refused(lambda: trainer_of(Run(stage_to_rank=(0, 1, 2, 3))))
     refused(lambda: trainer_of(Run(stages=1)))
-    told.append(trained(Run(steps=2))["losses"][0])
-    return told
+    return [*errors, trained(Run(steps=2))["losses"][0]]
 
 
 def lose(rank: int, options: dict[str, Any]) -> Any:
@@ -248,7 +247,7 @@ def failed() -> None:
 
 
 def end(rank: int, options: dict[str, Any]) -> Any:
-    """One rank ends in the middle of a step; returns what another is told."""
+    """One rank ends in the middle of a step; returns another's error."""
     doomed = rank == options["doomed"]
     Fatal.end = staticmethod({"stopped": stopped, "failed": failed}.get(options["how"], killed))
     run = Run(steps=12, method=options["method"], device=options.get("device", "cpu"))

@@ -28,7 +28,7 @@ def problem(rows: tuple[int, ...], columns: int) -> tuple[Tensor, ...]:
 def check(rows: tuple[int, ...], columns: int, dtype: torch.dtype) -> None:
     """The result to one rounding, gradients to float32's last bits."""
     given = problem(rows, columns)
-    out = norms._NarrowNorm.apply(*given, 1e-5, dtype)
+    out = norms._CastDownLayerNorm.apply(*given, 1e-5, dtype)
     expected = F.layer_norm(given[0], (columns,), *given[1:], 1e-5)
     assert out.dtype == dtype and out.shape == expected.shape
     assert torch.allclose(out.float(), expected, rtol=STEPS[dtype], atol=2e-6)
@@ -43,7 +43,7 @@ def check_added(columns: int) -> None:
     """A stream's own gradient on top, and a copy of the sum."""
     given = problem((3, 37), columns)
     own, total = torch.randn_like(given[0]), GradientSum()
-    out = norms._NarrowNorm.apply(*given, 1e-5, torch.float16, total)
+    out = norms._CastDownLayerNorm.apply(*given, 1e-5, torch.float16, total)
     grad = torch.randn_like(out)
     plain = torch.autograd.grad(out, given, grad, retain_graph=True)
     total.begin(own, torch.float16)
@@ -55,7 +55,7 @@ def check_added(columns: int) -> None:
     assert all(torch.equal(have, want) for have, want in zip(found[1:], plain[1:], strict=True))
 
 
-def check_clipped(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_bn_relu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A batch norm and its ReLU: result, running statistics, gradients."""
     channels = shape[1]
     x = torch.randn(shape) * 3 + 5 * torch.randn(channels)[:, None, None]
@@ -64,9 +64,9 @@ def check_clipped(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     running = torch.randn(channels), torch.rand(channels)
     moved = tuple(t.clone() for t in running)
     given, wide = (x.requires_grad_(), *parameters), x.detach().float().requires_grad_()
-    out, *statistics = batchnorms._ClippedNorm.apply(*given, 1e-5, (*moved, 0.3), None)
-    still = batchnorms._ClippedNorm.apply(*given, 1e-5, None, None)[0]
-    known = batchnorms._ClippedNorm.apply(*given, 1e-5, None, tuple(statistics))[0]
+    out, *statistics = batchnorms._BnRelu.apply(*given, 1e-5, (*moved, 0.3), None)
+    still = batchnorms._BnRelu.apply(*given, 1e-5, None, None)[0]
+    known = batchnorms._BnRelu.apply(*given, 1e-5, None, tuple(statistics))[0]
     expected = F.relu(F.batch_norm(wide, *running, *parameters, True, 0.3, 1e-5))
     assert out.dtype == dtype and out.stride() == x.stride() and torch.equal(out, still)
     assert torch.equal(out, known)
@@ -85,7 +85,7 @@ def check_twice() -> None:
     """Gradients of a function of gradients."""
     given = problem((3, 4), 12)
     results = (
-        norms._NarrowNorm.apply(*given, 1e-5, torch.float32),
+        norms._CastDownLayerNorm.apply(*given, 1e-5, torch.float32),
         F.layer_norm(given[0], (12,), *given[1:], 1e-5),
     )
     found = []
@@ -99,8 +99,8 @@ def check_twice() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     kernels._PROGRAMS = 3  # type: ignore[misc]
-    assert kernels.norms_on(torch.device("cpu"), 8, torch.bfloat16)
-    assert not kernels.norms_on(torch.device("cpu"), 8192, torch.bfloat16)
+    assert kernels.supports_layer_norm(torch.device("cpu"), 8, torch.bfloat16)
+    assert not kernels.supports_layer_norm(torch.device("cpu"), 8192, torch.bfloat16)
     for dtype in STEPS:
         check((5,), 8, dtype)
         check((3, 37), 96, dtype)
@@ -111,6 +111,6 @@ if __name__ == "__main__":
     check_twice()
     batch_kernels._PROGRAMS = 5  # type: ignore[misc]
     assert batch_kernels.works_on(torch.device("cpu"), torch.float16)
-    check_clipped((3, 8, 5, 7), torch.float16)
-    check_clipped((2, 200, 9, 9), torch.float16)
-    check_clipped((5, 130, 6, 7), torch.float32)
+    check_bn_relu((3, 8, 5, 7), torch.float16)
+    check_bn_relu((2, 200, 9, 9), torch.float16)
+    check_bn_relu((5, 130, 6, 7), torch.float32)

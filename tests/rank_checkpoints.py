@@ -75,7 +75,7 @@ def graphs(run: Run, folder: str, **options: Any) -> Found:
 
 
 def unwritable(run: Run, folder: str, **options: Any) -> Found:
-    """A folder that nobody can write to: all are told, and training goes on."""
+    """A folder that no rank can write to: all raise, and training goes on."""
     net, trainer = trainer_of(run, **options)
     said = ""
     for number, batch in enumerate(batches(run)):

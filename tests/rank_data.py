@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from revcompile.errors import InputError, RankError
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 
 
 def dataset(seed: int = 5) -> TensorDataset:
@@ -136,7 +136,7 @@ def through_trainer(rank: int, options: dict[str, Any]) -> Any:
 
 
 def wrong_calls(rank: int, options: dict[str, Any]) -> Any:
-    """Every rank makes the same mistakes, goes on, and trains; what each is told."""
+    """Every rank makes the same mistakes, goes on, and trains; returns the errors."""
     trainer, said = small(), list[tuple[str, str]]()
     x, y = dataset()[:3]
     calls: dict[str, Callable[[], Any]] = {

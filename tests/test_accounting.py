@@ -13,7 +13,7 @@ from torch import fx
 
 import revcompile
 from benchmarks.stages.accounting import ROWS, revnet50, table3
-from revcompile.compiler.cost import MemoryModel, StageMemory, stage_memory
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition
 from revcompile.ir.program import Piece
@@ -75,8 +75,11 @@ def saved(first: int, *rest: int) -> int:
     return alone - BATCH * 100 * len(rest)
 
 
-def model(method: Method, stages: int = 4, **options: object) -> MemoryModel:
-    return MemoryModel(PIECES, TYPES, COSTS, method, stages, batch=BATCH, **options)  # type: ignore[arg-type]
+def model(
+    method: Method, stages: int = 4, first_input_free: bool = True, **options: Any
+) -> MemoryModel:
+    workload = Workload(method, BATCH, **options)
+    return MemoryModel(PIECES, TYPES, COSTS, stages, workload, first_input_free=first_input_free)
 
 
 PETRA = choose("petra")
@@ -129,7 +132,8 @@ def test_a_stage_that_keeps_its_input_works_on_its_whole_graph() -> None:
 
 
 def test_the_gradients_of_a_single_coupling_depend_on_one_stream() -> None:
-    replaying = model(choose("features_replay"), lean=True)
+    workload = Workload(choose("features_replay"), BATCH)
+    replaying = MemoryModel(PIECES, TYPES, COSTS, 4, workload, only_needed_inputs=True)
     assert replaying.stage(1, 1, 2).buffers == 3 * STREAM
     assert replaying.stage(1, 1, 3).buffers == 3 * 2 * STREAM
     assert replaying.read(1, 1, 2) == STREAM
@@ -138,15 +142,15 @@ def test_the_gradients_of_a_single_coupling_depend_on_one_stream() -> None:
 
 def test_a_stream_that_the_branch_reads_too_is_needed() -> None:
     same = (opaque("stem", "x", "a0"), coupling("c", "a0 a0", "a1 b1"))
-    whole = MemoryModel(
-        same, TYPES, COSTS[:2], choose("features_replay"), 4, batch=BATCH, lean=True
-    )
+    workload = Workload(choose("features_replay"), BATCH)
+    whole = MemoryModel(same, TYPES, COSTS[:2], 4, workload, only_needed_inputs=True)
     assert whole.stage(1, 1, 2).buffers == 3 * STREAM
 
 
 def test_a_side_value_is_kept_with_the_input() -> None:
     sided = (coupling("c", "a0 b0", "a1 b1", sides="mid"),)
-    memory = stage_memory(sided, 1, 4, choose("features_replay"), TYPES, COSTS[:1], batch=BATCH)
+    workload = Workload(choose("features_replay"), BATCH)
+    memory = MemoryModel(sided, TYPES, COSTS[:1], 4, workload).stage(1, 0, 1)
     assert memory.buffers == 3 * (2 * STREAM + MIDDLE)
 
 
@@ -169,7 +173,7 @@ SIDED = (
     ],
 )
 def test_couplings_keep_sides_that_do_not_come_back(start: int, end: int, kept: int) -> None:
-    whole = MemoryModel(SIDED, TYPES, COSTS[:4], PETRA, 4, batch=BATCH)
+    whole = MemoryModel(SIDED, TYPES, COSTS[:4], 4, Workload(PETRA, BATCH))
     assert whole.stage(0, start, end).buffers == 4 * kept
 
 
@@ -179,7 +183,7 @@ def test_a_side_that_an_opaque_run_keeps_is_not_kept_twice() -> None:
         coupling("c1", "a0 b0", "a1 b1", sides="mid"),
         opaque("head", "a1 b1 mid", "y"),
     )
-    whole = MemoryModel(pieces, TYPES, COSTS[:3], PETRA, 4, batch=BATCH)
+    whole = MemoryModel(pieces, TYPES, COSTS[:3], 4, Workload(PETRA, BATCH))
     assert whole.stage(1, 1, 3).buffers == 3 * (2 * STREAM + MIDDLE)
 
 
@@ -189,15 +193,15 @@ def test_a_stage_that_keeps_its_graph_has_one_for_every_micro_batch_in_flight() 
     assert memory.working == 0
 
 
-@pytest.mark.parametrize(("group", "buffered"), [(1, 1), (2, 2), (8, 3)])
-def test_flushing_methods_hold_a_group_at_most(group: int, buffered: int) -> None:
-    memory = model(choose("1f1b"), group=group).stage(1, 1, 3)
+@pytest.mark.parametrize(("accumulate", "buffered"), [(1, 1), (2, 2), (8, 3)])
+def test_flushing_methods_hold_a_group_at_most(accumulate: int, buffered: int) -> None:
+    memory = model(choose("1f1b"), accumulate=accumulate).stage(1, 1, 3)
     assert memory.buffers == buffered * saved(1, 2)
 
 
-@pytest.mark.parametrize(("group", "versions"), [(1, 6), (2, 3), (4, 2), (6, 1)])
-def test_stashed_parameters_are_the_versions_in_flight(group: int, versions: int) -> None:
-    memory = model(choose("delayed"), group=group).stage(0, 0, 2)
+@pytest.mark.parametrize(("accumulate", "versions"), [(1, 6), (2, 3), (4, 2), (6, 1)])
+def test_stashed_parameters_are_the_versions_in_flight(accumulate: int, versions: int) -> None:
+    memory = model(choose("delayed"), accumulate=accumulate).stage(0, 0, 2)
     assert memory.stashed == versions * memory.parameters
 
 
@@ -212,10 +216,9 @@ def test_a_waiting_micro_batch_is_kept_in_the_type_of_the_buffer() -> None:
 
 def test_integers_stay_as_they_are_in_a_buffer() -> None:
     types = {**TYPES, "x": tensor(7, torch.int64)}
-    memory = stage_memory(
-        PIECES[:1], 0, 2, PETRA, types, COSTS[:1],
-        batch=BATCH, buffer_bytes=torch.bfloat16.itemsize, first_input_free=False,
-    )  # fmt: skip
+    workload = Workload(PETRA, BATCH, buffer_bytes=torch.bfloat16.itemsize)
+    counted = MemoryModel(PIECES[:1], types, COSTS[:1], 2, workload, first_input_free=False)
+    memory = counted.stage(0, 0, 1)
     assert memory.buffers == 2 * BATCH * 7 * 8
 
 
@@ -229,13 +232,14 @@ def test_messages_bring_values_and_gradients_back() -> None:
 def test_a_stage_alone_is_a_stage_in_its_row() -> None:
     for keep in Keep:
         method = replace(PETRA, keep=keep, weights=Weights.STASHED)
-        alone = stage_memory(PIECES[2:5], 1, 4, method, TYPES, COSTS[2:5], batch=BATCH)
+        workload = Workload(method, BATCH)
+        alone = MemoryModel(PIECES[2:5], TYPES, COSTS[2:5], 4, workload).stage(1, 0, 3)
         assert alone == model(method).stage(1, 2, 5)
 
 
 def test_plain_values_and_nested_types_are_understood() -> None:
     types = {**TYPES, "a2": None, "b2": (tensor(1), {"more": tensor(2)})}
-    memory = MemoryModel(PIECES, types, COSTS, PETRA, 4, batch=BATCH).stage(1, 3, 5)
+    memory = MemoryModel(PIECES, types, COSTS, 4, Workload(PETRA, BATCH)).stage(1, 3, 5)
     assert memory.buffers == 3 * BATCH * 3 * 4
 
 
@@ -256,12 +260,9 @@ def test_buffers_and_messages_are_those_of_the_programs(name: str, method: str) 
     stages, chosen = 4, choose(method)
     with torch.device("meta"):
         rewired = revcompile.reversify(timm.create_model(name), check="off").rewired
-    parts = partition(rewired, stages, chosen)
-    pieces = [piece for part in parts.parts for piece in part.pieces]
-    costs = [cost for part in parts.parts for cost in part.costs]
-    counted = MemoryModel(
-        pieces, parts.types, costs, chosen, stages, batch=BATCH, first_input_free=False
-    )
+    workload = Workload(chosen, BATCH)
+    parts = partition(rewired, stages, workload)
+    counted = MemoryModel.of(parts, workload)
     end = 0
     for part, program in zip(parts.parts, lower(parts, chosen), strict=True):
         start, end = end, end + len(part.pieces)

@@ -1,4 +1,4 @@
-"""Recorded rounds: the same training as action by action, whoever comes in between."""
+"""Captured steps: the same training as action by action, whatever comes in between."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from revcompile.errors import InputError, NonFiniteError, VerificationError
-from revcompile.runtime.executor.captured import Backend, backend_of
-from revcompile.runtime.executor.captured import runner as fast
-from revcompile.runtime.executor.captured import step as engine
-from revcompile.runtime.executor.captured.found_inf import Statistics, judge
-from revcompile.runtime.executor.captured.fusion import Fused
-from revcompile.runtime.executor.captured.fusion_regions import stretches
-from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Direct
+from revcompile.runtime.executor.captured import Backend, backend_of, pipeline, runner
+from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
+from revcompile.runtime.executor.captured.fusion import FusedOps
+from revcompile.runtime.executor.captured.fusion_regions import find_regions
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
+from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.captured.static_buffers import (
     InPlaceMessages,
-    Post,
-    Recycled,
     StaticBuffers,
-    fill_all,
+    StaticTransport,
+    copy_all,
+    pooled_copy,
 )
-from revcompile.runtime.executor.captured.step import Engine
 from revcompile.runtime.executor.transport import Message, MessageKind
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.stage.buffer_pool import BufferPool
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.training import (
     SCHEDULES,
@@ -45,7 +44,7 @@ from tests.training import (
 )
 
 FULL: Final = 8
-"""Steps after which rounds are recorded, with three stages in any order tested here."""
+"""Steps after which steps are captured, with three stages in any order tested here."""
 
 
 class Loose(Net):
@@ -75,7 +74,7 @@ def made(
 
 
 def is_active(trainer: Trainer) -> bool:
-    return trainer._fast is not None and trainer._fast.is_active
+    return trainer.runner.is_active
 
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
@@ -99,10 +98,10 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_same_training_to_the_bit(name: str) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, **SETTINGS[name])
         losses = [trainer.step(*batch).loss for batch in even(FULL + 6)]
-        assert is_active(trainer) == (backend == "recorded")
+        assert is_active(trainer) == (backend == "static")
         trainer.flush()
         found.append((losses, weights(net)))
     assert same(*found)
@@ -115,24 +114,24 @@ BOTH: Final = pytest.mark.parametrize("method", ["petra", "petra_stashed"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_odd_batch_goes_the_ordinary_way(accumulate: int, method: str) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, accumulate=accumulate, method=method)
         data = even(3 * FULL)
         active = []
         for batch in [*data[:FULL], odd(), *data[FULL : FULL + 3], odd(), *data[FULL + 3 :]]:
             trainer.step(*batch)
             active.append(is_active(trainer))
-        if backend == "recorded":
+        if backend == "static":
             assert [active[i] for i in (FULL - 1, FULL, FULL + 4, -1)] == [True, False, False, True]
         found.append(weights(net))
     assert same(*found)
 
 
 @BOTH
-@pytest.mark.parametrize("steps", [FULL, FULL + 1], ids=["in boxes", "left where computed"])
+@pytest.mark.parametrize("steps", [FULL, FULL + 1], ids=["in buffers", "left where computed"])
 def test_flush_in_the_middle(steps: int, method: str) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, accumulate=2, method=method)
         for batch in even(steps):
             trainer.step(*batch)
@@ -148,7 +147,7 @@ def test_flush_in_the_middle(steps: int, method: str) -> None:
 @BOTH
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("eager", "recorded"), ("recorded", "eager"), ("recorded", "recorded")],
+    [("eager", "static"), ("static", "eager"), ("static", "static")],
 )
 def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: str) -> None:
     data = even(3 * FULL)
@@ -165,7 +164,7 @@ def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: s
     for batch in data[FULL + 1 :]:
         first.step(*batch)
         second.step(*batch)
-    assert is_active(second) == (target == "recorded")
+    assert is_active(second) == (target == "static")
     trainer.flush(), first.flush(), second.flush()
     assert same(weights(straight), weights(net))
     assert same(weights(straight), {n: t.clone() for n, t in first.model.state_dict().items()})
@@ -173,12 +172,12 @@ def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: s
 
 def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend)
         for batch in even(FULL + 4):
             trainer.step(*batch)
         seen = trainer.evaluate(even(3)).loss
-        assert is_active(trainer) == (backend == "recorded")
+        assert is_active(trainer) == (backend == "static")
         for batch in even(5):
             trainer.step(*batch)
         found.append((seen, weights(net)))
@@ -187,7 +186,7 @@ def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
 
 def test_somebody_who_watches_sees_every_action() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend)
         data = even(2 * FULL)
         for batch in data[:FULL]:
@@ -202,7 +201,7 @@ def test_somebody_who_watches_sees_every_action() -> None:
 
 def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         losses = [trainer.step(*batch).loss for batch in data[:FULL]]
@@ -215,7 +214,7 @@ def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_bad_batch_is_left_out_everywhere(accumulate: int) -> None:
-    net, trainer = made("recorded", accumulate=accumulate)
+    net, trainer = made("static", accumulate=accumulate)
     reported = []
     for index, (x, y) in enumerate(even(2 * FULL)):
         try:
@@ -228,7 +227,7 @@ def test_a_bad_batch_is_left_out_everywhere(accumulate: int) -> None:
 
 
 def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
-    net, trainer = made("recorded")
+    net, trainer = made("static")
     for x, y in even(FULL):
         trainer.step(x, y)
     x, y = odd()
@@ -243,44 +242,44 @@ def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
 
 def test_settings_that_change_are_noticed() -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend)
         for index, batch in enumerate(even(2 * FULL)):
             if index == FULL + 3:
                 for executor in trainer.executors:
                     executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
             trainer.step(*batch)
-        assert is_active(trainer) == (backend == "recorded")
+        assert is_active(trainer) == (backend == "static")
         found.append(weights(net))
     assert same(*found)
 
 
-class Forgetful(Direct):
-    """Counts how often everything recorded is void."""
+class Clearing(EagerReplay):
+    """Counts how often captured steps are forgotten."""
 
-    forgotten = 0
+    cleared = 0
 
-    def forget(self) -> None:
-        Forgetful.forgotten += 1
+    def clear(self) -> None:
+        Clearing.cleared += 1
 
 
-def test_settings_that_change_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "Direct", Forgetful)
-    _, trainer = made("recorded")
+def test_settings_that_change_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "EagerReplay", Clearing)
+    _, trainer = made("static")
     for batch in even(FULL):
         trainer.step(*batch)
-    before = Forgetful.forgotten
+    before = Clearing.cleared
     trainer.step(*even(1)[0])
-    assert Forgetful.forgotten == before
+    assert Clearing.cleared == before
     for executor in trainer.executors:
         executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
     trainer.step(*even(1)[0])
-    assert Forgetful.forgotten == before + 1
+    assert Clearing.cleared == before + 1
 
 
-def test_settings_that_change_all_the_time_are_not_recorded() -> None:
+def test_settings_that_change_all_the_time_are_not_captured() -> None:
     cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100)
-    _, trainer = made("recorded", lr_schedule=cycle)
+    _, trainer = made("static", lr_schedule=cycle)
     with pytest.warns(UserWarning, match="cycle_momentum=False"):
         for batch in even(2 * FULL):
             trainer.step(*batch)
@@ -288,7 +287,7 @@ def test_settings_that_change_all_the_time_are_not_recorded() -> None:
 
 
 def test_what_a_step_returned_stays_as_it_was() -> None:
-    _, trainer = made("recorded")
+    _, trainer = made("static")
     held, read = [], []
     for batch in even(2 * FULL):
         metrics = trainer.step(*batch)
@@ -302,7 +301,7 @@ def test_what_a_step_returned_stays_as_it_was() -> None:
 
 
 def test_backends_have_names() -> None:
-    assert backend_of("recorded") is Backend.RECORDED
+    assert backend_of("static") is Backend.STATIC
     with pytest.raises(InputError, match="did you mean 'cudagraphs'"):
         backend_of("cudagraph")
 
@@ -320,51 +319,53 @@ def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
     ("backend", "settings", "why"),
     [
         ("cudagraphs", {}, "not on a CUDA device"),
-        ("recorded", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad"),
-        ("recorded", {"method": "gpipe"}, "differ from each other"),
-        ("recorded", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' has"),
-        ("recorded", {"accumulate": 17}, "at most 16"),
+        ("static", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad"),
+        ("static", {"method": "gpipe"}, "differ from each other"),
+        ("static", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' does"),
+        ("static", {"accumulate": 17}, "at most 16"),
     ],
 )
-def test_what_cannot_be_recorded_says_why(backend: str, settings: Any, why: str) -> None:
+def test_what_cannot_be_captured_says_why(backend: str, settings: Any, why: str) -> None:
     with pytest.warns(UserWarning, match=why):
         _, trainer = made(backend, **settings)
     trainer.step(*even(1)[0])
 
 
-class Refusing(Direct):
-    """Records four rounds, and no more."""
+class Refusing(EagerReplay):
+    """Captures four steps, and no more."""
 
     def __init__(self) -> None:
-        self.rounds = 0
+        self.steps = 0
 
-    def run(self, kind: Any, body: Any, keys: Any) -> None:
-        self.rounds += 1
-        if self.rounds > 4:
+    def run(self, kind: Any, step: Any, keys: Any) -> None:
+        self.steps += 1
+        if self.steps > 4:
             raise CaptureUnsupported("it waits for the device")
-        super().run(kind, body, keys)
+        super().run(kind, step, keys)
 
 
-def test_what_turns_out_not_to_be_recordable_goes_on_as_before(
+def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fast, "Direct", Refusing)
+    monkeypatch.setattr(runner, "EagerReplay", Refusing)
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, accumulate=2)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
         assert [str(w.message).count("waits for the device") for w in told] == (
-            [1] if backend == "recorded" else []
+            [1] if backend == "static" else []
         )
         found.append((losses, weights(net)))
     assert same(*found)
 
 
-def test_without_room_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "missing_room", lambda held, device: f"{held.size} bytes missing")
-    _, trainer = made("recorded")
+def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pipeline, "missing_memory", lambda state, *_: f"{state.nbytes} bytes missing"
+    )
+    _, trainer = made("static")
     with pytest.warns(UserWarning, match=r"because \d+ bytes missing"):
         losses = [trainer.step(*batch).loss for batch in even(FULL + 2)]
     _, reference = made("eager")
@@ -372,12 +373,12 @@ def test_without_room_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
     assert not is_active(trainer)
 
 
-def test_shared_parameters_are_not_recorded() -> None:
+def test_shared_parameters_are_not_captured() -> None:
     with pytest.warns(UserWarning, match="share parameters"):
-        fresh(Net).trainer(momentum, F.cross_entropy, backend="recorded")
+        fresh(Net).trainer(momentum, F.cross_entropy, backend="static")
 
 
-# -- compiled stretches ---------------------------------------------------------------------------
+# -- compiled regions -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -385,16 +386,16 @@ def test_shared_parameters_are_not_recorded() -> None:
     [{}, *({"method": method, "accumulate": 2} for method in ("backprop", "petra_stashed"))],
     ids=str,
 )
-def test_stretches_compute_what_programs_do(
+def test_fusion_regions_compute_what_programs_do(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    def plain(*args: Any, **options: Any) -> Engine:
-        return Engine(*args, **{**options, "fused": Fused(lambda function: function)})
+    def plain(*args: Any, **options: Any) -> StaticPipeline:
+        return StaticPipeline(*args, **{**options, "fused": FusedOps(lambda function: function)})
 
     found = []
-    for backend in ("eager", "recorded"):
-        if backend == "recorded":
-            monkeypatch.setattr(fast, "Engine", plain)
+    for backend in ("eager", "static"):
+        if backend == "static":
+            monkeypatch.setattr(runner, "StaticPipeline", plain)
         net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16, **settings)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
@@ -404,68 +405,79 @@ def test_stretches_compute_what_programs_do(
 
 def test_blocks_of_one_shape_share_a_function() -> None:
     net = fresh(Loose, 3)
-    found = [s for p in net._programs(net.method) for s in stretches(p.backward, net.model)]
-    ups = [s for s in found if any(path.endswith("up.weight") for path in s.reads)]
+    found = [r for p in net._programs(net.method) for r in find_regions(p.backward, net.model)]
+    ups = [r for r in found if any(path.endswith("up.weight") for path in r.reads)]
     assert len(ups) == 4
-    assert len({stretch.shape for stretch in ups}) == 1
+    assert len({region.signature for region in ups}) == 1
 
 
 # -- parts ----------------------------------------------------------------------------------------
 
 
-def test_boxes_filled_from_each_other_swap() -> None:
+def test_static_buffers_copied_from_each_other_swap() -> None:
     a, b = StaticBuffers(torch.zeros(2)), StaticBuffers(torch.zeros(2))
-    a.fill(torch.ones(2)), b.fill(torch.full((2,), 2.0))
-    fill_all([(a, b.value), (b, a.value)])
+    a.copy_(torch.ones(2)), b.copy_(torch.full((2,), 2.0))
+    copy_all([(a, b.value), (b, a.value)])
     assert same([a.value, b.value], [torch.full((2,), 2.0), torch.ones(2)])
 
 
 def test_a_message_never_overwrites_one_that_is_not_read() -> None:
-    post = Post(2)
-    post.boxes[1, 0, MessageKind.DY] = [StaticBuffers(({}, {"g": torch.zeros(2)}, None))]
-    post.send(1, 0, MessageKind.DY, Message(0, {}, {"g": torch.ones(2)}))
+    transport = StaticTransport(2)
+    transport.buffers[1, 0, MessageKind.DY] = [StaticBuffers(({}, {"g": torch.zeros(2)}, None))]
+    transport.send(1, 0, MessageKind.DY, Message(0, {}, {"g": torch.ones(2)}))
     with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
-        post.send(1, 0, MessageKind.DY, Message(1, {}, {"g": torch.ones(2)}))
+        transport.send(1, 0, MessageKind.DY, Message(1, {}, {"g": torch.ones(2)}))
 
 
-def test_messages_that_stay_hold_nothing_borrowed() -> None:
-    key, borrowed, own = (1, 0, MessageKind.DY), torch.zeros(2), torch.zeros(2)
-    message = Message(0, {"a": borrowed[:1], "b": own}, {"g": own.bfloat16()})
+def test_messages_left_in_place_hold_nothing_that_is_overwritten() -> None:
+    route, overwritten, own = (1, 0, MessageKind.DY), torch.zeros(2), torch.zeros(2)
+    message = Message(0, {"a": overwritten[:1], "b": own}, {"g": own.bfloat16()})
     like = StaticBuffers(({"a": torch.zeros(1), "b": own}, {"g": own}, None))
-    left = InPlaceMessages([borrowed]).note(key, message, like)
-    borrowed.fill_(7)
+    left = InPlaceMessages([overwritten]).add(route, message, like)
+    overwritten.fill_(7)
     assert same(left.values, {"a": torch.zeros(1), "b": own})
     assert left.values["b"] is own
     assert left.gradients["g"].dtype == torch.float32
 
 
-def test_copies_are_recycled_only_when_nobody_holds_them() -> None:
-    recycled = Recycled()
-    first = recycled.copy(torch.ones(3))
+def test_buffers_of_copies_are_used_again_only_when_nobody_refers_to_them() -> None:
+    pool = BufferPool()
+    first = pooled_copy(pool, torch.ones(3))
     part = first[:1]
-    second = recycled.copy(torch.zeros(3))
+    second = pooled_copy(pool, torch.zeros(3))
     assert first.data_ptr() != second.data_ptr()
-    place = first.data_ptr()
+    address = first.data_ptr()
     del first
-    assert recycled.copy(torch.zeros(3)).data_ptr() != place
+    assert pooled_copy(pool, torch.zeros(3)).data_ptr() != address
     del part
-    assert recycled.copy(torch.zeros(3)).data_ptr() == place
+    assert pooled_copy(pool, torch.zeros(3)).data_ptr() == address
+
+
+def test_a_pool_with_a_limit_forgets_the_oldest_buffers() -> None:
+    pool = BufferPool(limit=2)
+    taken = [pool.take(3, lambda: torch.empty(3)) for _ in range(4)]
+    assert (len(pool), pool.allocations) == (2, 4)
+    addresses = [buffer.data_ptr() for buffer in taken]
+    del taken[2]
+    assert pool.take(3, lambda: torch.empty(3)).data_ptr() == addresses[2]
+    pool.clear()
+    assert len(pool) == 0
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_flags_see_what_is_not_finite(bad: float) -> None:
     fine, broken = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.tensor([1.0, bad])]
-    assert [float(judge(g, torch.zeros(1))) for g in (fine, broken)] == [0.0, 1.0]
-    assert float(judge(fine, torch.ones(1))) == 1.0
+    assert [float(found_inf(g, torch.zeros(1))) for g in (fine, broken)] == [0.0, 1.0]
+    assert float(found_inf(fine, torch.ones(1))) == 1.0
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.0])
 def test_statistics_go_back_if_the_flag_says_so(bad: float) -> None:
     buffers: list[Tensor] = [torch.zeros(2), torch.zeros(3), torch.tensor(5)]
-    statistics = Statistics(buffers)
-    before = statistics.noted()
+    statistics = RunningStatistics(buffers)
+    snapshot = statistics.snapshot()
     buffers[0].fill_(torch.nan), buffers[2].add_(1)
-    statistics.settle(before, torch.tensor([bad]))
+    statistics.restore_if(torch.tensor([bad]), snapshot)
     assert bool(buffers[0].isnan().all()) == (not bad)
     assert int(buffers[2]) == (5 if bad else 6)
 
@@ -473,7 +485,7 @@ def test_statistics_go_back_if_the_flag_says_so(bad: float) -> None:
 # -- buffers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "recorded"])
+@pytest.mark.parametrize("backend", ["eager", "static"])
 def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
     net, trainer = made(backend, dtype=torch.float32, buffers=torch.bfloat16)
     plain, reference = made("eager", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rounds as CUDA graphs train as eager rounds do. Run with `pytest -m gpu`."""
+"""Steps as CUDA graphs train as eager steps do. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import Loose, even
 from tests.test_updates import CASES, OPTIMIZERS, assert_alike
@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": adam},
     "accumulate": {"accumulate": 3},
     "paper order": {"order": "paper"},
-    "rounds without updates": {"order": "paper", "accumulate": 2},
+    "steps without updates": {"order": "paper", "accumulate": 2},
     "paper order, accumulated": {"order": "paper", "accumulate": 3},
     "in between": {"alpha": 1.5, "accumulate": 2},
     "backprop, accumulated": {"method": "backprop", "accumulate": 2},
@@ -105,19 +105,18 @@ def test_the_same_training_as_eager(name: str) -> None:
     found, there, trainer = trained("cudagraphs", **SETTINGS[name])
     assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-6
     assert off_by(after, there) < 1e-6
-    assert trainer._fast is not None
-    assert trainer._fast.is_on
+    assert trainer.runner.is_on
 
 
-def test_what_waits_is_copied_beside_the_rounds() -> None:
+def test_activations_are_copied_on_a_side_stream() -> None:
     *_, trainer = trained("cudagraphs", **SETTINGS["sgd"])
-    assert trainer._fast is not None and trainer._fast._engine is not None
-    assert trainer._fast._engine._side is not None
+    assert trainer.runner._pipeline is not None
+    assert trainer.runner._pipeline._copy_stream is not None
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates_are_put_back_where_a_batch_was_bad(name: str, case: str) -> None:
+def test_updates_are_restored_where_a_batch_was_bad(name: str, case: str) -> None:
     found = trained_with(name, "cudagraphs", case, "cuda")
     assert_alike(found, trained_with(name, "eager", case, "cuda"), 1e-7)
 
@@ -155,7 +154,7 @@ def test_a_bad_batch_is_left_out_and_reported_late() -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
 
 
-def test_a_loss_that_waits_for_the_device_is_not_recorded() -> None:
+def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target) * (float(output.detach().sum()) != 1e9)
 
@@ -167,7 +166,7 @@ def test_a_loss_that_waits_for_the_device_is_not_recorded() -> None:
     assert found == pytest.approx(trained("eager")[0], abs=1e-6)
 
 
-def test_nothing_is_allocated_once_rounds_are_recorded() -> None:
+def test_nothing_is_allocated_once_steps_are_captured() -> None:
     _, trainer = net_and_trainer("cudagraphs")
     data = [(x.cuda(), y.cuda()) for x, y in even(8)]
     for index in range(30):

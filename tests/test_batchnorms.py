@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.kernels import batch_norm as batchnorms
-from revcompile.kernels.batch_norm import clipped_norm
-from revcompile.runtime.reversible.fuse_bn_relu import clipped
+from revcompile.kernels.batch_norm import bn_relu
+from revcompile.runtime.reversible.precision_rewrites import fuse_bn_relu
 from tests.helpers import gradients, worst
 
 LAST = torch.channels_last
 
 
-def _clipped(
+def _bn_relu_forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, running: Any, known: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     mean, variance, momentum = running or (None, None, 0.0)
@@ -32,7 +32,7 @@ def _clipped(
     return out.relu(), means, scales
 
 
-def _clipped_back(
+def _bn_relu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, ...]:
     value = (x.float() - means[:, None, None]) * (scales * weight)[:, None, None]
@@ -49,19 +49,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def called(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            is_known = function is _clipped and args[5] is not None
+            is_known = function is _bn_relu_forward and args[5] is not None
             asked.append(function.__name__.strip("_") + (" as known" if is_known else ""))
             return function(*args)
 
         return call
 
     stand_in = SimpleNamespace(
-        clipped=called(_clipped),
-        clipped_back=called(_clipped_back),
+        bn_relu_forward=called(_bn_relu_forward),
+        bn_relu_backward=called(_bn_relu_backward),
         works_on=lambda device, dtype: True,
     )
     monkeypatch.setattr(batchnorms, "_kernels", lambda: stand_in)
-    monkeypatch.setattr(batchnorms, "_is_for_kernels", lambda x: True)
+    monkeypatch.setattr(batchnorms, "_pays", lambda x: True)
     return asked
 
 
@@ -102,9 +102,9 @@ def test_a_step_and_its_statistics(kernels: list[str], monkeypatch: pytest.Monke
     twin = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(net, x)
-        again = ["clipped as known"] * 2 + ["clipped_back"] * 2
-        assert kernels == ["clipped"] * 6 + again * 3
-        monkeypatch.setattr(batchnorms, "_is_for_kernels", lambda x: False)
+        again = ["bn_relu_forward as known"] * 2 + ["bn_relu_backward"] * 2
+        assert kernels == ["bn_relu_forward"] * 6 + again * 3
+        monkeypatch.setattr(batchnorms, "_pays", lambda x: False)
         expected = gradients(twin, x)
     deviation, where = worst(expected, found)
     assert deviation < 1e-2, where
@@ -121,7 +121,7 @@ def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         deviation, where = worst(gradients(stored, x), gradients(net, x))
     assert deviation == 0.0, where
-    assert kernels.count("clipped_back") == 12
+    assert kernels.count("bn_relu_backward") == 12
 
 
 def test_statistics_of_a_layer_that_is_called_twice(kernels: list[str]) -> None:
@@ -135,7 +135,7 @@ def test_statistics_of_a_layer_that_is_called_twice(kernels: list[str]) -> None:
         out = net(x).float().square().sum()
         out.backward(retain_graph=True)
         out.backward()
-    assert kernels.count("clipped") == 6 and kernels.count("clipped as known") == 12
+    assert kernels.count("bn_relu_forward") == 6 and kernels.count("bn_relu_forward as known") == 12
 
 
 def test_layers_outside_of_chains(kernels: list[str]) -> None:
@@ -146,7 +146,13 @@ def test_layers_outside_of_chains(kernels: list[str]) -> None:
     net = net.train().to(memory_format=LAST)
     with torch.autocast("cpu", torch.bfloat16):
         gradients(net, x)
-    once = ["clipped", "clipped", "clipped as known", "clipped_back", "clipped_back"]
+    once = [
+        "bn_relu_forward",
+        "bn_relu_forward",
+        "bn_relu_forward as known",
+        "bn_relu_backward",
+        "bn_relu_backward",
+    ]
     assert kernels == once, "the stem's, and one of the block's; its last ReLU stays outside"
     assert int(net.get_submodule("0.1").num_batches_tracked) == 1
     net.eval()(x)
@@ -171,27 +177,27 @@ def test_what_there_is_no_kernel_for(kernels: list[str]) -> None:
         (layer, looked_at, x),
     ):
         twin = copy.deepcopy(norm)
-        assert torch.equal(clipped_norm(norm, act, given), F.relu(twin(given)))
+        assert torch.equal(bn_relu(norm, act, given), F.relu(twin(given)))
         assert all(map(torch.equal, norm.buffers(), twin.buffers()))
     assert not kernels
-    clipped_norm(layer, None, x)
-    clipped_norm(nn.BatchNorm2d(8, track_running_stats=False), None, x)
-    assert kernels == ["clipped"] * 2
+    bn_relu(layer, None, x)
+    bn_relu(nn.BatchNorm2d(8, track_running_stats=False), None, x)
+    assert kernels == ["bn_relu_forward"] * 2
 
 
 def test_gradients_of_gradients(kernels: list[str]) -> None:
     x = torch.randn(2, 8, 3, 3).to(memory_format=LAST).bfloat16().requires_grad_()
     norm = nn.BatchNorm2d(8)
     found = []
-    for out in (clipped_norm(norm, None, x), F.relu(norm(x))):
+    for out in (bn_relu(norm, None, x), F.relu(norm(x))):
         (first,) = torch.autograd.grad(out.float().sin().sum(), x, create_graph=True)
         found.append(torch.autograd.grad(first.float().pow(2).sum(), norm.weight)[0])
     assert torch.allclose(*found, rtol=2e-2, atol=2e-2 * float(found[1].abs().max()))
-    assert kernels == ["clipped", "clipped_back"], "the last ones need no graph"
+    assert kernels == ["bn_relu_forward", "bn_relu_backward"], "the last ones need no graph"
 
 
 def test_small_images_and_those_on_a_cpu_are_left_to_torch() -> None:
-    assert not batchnorms._is_for_kernels(torch.empty(2, 1024, 32, 32, dtype=torch.bfloat16))
+    assert not batchnorms._pays(torch.empty(2, 1024, 32, 32, dtype=torch.bfloat16))
 
 
 # -- which pairs -----------------------------------------------------------------------------------
@@ -233,6 +239,6 @@ def test_only_a_batch_norm_that_a_relu_alone_reads(
     net = revcompile.reversify(_Pair(read, norm), torch.randn(2, 8, 6, 6), check="off")
     (coupling,) = net.rewired.couplings
     before = str(coupling.branch)
-    joined = [node.target is clipped_norm for node in clipped(coupling.branch, net).nodes]
+    joined = [node.target is bn_relu for node in fuse_bn_relu(coupling.branch, net).nodes]
     assert joined.count(True) == expected
     assert str(coupling.branch) == before

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import record
+from benchmarks.one_device.whole import capture_step
 from revcompile.kernels import batch_norm as batchnorms
 from revcompile.kernels import triton_batch_norm as batch_kernels
-from revcompile.kernels.batch_norm import clipped_norm
-from revcompile.kernels.triton_kernels import FEW
+from revcompile.kernels.batch_norm import bn_relu
+from revcompile.kernels.triton_kernels import MIN_ELEMENTS
 from tests.helpers import worst
 from tests.test_batchnorms import _Convs
 
@@ -31,7 +31,7 @@ LAST = torch.channels_last
 
 @pytest.fixture(autouse=True)
 def _as_if_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batchnorms, "MANY", FEW)
+    monkeypatch.setattr(batchnorms, "MIN_ELEMENTS_UNCAPTURED", MIN_ELEMENTS)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     assert all(batch_kernels.works_on(torch.device("cuda", 0), dtype) for dtype in ROUNDING)
-    for name in ("clipped", "clipped_back"):
+    for name in ("bn_relu_forward", "bn_relu_backward"):
         monkeypatch.setattr(batch_kernels, name, counting(name))
     return counts
 
@@ -70,7 +70,7 @@ def test_they_equal_torch(
         nn.init.normal_(parameter)
     twin = copy.deepcopy(norm)
     x.requires_grad_()
-    found, wide = clipped_norm(norm, None, x), x.detach().float().requires_grad_()
+    found, wide = bn_relu(norm, None, x), x.detach().float().requires_grad_()
     expected = F.relu(twin(wide))
     assert found.dtype == dtype and found.stride() == x.stride()
     assert torch.allclose(found.float(), expected, rtol=ROUNDING[dtype], atol=1e-4)
@@ -85,7 +85,7 @@ def test_they_equal_torch(
     assert float(is_off.float().mean()) < 1e-5
     for have, want in zip(of_parameters, wanted[1:], strict=True):
         assert torch.allclose(have, want, atol=1e-2 * float(want.abs().max()))
-    assert counted == {"clipped": 1, "clipped_back": 1}
+    assert counted == {"bn_relu_forward": 1, "bn_relu_backward": 1}
 
 
 def test_they_come_out_the_same_whether_statistics_move_or_not(counted: Counter[str]) -> None:
@@ -93,10 +93,10 @@ def test_they_come_out_the_same_whether_statistics_move_or_not(counted: Counter[
     norm, x = nn.BatchNorm2d(256).cuda(), torch.randn(64, 256, 14, 14, device="cuda").bfloat16()
     x = x.to(memory_format=LAST)
     with torch.no_grad():
-        first = clipped_norm(norm, None, x)
+        first = bn_relu(norm, None, x)
     norm.track_running_stats = False
-    again = clipped_norm(norm, None, x.clone().requires_grad_())
-    assert torch.equal(first, again) and counted == {"clipped": 2}
+    again = bn_relu(norm, None, x.clone().requires_grad_())
+    assert torch.equal(first, again) and counted == {"bn_relu_forward": 2}
 
 
 def _net(**options: Any) -> tuple[nn.Module, Tensor]:
@@ -123,8 +123,8 @@ def test_a_step(overlap: str, counted: Counter[str], monkeypatch: pytest.MonkeyP
     net, x = _net(overlap=overlap)
     twin = copy.deepcopy(net)
     _step(net, x)
-    assert counted == {"clipped": 16, "clipped_back": 8}
-    monkeypatch.setattr(batchnorms, "_is_for_kernels", lambda x: False)
+    assert counted == {"bn_relu_forward": 16, "bn_relu_backward": 8}
+    monkeypatch.setattr(batchnorms, "_pays", lambda x: False)
     _step(twin, x)
     deviation, where = worst(_gradients(twin), _gradients(net))
     assert deviation < 5e-2, where
@@ -135,7 +135,7 @@ def test_a_step(overlap: str, counted: Counter[str], monkeypatch: pytest.MonkeyP
 def test_a_recorded_step() -> None:
     net, x = _net()
     net.tolerance = None
-    replay = record(lambda: _step(net, x), net)
+    replay = capture_step(lambda: _step(net, x), net)
     eager = copy.deepcopy(net)
     replay()
     _step(eager, x)

@@ -364,7 +364,7 @@ LIVE: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", LIVE)
-@pytest.mark.parametrize("backend", ["eager", "recorded"])
+@pytest.mark.parametrize("backend", ["eager", "static"])
 def test_a_live_trainer_refuses_what_it_would_not_train(kind: str, backend: str) -> None:
     change, words = LIVE[kind]
     model = Plain()
@@ -374,7 +374,7 @@ def test_a_live_trainer_refuses_what_it_would_not_train(kind: str, backend: str)
         lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, backend=backend
     )
     target = torch.zeros(4, 2)
-    for _ in range(8 if backend == "recorded" else 1):
+    for _ in range(8 if backend == "static" else 1):
         trainer.step(X.float(), target)
     change(net.model)
     with pytest.raises(revcompile.RevcompileError, match=words):

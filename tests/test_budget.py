@@ -23,18 +23,18 @@ import revcompile
 from benchmarks.harness import LiveStorages
 from benchmarks.stages.holding import Bytes, CpuMeter, Watch
 from benchmarks.stages.stage_memory import images
-from revcompile.compiler.cost import StageMemory
+from revcompile.compiler.cost import StageMemory, Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
 from revcompile.plan import budget as budgets
-from revcompile.plan.budget import Choice, MemoryPlan, Terms, choices, on_device, plan_memory
+from revcompile.plan.budget import Choice, MemoryPlan, choices, device_peak, plan_memory
 from revcompile.runtime.stage.update import state_copies
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
-PETRA: Final = Terms(choose("petra"), batch=8)
+PETRA: Final = Workload(choose("petra"), batch_size=8)
 CPU: Final = torch.device("cpu")
 LAYOUTS: Final = {"one device": (0, 0, 0, 0, 0), "two": (0, 0, 1, 1, 1), "one each": None}
 
@@ -45,41 +45,43 @@ def cut() -> Partition:
 
 
 def every_plan(
-    partition: Partition, terms: Terms, places: Sequence[int]
+    partition: Partition, workload: Workload, stage_to_rank: Sequence[int]
 ) -> Iterator[tuple[tuple[Choice, ...], list[int]]]:
     """All ways to choose, and what each device then holds."""
-    for chosen in itertools.product(*choices(partition, terms)):
-        yield chosen, devices(chosen, terms, places)
+    for chosen in itertools.product(*choices(partition, workload)):
+        yield chosen, devices(chosen, workload, stage_to_rank)
 
 
-def devices(chosen: Sequence[Choice], terms: Terms, places: Sequence[int]) -> list[int]:
+def devices(
+    chosen: Sequence[Choice], workload: Workload, stage_to_rank: Sequence[int]
+) -> list[int]:
     """What each device holds."""
-    ranks = sorted(set(places))
-    held = [[c.memory for c in chosen if places[c.stage] == rank] for rank in ranks]
-    return [on_device(memory, terms, alone=len(ranks) == 1) for memory in held]
+    ranks = sorted(set(stage_to_rank))
+    held = [[c.memory for c in chosen if stage_to_rank[c.stage] == rank] for rank in ranks]
+    return [device_peak(memory, workload, is_only=len(ranks) == 1) for memory in held]
 
 
-def least(terms: Terms, places: Sequence[int]) -> int:
-    return min(max(held) for _, held in every_plan(cut(), terms, places))
+def least(workload: Workload, stage_to_rank: Sequence[int]) -> int:
+    return min(max(held) for _, held in every_plan(cut(), workload, stage_to_rank))
 
 
-def limits(terms: Terms, places: Sequence[int]) -> list[int]:
+def limits(workload: Workload, stage_to_rank: Sequence[int]) -> list[int]:
     """From the least that will do to more than enough."""
-    small = least(terms, places)
-    large = max(max(held) for _, held in every_plan(cut(), terms, places))
+    small = least(workload, stage_to_rank)
+    large = max(max(held) for _, held in every_plan(cut(), workload, stage_to_rank))
     return [small + (large - small) * step // 12 for step in range(14)]
 
 
 # -- the plan -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("terms", [PETRA, dataclasses.replace(PETRA, accumulate=3)])
+@pytest.mark.parametrize("workload", [PETRA, dataclasses.replace(PETRA, accumulate=3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_plan_that_fits_is_faster(layout: str, terms: Terms) -> None:
-    places = LAYOUTS[layout] or tuple(range(5))
-    plans = [(chosen, max(held)) for chosen, held in every_plan(cut(), terms, places)]
-    for limit in limits(terms, places):
-        found = plan_memory(cut(), limit, terms, LAYOUTS[layout])
+def test_no_plan_that_fits_is_faster(layout: str, workload: Workload) -> None:
+    stage_to_rank = LAYOUTS[layout] or tuple(range(5))
+    plans = [(chosen, max(held)) for chosen, held in every_plan(cut(), workload, stage_to_rank)]
+    for limit in limits(workload, stage_to_rank):
+        found = plan_memory(cut(), limit, workload, LAYOUTS[layout])
         best = min(sum(c.work for c in chosen) for chosen, held in plans if held <= limit)
         assert found.work == pytest.approx(best, rel=1e-12)
         assert max(found.peaks) <= limit
@@ -87,14 +89,16 @@ def test_no_plan_that_fits_is_faster(layout: str, terms: Terms) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_memory_never_means_more_work(layout: str) -> None:
-    places = LAYOUTS[layout] or tuple(range(5))
-    found = [plan_memory(cut(), limit, PETRA, places) for limit in limits(PETRA, places)]
+    stage_to_rank = LAYOUTS[layout] or tuple(range(5))
+    found = [
+        plan_memory(cut(), limit, PETRA, stage_to_rank) for limit in limits(PETRA, stage_to_rank)
+    ]
     work = [plan.work for plan in found]
     assert work == sorted(work, reverse=True)
     assert work[-1] < work[0]
     # The last stage is opaque, and keeps its graph in any case.
     assert found[-1].keeps[:4] == (G,) * 4
-    assert found[-1].work == pytest.approx(0.75 * found[-1].full)
+    assert found[-1].work == pytest.approx(0.75 * found[-1].full_work)
 
 
 def test_the_same_budget_gives_the_same_plan() -> None:
@@ -104,25 +108,25 @@ def test_the_same_budget_gives_the_same_plan() -> None:
 
 
 def test_a_budget_is_used_to_the_byte() -> None:
-    places = (0,) * 5
-    small = least(PETRA, places)
-    assert plan_memory(cut(), small, PETRA, places).peaks == (small,)
+    stage_to_rank = (0,) * 5
+    small = least(PETRA, stage_to_rank)
+    assert plan_memory(cut(), small, PETRA, stage_to_rank).peaks == (small,)
     with pytest.raises(InputError, match=rf"device 0 needs .* \({small} bytes\) for its 5 stages"):
-        plan_memory(cut(), small - 1, PETRA, places)
+        plan_memory(cut(), small - 1, PETRA, stage_to_rank)
 
 
 def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
     with pytest.raises(InputError) as raised:
         plan_memory(cut(), 1000, PETRA)
     said = str(raised.value)
-    for part in ("memory=1000", "8 samples", "Stage 0 needs the most", "batch_size="):
+    for part in ("memory_budget=1000", "8 samples", "Stage 0 needs the most", "batch_size="):
         assert part in said
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"batch": 9},
+        {"batch_size": 9},
         {"optimizer_copies": 1.1},
         {"method": choose("petra", alpha=1.2)},
         {"accumulate": 4},
@@ -157,29 +161,32 @@ def test_no_plan_of_made_up_stages_is_faster(seed: int, monkeypatch: pytest.Monk
         for stage in range(5)
     ]
     monkeypatch.setattr(budgets, "choices", lambda *_: offered)
-    for places in ((0,) * 5, (0, 1, 0, 1, 1)):
+    for stage_to_rank in ((0,) * 5, (0, 1, 0, 1, 1)):
         for limit in range(0, 50, 5):
             fitting = [
                 sum(choice.work for choice in chosen)
                 for chosen in itertools.product(*offered)
-                if all(held <= limit for held in devices(chosen, PETRA, places))
+                if all(held <= limit for held in devices(chosen, PETRA, stage_to_rank))
             ]
             if fitting:
-                found = plan_memory(cut(), limit, PETRA, places)
+                found = plan_memory(cut(), limit, PETRA, stage_to_rank)
                 assert found.work == pytest.approx(min(fitting))
                 assert max(found.peaks) <= limit
             else:
                 with pytest.raises(InputError, match="however little is kept"):
-                    plan_memory(cut(), limit, PETRA, places)
+                    plan_memory(cut(), limit, PETRA, stage_to_rank)
 
 
 def test_where_sums_are_left_out_the_plan_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is close to the best, from the smallest budget on."""
-    places = (0,) * 5
-    best = {limit: plan_memory(cut(), limit, PETRA, places) for limit in limits(PETRA, places)}
-    monkeypatch.setattr(budgets, "_MOST", 4)
+    stage_to_rank = (0,) * 5
+    best = {
+        limit: plan_memory(cut(), limit, PETRA, stage_to_rank)
+        for limit in limits(PETRA, stage_to_rank)
+    }
+    monkeypatch.setattr(budgets, "_MAX_SUMS", 4)
     for limit, plan in best.items():
-        found = plan_memory(cut(), limit, PETRA, places)
+        found = plan_memory(cut(), limit, PETRA, stage_to_rank)
         assert max(found.peaks) <= limit
         assert plan.work <= found.work <= 1.1 * plan.work
 
@@ -192,7 +199,7 @@ def test_the_smallest_sum_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         for j, of in enumerate(sizes)
     ]
     monkeypatch.setattr(budgets, "choices", lambda *_: offered)
-    monkeypatch.setattr(budgets, "_MOST", 4)
+    monkeypatch.setattr(budgets, "_MAX_SUMS", 4)
     assert plan_memory(cut(), 15, PETRA, (0,) * 5).keeps == (N,) * 5
 
 
@@ -200,12 +207,12 @@ def test_methods_that_say_what_is_kept_take_no_budget() -> None:
     net = models.staged("vgg")
     for method in ("backprop", "ddg", "pipedream", "gpipe"):
         with pytest.raises(InputError, match=f"{method!r} keep what the method says"):
-            trainer_of(net, memory="1GiB", method=method)
+            trainer_of(net, memory_budget="1GiB", method=method)
 
 
 @pytest.mark.parametrize("memory", [0, -1, True, 1.5, "2 parsecs", "GiB"])
 def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
-    with pytest.raises(InputError, match=r"memory=|not understood|not a number"):
+    with pytest.raises(InputError, match=r"memory_budget=|not understood|not a number"):
         models.staged("vgg").memory_plan(memory)
 
 
@@ -214,10 +221,10 @@ def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
 
 def test_the_summary_says_what_is_kept() -> None:
     net = models.staged("vit")
-    plan = net.memory_plan("100MiB", batch=8)
-    assert net.summary(batch=8, memory="100MiB").endswith(str(plan))
+    plan = net.memory_plan("100MiB", batch_size=8)
+    assert net.summary(batch_size=8, memory_budget="100MiB").endswith(str(plan))
     assert "stage 1 (device 1) keeps its graph" in str(plan)
-    facts = net.facts(batch=8, memory="100MiB")
+    facts = net.facts(batch_size=8, memory_budget="100MiB")
     assert [stage.buffers for stage in facts] == [c.memory.buffers for c in plan.chosen]
 
 
@@ -227,7 +234,7 @@ def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
         keep: revcompile.petrafy(Chain(), 2, x, cost=HEAVY_HEAD, keep=keep, check="off")
         for keep in ("nothing", "graph")
     }
-    plans = {keep: net.memory_plan("1GiB", batch=8) for keep, net in made.items()}
+    plans = {keep: net.memory_plan("1GiB", batch_size=8) for keep, net in made.items()}
     assert {keep: round(plan.balance, 2) for keep, plan in plans.items()} == {
         "nothing": 1.17,
         "graph": 1.0,
@@ -238,7 +245,7 @@ def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
 
 def test_a_micro_batch_larger_than_planned_is_said() -> None:
     net = training.fresh(training.Plain)
-    trainer = training.trainer_of(net, memory="1GiB", batch_size=3)
+    trainer = training.trainer_of(net, memory_budget="1GiB", batch_size=3)
     assert isinstance(trainer.memory_plan, MemoryPlan)
     small, large = ((x[:size], y[:size]) for size in (3, 4) for x, y in training.batches(1))
     trainer.step(*small)
@@ -288,14 +295,14 @@ def trainer_of(net: StagedModel, **settings: Any) -> Trainer:
 def watched(name: str, share: float) -> tuple[MemoryPlan, Watch, int]:
     """Train with a budget between the least and the most: the plan, and what was really held."""
     net = models.staged(name)
-    terms = dataclasses.replace(PETRA, batch=BATCH)
-    places = (0,) * net.num_stages
-    ends = [max(held) for _, held in every_plan(net.partition, terms, places)]
+    workload = dataclasses.replace(PETRA, batch_size=BATCH)
+    stage_to_rank = (0,) * net.num_stages
+    ends = [max(held) for _, held in every_plan(net.partition, workload, stage_to_rank)]
     limit = min(ends) + round(share * (max(ends) - min(ends)))
     batch = images(BATCH, models.SIZE, CPU)
     own = Bytes().of(net.model.state_dict())
     with LiveStorages() as storages:
-        trainer = trainer_of(net, memory=limit)
+        trainer = trainer_of(net, memory_budget=limit)
         watch = Watch(trainer, CpuMeter(storages))
         for _ in range(net.num_stages + 1):
             trainer.step(*batch())
@@ -311,7 +318,7 @@ def watched(name: str, share: float) -> tuple[MemoryPlan, Watch, int]:
 @pytest.mark.parametrize("name", models.MODELS)
 def test_training_holds_no_more_than_was_predicted(name: str, share: float) -> None:
     plan, watch, own = watched(name, share)
-    assert watch.peak + own <= NO_MORE * plan.memory(0) <= NO_MORE * plan.limit
+    assert watch.peak + own <= NO_MORE * plan.memory(0) <= NO_MORE * plan.memory_budget
     for choice, peak in zip(plan.chosen, watch.peaks, strict=True):
         assert peak <= NO_MORE * choice.memory.total, choice
 
@@ -328,5 +335,5 @@ def test_graphs_hold_what_they_have_saved_and_where_they_begin_and_end(name: str
 @pytest.mark.parametrize("name", models.MODELS)
 def test_and_what_was_predicted_is_used(name: str) -> None:
     plan, watch, own = watched(name, 1.0)
-    assert plan.work == pytest.approx(0.75 * plan.full)
+    assert plan.work == pytest.approx(0.75 * plan.full_work)
     assert watch.peak + own >= 0.8 * plan.memory(0)

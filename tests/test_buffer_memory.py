@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.stages.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
-from revcompile.compiler.cost import MemoryModel
+from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.executor.transport import MessageKind
 from revcompile.runtime.stage.activations import Buffers, BuffersLike
@@ -41,25 +41,25 @@ def test_the_peak_follows_the_accounting(name: str, buffers: torch.dtype) -> Non
 
 @pytest.mark.parametrize("buffers", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["resnet", "vgg"])
-def test_recorded_rounds_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
+def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
     """To the byte, but for a flag in every message."""
     net, make = staged(name), images(BATCH, SIZE, CPU)
-    trainer = net.trainer(momentum, cross_entropy, backend="recorded", buffers=buffers)
+    trainer = net.trainer(momentum, cross_entropy, backend="static", buffers=buffers)
     for _ in range(2 * net.num_stages + 2):
         trainer.step(*make())
-    assert trainer._fast is not None and trainer._fast.is_active
-    engine = trainer._fast._engine
+    assert trainer.runner.is_active
+    pipeline = trainer.runner._pipeline
     each = 4 if buffers is None else buffers.itemsize
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
-        ring, count = engine._rings.get(index), window(net.method, net.num_stages, index)
-        kept = bytes_in([*ring.slots, *ring.dues]) if ring is not None else 0
+        ring, count = pipeline._rings.get(index), window(net.method, net.num_stages, index)
+        kept = bytes_in([*ring.slots, *ring.read_slots]) if ring is not None else 0
         assert memory.buffers == kept // count * (count - 1 + 4 // each)
-        boxes = engine._post.boxes[index + 1, index, MessageKind.DY]
-        assert bytes_in(boxes) == memory.waiting + 4 * len(boxes)
+        messages = pipeline._transport.buffers[index + 1, index, MessageKind.DY]
+        assert bytes_in(messages) == memory.waiting + 4 * len(messages)
 
 
-def bytes_in(boxes: Iterable[StaticBuffers]) -> int:
-    return sum(t.numel() * t.element_size() for box in boxes for t in box.tensors)
+def bytes_in(buffers: Iterable[StaticBuffers]) -> int:
+    return sum(t.numel() * t.element_size() for each in buffers for t in each.tensors)
 
 
 def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
@@ -79,7 +79,8 @@ def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
 @pytest.mark.parametrize(("each", "waiting"), [(None, 8), (2, 4), (1, 2), (0, 0)])
 def test_sides_of_couplings_stay_as_they_are(each: int | None, waiting: int) -> None:
     """Stage 1 of 4 has three in flight; the coupling's side and the head's input are kept."""
-    model = MemoryModel(SIDED, TYPES, COSTS[:4], choose("petra"), 4, batch=FEW, buffer_bytes=each)
+    workload = Workload(choose("petra"), FEW, buffer_bytes=each)
+    model = MemoryModel(SIDED, TYPES, COSTS[:4], 4, workload)
     inputs = 2 * STREAM + 2 * (waiting * STREAM // 4) + (2 * STREAM if each == 0 else 0)
     assert model.stage(1, 2, 4).buffers == 3 * MIDDLE + inputs
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.stage.activations import Buffers, Scaled, narrowed, widened
+from revcompile.runtime.stage.activations import Buffers, Scaled, compress, decompress
 from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.test_backend import FULL, even, is_active, made, odd
 from tests.training import plain_sgd, same, through_a_file, weights
@@ -33,10 +33,10 @@ def test_eight_bits_keep_four_of_a_number(size: float) -> None:
     """Relative to the number itself, down to 2^-6 / 448 of the largest; below, to that one."""
     torch.manual_seed(0)
     value = size * torch.randn(4000) * torch.exp2(torch.linspace(-20, 0, 4000))
-    packed = narrowed(value, FP8)
+    packed = compress(value, FP8)
     assert isinstance(packed, Scaled) and packed.values.dtype == FP8
     unit = value.abs().max() / 448
-    error = (widened(packed) - value).abs()
+    error = (decompress(packed) - value).abs()
     normal = value.abs() > 1.01 * unit * 2**-6
     assert 0.1 < normal.float().mean() < 0.9
     assert float((error / value.abs())[normal].max()) <= 2**-4
@@ -44,11 +44,11 @@ def test_eight_bits_keep_four_of_a_number(size: float) -> None:
 
 
 def test_nothing_and_what_is_not_finite_survive_eight_bits() -> None:
-    assert same(widened(narrowed(torch.zeros(5), FP8)), torch.zeros(5))
+    assert same(decompress(compress(torch.zeros(5), FP8)), torch.zeros(5))
     tiny = torch.full((3,), 1e-42)
-    assert float((widened(narrowed(tiny, FP8)) - tiny).abs().max()) <= float(tiny[0])
+    assert float((decompress(compress(tiny, FP8)) - tiny).abs().max()) <= float(tiny[0])
     for bad in (torch.inf, torch.nan):
-        assert not widened(narrowed(torch.tensor([1.0, bad]), FP8)).isfinite().all()
+        assert not decompress(compress(torch.tensor([1.0, bad]), FP8)).isfinite().all()
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ def kept(trainer: Trainer, stage: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_recorded_rounds_keep_eight_bits_too(accumulate: int) -> None:
+def test_captured_steps_keep_eight_bits_too(accumulate: int) -> None:
     found = []
-    for backend in ("eager", "recorded"):
+    for backend in ("eager", "static"):
         net, trainer = made(backend, dtype=torch.float32, buffers=FP8, accumulate=accumulate)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         losses = [trainer.step(*batch).loss for batch in data[:-3]]
@@ -83,7 +83,7 @@ def test_recorded_rounds_keep_eight_bits_too(accumulate: int) -> None:
         ("eager", torch.bfloat16),
         ("eager", Buffers(FP8, offload=True)),
         ("eager", "offload"),
-        ("recorded", FP8),
+        ("static", FP8),
     ],
 )
 def test_checkpoints_hold_what_waits(tmp_path: Path, backend: str, buffers: Any) -> None:
@@ -186,7 +186,7 @@ def test_digits_are_learned_with_inputs_in_eight_bits() -> None:
 def shelved(trainer: Trainer) -> Trainer:
     """As on a GPU: inputs really go and come back."""
     for executor in trainer.executors:
-        executor.stage.keeper.shelf = PinnedPool(CPU)
+        executor.stage.activations.pool = PinnedPool(CPU)
     return trainer
 
 
@@ -210,7 +210,7 @@ def test_memory_for_what_is_away_is_used_again() -> None:
     rooms = []
     for batch in even(20):
         trainer.step(*batch)
-        rooms.append(trainer.executors[0].stage.keeper.shelf.rooms)
+        rooms.append(trainer.executors[0].stage.activations.pool.buffers)
     assert rooms[:4] == [1, 2, 3, 3] and set(rooms[2:]) == {3}
 
 
@@ -227,23 +227,23 @@ def test_rooms_are_given_out_once() -> None:
     assert same(shelf.take(first), torch.ones(3))
     back = shelf.take(second)
     del first, second
-    assert shelf.rooms == 2
+    assert shelf.buffers == 2
     shelf.put(torch.full((3,), 7.0)), shelf.put(torch.full((3,), 7.0))
-    assert shelf.rooms == 2 and same(back, torch.zeros(3))
+    assert shelf.buffers == 2 and same(back, torch.zeros(3))
     shelf.put((torch.ones(3), torch.ones(2, 3).t()))
-    assert shelf.rooms == 3
+    assert shelf.buffers == 3
 
 
 def test_nothing_is_moved_on_the_cpu() -> None:
     _, trainer = made("eager", buffers="offload")
     trainer.step(*even(1)[0])
     assert isinstance(kept(trainer)[0], Tensor)
-    assert trainer.executors[0].stage.keeper.shelf is None
+    assert trainer.executors[0].stage.activations.pool is None
 
 
-def test_recorded_rounds_keep_everything_in_place() -> None:
-    with pytest.warns(UserWarning, match="offload' has inputs come and go"):
-        _, trainer = made("recorded", buffers="offload")
+def test_captured_steps_keep_everything_in_place() -> None:
+    with pytest.warns(UserWarning, match="offload' moves inputs to the host"):
+        _, trainer = made("static", buffers="offload")
     for batch in even(FULL + 1):
         trainer.step(*batch)
     assert not is_active(trainer)

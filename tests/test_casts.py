@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from revcompile.runtime.stage import stage
-from revcompile.runtime.stage.cast_weights import Casts
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.stage.weights import CastWeights
+from revcompile.runtime.trainer.core import Trainer
 from tests.test_backend import Loose
 from tests.training import (
     METHODS,
@@ -39,7 +39,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
 
     def make(**settings: Any) -> Trainer:
         with monkeypatch.context() as patched:
-            patched.setattr(stage, "castable", lambda *_: [])
+            patched.setattr(stage, "castable_parameters", lambda *_: [])
             return made(**settings)
 
     return make
@@ -69,14 +69,16 @@ def test_the_same_training_to_the_bit(
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_they_are_made_once_an_update(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_by: list[Casts] = []
-    refresh = Casts.refresh
-    monkeypatch.setattr(Casts, "refresh", lambda casts: (made_by.append(casts), refresh(casts)))
+    made_by: list[CastWeights] = []
+    refresh = CastWeights.refresh
+    monkeypatch.setattr(
+        CastWeights, "refresh", lambda casts: (made_by.append(casts), refresh(casts))
+    )
     trainer = made(accumulate=accumulate, method="backprop")
     feed(trainer, DATA)
     for executor in trainer.executors:
-        assert executor.stage.casts._names
-        assert made_by.count(executor.stage.casts) == 12 // accumulate
+        assert executor.stage.cast_weights._names
+        assert made_by.count(executor.stage.cast_weights) == 12 // accumulate
 
 
 def doubled(trainer: Trainer) -> None:
@@ -134,11 +136,11 @@ def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
 def test_weights_that_are_in_flight_are_read_as_they_were(method: str, copies: bool) -> None:
     trainer = made(method=method, accumulate=2)
     feed(trainer, DATA[:3])
-    assert (trainer.executors[0].stage.casts.read() is not None) == copies
+    assert (trainer.executors[0].stage.cast_weights.current() is not None) == copies
 
 
 def test_a_model_without_autocast_has_no_copies() -> None:
     net = fresh(Loose, 3, torch.float32)
     trainer = net.trainer(momentum, F.cross_entropy)
     feed(trainer, DATA[:2])
-    assert all(executor.stage.casts.read() is None for executor in trainer.executors)
+    assert all(executor.stage.cast_weights.current() is None for executor in trainer.executors)

@@ -36,7 +36,7 @@ from revcompile.runtime.checkpoint import (
     save_training,
     until_signal,
 )
-from revcompile.runtime.checkpoint.nested import put_together, take_apart
+from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree
 from tests.training import (
     SCHEDULES,
     Batch,
@@ -61,7 +61,7 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
     "petra, the paper's order": {"order": "paper", "optimizer": adam},
     "petra, the paper's order, k=3": {"order": "paper", "optimizer": momentum, "accumulate": 3},
     "stashed weights": {"method": "pipedream", "optimizer": momentum},
-    "synthesisers": {"method": "dni", "optimizer": adam},
+    "gradient predictors": {"method": "dni", "optimizer": adam},
 }
 
 
@@ -248,7 +248,7 @@ def step_in(folder: Path) -> int:
 
 
 def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 5):  # 5: somebody went back to an earlier one
+    for step in (10, 20, 30, 5):  # 5: a run that continued from an earlier one
         saved = put(tmp_path, step)
         assert saved == find_checkpoint(tmp_path)
         assert step_in(tmp_path) == step
@@ -463,7 +463,7 @@ def test_a_signal_saves_when_the_step_is_over(tmp_path: Path, method: str) -> No
     assert Checkpoint(find_checkpoint(tmp_path)).step == seen == 4
     assert signal.getsignal(signal.SIGTERM) is handler
     trainer.load(tmp_path)
-    assert len(list(trainer.save_on_signal(tmp_path, batches(2)))) == 2  # nobody asks: all of it
+    assert len(list(trainer.save_on_signal(tmp_path, batches(2)))) == 2  # no signal: all of it
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -475,7 +475,7 @@ def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
     with pytest.raises(SystemExit) as left:
         seen.extend(batches)
     assert (saved, left.value.code) == ([["a", "b", "c"]], 143)
-    batches = until_signal("abc", saved.clear, agree=lambda _: False, settle=lambda: True)
+    batches = until_signal("abc", saved.clear, agree=lambda _: False, agree_at_end=lambda: True)
     with pytest.raises(SystemExit):  # at the third, and there is no fourth
         list(batches)
     assert not saved
@@ -505,11 +505,11 @@ def together(world: int, work: Callable[[int, Callable[[], Any]], Any]) -> list[
     return found
 
 
-def share(trainer: Any, stages: Sequence[int]) -> dict[str, Any]:
+def rank_state(trainer: Any, stages: Sequence[int]) -> dict[str, Any]:
     """What a rank that holds some of the stages would save."""
     state = trainer.state_dict()
-    places = {n: a.index for a in reversed(trainer.executors) for n in a.program.parameters}
-    first = {n: t for n, t in state["model"].items() if places.get(n, 0) in stages}
+    owners = {n: a.index for a in reversed(trainer.executors) for n in a.program.parameters}
+    first = {n: t for n, t in state["model"].items() if owners.get(n, 0) in stages}
     own = {n for j in stages for n in trainer.executors[j].updater.parameters}
     return state | {
         "model": first,
@@ -521,18 +521,18 @@ def share(trainer: Any, stages: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def test_ranks_save_their_shares_and_anybody_loads_all(tmp_path: Path) -> None:
+def test_ranks_save_their_states_and_anybody_loads_all(tmp_path: Path) -> None:
     trainer = started("petra")
     feed(trainer, batches(6))
-    places = [(0, 3), (1, 2)]  # not in a row
-    shares = [share(trainer, stages) for stages in places]
+    stages_of_rank = [(0, 3), (1, 2)]  # not in a row
+    states = [rank_state(trainer, stages) for stages in stages_of_rank]
 
     def save(rank: int, barrier: Callable[[], Any]) -> Path:
         return save_training(
             tmp_path,
-            shares[rank],
+            states[rank],
             trainer.model,
-            places[rank],
+            stages_of_rank[rank],
             rank=rank,
             world=2,
             barrier=barrier,
@@ -608,15 +608,15 @@ def test_when_one_rank_fails_all_do_and_nothing_changes(
 
 def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: Path) -> None:
     trainer = started("petra")
-    places = [(0, 1), (2, 3)]
-    shares = [share(trainer, stages) for stages in places]
+    stages_of_rank = [(0, 1), (2, 3)]
+    states = [rank_state(trainer, stages) for stages in stages_of_rank]
 
     def save(rank: int, barrier: Callable[[], Any]) -> Path:
         options: dict[str, Any] = {"rank": rank, "world": 2, "barrier": barrier}
-        return save_training(tmp_path, shares[rank], trainer.model, places[rank], **options)
+        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
 
     assert together(2, save) == [tmp_path / "step_00000000"] * 2
-    shares[1]["groups"] = [{"callback": print}]
+    states[1]["groups"] = [{"callback": print}]
     errors = together(2, save)
     assert "rank_00001.safetensors is missing" in str(errors[0])
     assert "rank.1.groups.0.callback: a builtin_function" in str(errors[1])
@@ -638,23 +638,26 @@ def test_names_are_the_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("places", [[(0, 1, 2, 3)], [(0, 3), (1, 2)]], ids=["one rank", "two"])
+@pytest.mark.parametrize(
+    "stages_of_rank", [[(0, 1, 2, 3)], [(0, 3), (1, 2)]], ids=["one rank", "two"]
+)
 def test_torch_distributed_checkpoint_reads_all_of_it(
-    tmp_path: Path, places: Sequence[tuple[int, ...]]
+    tmp_path: Path, stages_of_rank: Sequence[tuple[int, ...]]
 ) -> None:
     trainer = trainer_of(fresh(), adam)
     feed(trainer, batches(4))
-    shares = [share(trainer, stages) for stages in places]
-    for one in shares:  # further names of a tensor are in the JSON alone
-        one["model"] = {n: t for n, t in one["model"].items() if not n.startswith("blocks.3.up.")}
+    states = [rank_state(trainer, stages) for stages in stages_of_rank]
+    for state in states:  # further names of a tensor are in the JSON alone
+        weights_of_rank = state["model"].items()
+        state["model"] = {n: t for n, t in weights_of_rank if not n.startswith("blocks.3.up.")}
 
     def save(rank: int, barrier: Callable[[], Any]) -> Path:
-        world = {"rank": rank, "world": len(places), "barrier": barrier}
-        return save_training(tmp_path, shares[rank], trainer.model, places[rank], **world)
+        world = {"rank": rank, "world": len(stages_of_rank), "barrier": barrier}
+        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **world)
 
-    saved = together(len(places), save)[0]
+    saved = together(len(stages_of_rank), save)[0]
     expected = {
-        key: {name: value for one in shares for name, value in one[key].items()}
+        key: {name: value for state in states for name, value in state[key].items()}
         for key in ("model", "optimizer")
     }
     assert expected["optimizer"]["head.bias"]["step"] == 4
@@ -692,17 +695,17 @@ def test_values_come_back_as_they_were() -> None:
         "sizes": (torch.Size([2, 3]), (1, [True, None]), torch.bfloat16),
         3: {"numbers": [0.1, float("inf"), 1e-300, -0.0, 10**20]},
     }
-    plain, tensors = take_apart(tree)
+    plain, tensors = encode_tree(tree)
     assert set(tensors) == {"images", "transposed.0", "transposed.1", "empty", "scalar"}
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    found = put_together(json.loads(json.dumps(plain)), stored)
+    found = decode_tree(json.loads(json.dumps(plain)), stored)
     assert same(found, tree)
     assert repr(found[3]) == repr(tree[3])
     assert type(found["sizes"][0]) is torch.Size
     assert found["images"].stride() == images.stride()
     assert found["transposed"][0].stride() == (1, 4)
     with pytest.raises(InputError, match="the tensor 'images' is missing"):
-        put_together(plain, {})
+        decode_tree(plain, {})
 
 
 def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
@@ -713,7 +716,7 @@ def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rank\.0\.groups\.0\.callback: a builtin_function"):
         trainer.save(tmp_path)
     with pytest.raises(InputError, match=r"two tensors would be saved as 'a.b'"):
-        take_apart({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
+        encode_tree({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
     with pytest.raises(InputError, match=r"safetensors cannot write .*bits8"):
         save_checkpoint(
             tmp_path, {"z": torch.zeros(1).to(torch.uint8).view(torch.bits8)}, {}, step=0

@@ -146,9 +146,9 @@ def test_what_cannot_be_done_is_told_on_stderr_without_a_traceback(
 
 
 def test_inspect_prints_the_table_and_its_numbers(called: Called) -> None:
-    code, out, _ = called("inspect", MODEL, "--stages", "3", "--batch", "8")
+    code, out, _ = called("inspect", MODEL, "--stages", "3", "--batch-size", "8")
     assert code == 0 and "Sequential: 3 stages, petra, micro-batches of 8" in out
-    found = in_json(called, "inspect", MODEL, "--stages", "3", "--batch", "8")
+    found = in_json(called, "inspect", MODEL, "--stages", "3", "--batch-size", "8")
     assert [stage["delay"] for stage in found["stages"]] == [2, 1, 0]
     assert found["stages"][-1]["sent_bytes"] == 8 * 2 * 4
 
@@ -212,7 +212,7 @@ def test_draw_writes_what_it_is_asked_for(called: Called, tmp_path: Path) -> Non
 
 def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
     argv = ("plan", MODEL, "--devices", "8", "--link", "10Gbps", "--latency", "1ms")
-    found = in_json(called, *argv, "--batch", "4")
+    found = in_json(called, *argv, "--batch-size", "4")
     assert [one["method"] for one in found["forecasts"]] == [
         "petra",
         "1f1b",
@@ -225,7 +225,7 @@ def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
 
 
 def test_a_plan_that_does_not_fit_ends_in_1(called: Called) -> None:
-    code, out, _ = called("plan", MODEL, "--devices", "4", "--memory", "10B")
+    code, out, _ = called("plan", MODEL, "--devices", "4", "--memory-budget", "10B")
     assert code == 1 and "too much" in out
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
-from revcompile.compiler.cost import costs, piece_costs, sum_costs
+from revcompile.compiler.cost import node_flops, piece_costs, segment_costs, sum_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
 from revcompile.ir.program import Piece
@@ -50,7 +50,7 @@ def pieces_of(rewired: Rewired) -> tuple[Piece, ...]:
 def small(batch: int = 5) -> tuple[Rewired, dict[str, Cost]]:
     rewired = rewired_of(Small(), torch.randn(batch, 3), policy="pretrained")
     names = [segment.name for segment in rewired.body.segments]
-    return rewired, dict(zip(names, costs(rewired), strict=True))
+    return rewired, dict(zip(names, segment_costs(rewired), strict=True))
 
 
 def test_flops_parameters_and_bytes_of_a_small_model_by_hand() -> None:
@@ -76,7 +76,7 @@ def test_work_is_flops_and_bytes_moved() -> None:
 
 def test_a_piece_without_flops_is_not_free() -> None:
     model = nn.Sequential(nn.MaxPool2d(2), nn.ReLU())
-    (found,) = costs(rewired_of(model, torch.randn(2, 3, 8, 8)))
+    (found,) = segment_costs(rewired_of(model, torch.randn(2, 3, 8, 8)))
     assert found.flops == 0
     assert found.forward > 0
 
@@ -85,14 +85,14 @@ def test_a_frozen_parameter_is_held_but_not_trained() -> None:
     model = Small()
     model.f.weight.requires_grad_(False)
     rewired = rewired_of(model, torch.randn(5, 3), policy="pretrained")
-    found = costs(rewired)[1]
+    found = segment_costs(rewired)[1]
     assert (found.weights, found.trained) == (WORD * (64 + 8), WORD * 8)
 
 
 def test_a_tied_parameter_counts_once() -> None:
     model = Small()
     model.g.weight = model.f.weight
-    found = costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))
+    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))
     assert [cost.parameters for cost in found] == [32, 72, 16, 18]
 
 
@@ -100,7 +100,7 @@ def test_frozen_modules_stay_in_eval_mode() -> None:
     """Batch norm saves batch statistics only if it computes them."""
     model = Small()
     model.norm.eval()
-    found = costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))[2]
+    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))[2]
     assert found.saved == WORD * 5 * (8 + 8)
 
 
@@ -111,14 +111,41 @@ def test_flops_are_those_torch_counts(name: str) -> None:
     kernel = torch.nn.attention.SDPBackend.MATH  # its products have formulas on every device
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(kernel):
         net.to("meta")(x)
-    assert sum(cost.flops for cost in costs(net.rewired)) == counter.get_total_flops()
+    assert sum(cost.flops for cost in segment_costs(net.rewired)) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
+def test_estimates_from_shapes_are_near_the_counted_flops(name: str) -> None:
+    with torch.device("meta"):
+        rewired = rewired_of(timm.create_model(name))
+    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
+    estimate = sum(node_flops(node, rewired.root) for node in nodes)
+    assert estimate == pytest.approx(sum(c.flops for c in segment_costs(rewired)), rel=0.2)
+
+
+def test_estimates_go_by_the_operator_not_by_a_part_of_its_name() -> None:
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.ones(6, 3, 5, 5))
+            self.bias = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.lgamma(nn.functional.conv2d(x, self.kernel, self.bias).abs() + 1)
+
+    rewired = rewired_of(Functions(), torch.randn(2, 3, 9, 9))
+    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
+    flops = {node.name: node_flops(node, rewired.root) for node in nodes}
+    elements = 2 * 6 * 5 * 5
+    assert flops["lgamma"] == elements
+    assert flops["conv2d"] == elements * (1 + 2 * 3 * 5 * 5)
 
 
 def test_a_model_without_weights_costs_the_same_as_one_with_them() -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", depth=2)
     real = timm.create_model("vit_tiny_patch16_224", depth=2)
-    assert costs(rewired_of(model)) == costs(rewired_of(real))
+    assert segment_costs(rewired_of(model)) == segment_costs(rewired_of(real))
 
 
 # -- saved bytes against real autograd -------------------------------------------------------------
@@ -155,7 +182,7 @@ def run_segment(net: nn.Module, segment: Segment, live: dict[str, Any]) -> tuple
         inputs = [live[name] for name in segment.inputs]
         return tuple(fx.Interpreter(net, graph=segment.graph).run(*inputs))
     a, b = (live[name] for name in segment.streams_in)
-    assert segment.link is None and not segment.extras
+    assert segment.rearrange is None and not segment.extras
     sides = [live[name] for name in segment.sides]
     return b, a + fx.Interpreter(net, graph=segment.branch).run(b, *sides)
 
@@ -170,7 +197,7 @@ def test_saved_bytes_are_those_of_a_real_run(name: str, batch: int) -> None:
     example = torch.randn(2, 3, 128, 128)
     net = revcompile.reversify(model, example, check="off")
     *each, whole = really_saved(net.train(), net.rewired, batch)
-    found = costs(net.rewired)
+    found = segment_costs(net.rewired)
     for segment, cost, real in zip(net.rewired.body.segments, found, each, strict=True):
         assert cost.saved_at(batch) == pytest.approx(real, rel=0.03), segment.name
     assert sum_costs(found).saved_at(batch) == pytest.approx(whole, rel=0.03)
@@ -217,7 +244,7 @@ def test_measuring_changes_nothing(training: bool, how: str, device: str) -> Non
     # A forward pass may take no time at all where it runs beside others' backward passes.
     assert all(cost.forward > 0 or how == "replayed" for cost in found)
     assert all(cost.forward >= 0 and cost.backward > 0 for cost in found)
-    counted = costs(rewired)
+    counted = segment_costs(rewired)
     assert [cost.flops for cost in found] == [cost.flops for cost in counted]
     assert [cost.saved for cost in found] == [cost.saved for cost in counted]
 

@@ -19,31 +19,36 @@ from torch.utils.data import (
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.trainer.data import SameOrder, same_order
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.data import BatchSelection, SeededSampler, seeded_loader
 
 
 def test_every_rank_reads_the_same_order_from_one_seed() -> None:
     rows = TensorDataset(torch.arange(10.0))
-    first, again = (torch.cat([x for (x,) in same_order(rows, 4, seed=3)]) for _ in range(2))
+    first, again = (
+        torch.cat([x for (x,) in seeded_loader(rows, 4, BatchSelection(seed=3))]) for _ in range(2)
+    )
     torch.manual_seed(99)
     assert torch.equal(first, again) and not torch.equal(first, torch.arange(10.0))
-    other = torch.cat([x for (x,) in same_order(rows, 4, seed=3, epoch=1)])
+    other = torch.cat([x for (x,) in seeded_loader(rows, 4, BatchSelection(seed=3, epoch=1))])
     assert not torch.equal(first, other) and torch.equal(first.sort()[0], other.sort()[0])
 
 
 def test_copies_of_the_pipeline_share_the_data() -> None:
-    shares = [list(SameOrder(range(7), seed=0, replica=r, replicas=3)) for r in range(3)]
+    shares = [
+        list(SeededSampler(range(7), BatchSelection(seed=0, replica=r, replicas=3)))
+        for r in range(3)
+    ]
     assert [len(share) for share in shares] == [2, 2, 2]
     assert len({sample for share in shares for sample in share}) == 6
 
 
 def test_the_first_batches_can_be_passed_over() -> None:
     rows = TensorDataset(torch.arange(10.0))
-    whole = [x.tolist() for (x,) in same_order(rows, 4, seed=3)]
-    rest = same_order(rows, 4, seed=3, skip=1)
+    whole = [x.tolist() for (x,) in seeded_loader(rows, 4, BatchSelection(seed=3))]
+    rest = seeded_loader(rows, 4, BatchSelection(seed=3, skip=1))
     assert [x.tolist() for (x,) in rest] == whole[1:] and len(rest) == 2
-    assert list(same_order(rows, 4, seed=3, skip=9)) == []
+    assert list(seeded_loader(rows, 4, BatchSelection(seed=3, skip=9))) == []
 
 
 # -- a trainer's own loader -----------------------------------------------------------------------
@@ -75,10 +80,9 @@ def test_a_trainer_s_loader_depends_on_its_seed_and_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("skip", [0, 1])
-def test_a_rank_in_the_middle_reads_nothing(monkeypatch: pytest.MonkeyPatch, skip: int) -> None:
+def test_a_rank_in_the_middle_reads_nothing(skip: int) -> None:
     middle = trainer()
-    monkeypatch.setattr(Trainer, "is_first", False)
-    monkeypatch.setattr(Trainer, "is_last", False)
+    middle.is_first = middle.is_last = False
     loader = middle.loader(Untouched(), 4, skip=skip)
     assert list(loader) == [(None, None)] * (3 - skip) and len(loader) == 3 - skip
 
@@ -155,15 +159,14 @@ def test_torch_s_samplers_are_drawn_from_the_trainer_s_seed(sampler: Any) -> Non
     assert read(trainer(seed=6).loader(DataLoader(ROWS, 3, sampler=sampler))) != first
 
 
-def test_copies_of_the_pipeline_share_a_dataloader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "replicas", 2)
-    shares = []
-    for replica in range(2):
-        monkeypatch.setattr(Trainer, "replica", replica)
-        shares.append(read(trainer().loader(DataLoader(ROWS, 5))))
+def test_copies_of_the_pipeline_share_a_dataloader() -> None:
+    shares, copy = [], trainer()
+    copy.replicas = 2
+    for copy.replica in range(2):
+        shares.append(read(copy.loader(DataLoader(ROWS, 5))))
     assert shares == [[[0.0, 2.0, 4.0, 6.0, 8.0]], [[1.0, 3.0, 5.0, 7.0, 9.0]]]
     with pytest.raises(InputError, match=r"Counting has no length, .* 2 copies of the pipeline"):
-        trainer().loader(Counting(), 2)
+        copy.loader(Counting(), 2)
 
 
 def test_a_dataset_with_its_own_order_is_told_the_epoch() -> None:

@@ -18,8 +18,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 import revcompile
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.gradient_probes import GradientReport, Similarity
-from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import choose, window
 
 EXACT: Final = 1e-10
@@ -305,7 +305,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
     found = dict(trainer.model.state_dict())
     for executor in trainer.executors:
         found |= {f"replica {executor.index} {n}": p for n, p in executor.stage.parameters.items()}
-        for name, state in executor.updater.state()["state"].items():
+        for name, state in executor.updater.state_dict()["state"].items():
             found |= {f"{name} {key}": torch.as_tensor(value) for key, value in state.items()}
     return {n: t.detach().clone() for n, t in found.items()} | {"random": torch.get_rng_state()}
 

@@ -8,21 +8,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import torch
 from distributed_memory import absent, holdings, resume, steady
 from distributed_worker import Run, batches, fed, free_port, launch, looked_at, trained, trainer_of
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
+import revcompile
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.distributed.collectives import compare
-from revcompile.runtime.distributed.placement import Layout, pipeline_ranks, plan
+from revcompile.runtime.distributed.collectives import check_ranks_agree
+from revcompile.runtime.distributed.placement import Layout, make_layout, pipeline_ranks
+from revcompile.runtime.distributed.rank_weights import SharedBuffers
 from revcompile.schedule import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,7 +42,7 @@ def one_thread() -> None:
 @functools.cache
 def alone(run: Run) -> dict[str, Any]:
     """The same training in one process."""
-    return trained(dataclasses.replace(run, places=None))
+    return trained(dataclasses.replace(run, stage_to_rank=None))
 
 
 def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -57,7 +62,7 @@ def assert_equal_to_one_process(folder: Path, ranks: int, runs: Sequence[Run]) -
         for rank, found in enumerate(results):
             odd = differences(expected["state"], found[number]["state"])
             assert not odd, f"{run}, rank {rank}: {odd[:3]}"
-        last = ranks - 1 if run.places is None else run.places[-1]
+        last = ranks - 1 if run.stage_to_rank is None else run.stage_to_rank[-1]
         assert results[last][number]["losses"] == expected["losses"], run
 
 
@@ -84,9 +89,9 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
 
 def test_stages_may_live_on_any_rank(tmp_path: Path) -> None:
     runs = [
-        Run(places=(1, 0, 1, 0), steps=7),
-        Run(places=(0, 1, 1, 1), method="1f1b", accumulate=3, clip=0.1, steps=7),
-        Run(model="words", places=(1, 1, 0, 0), method="pipedream", steps=7),
+        Run(stage_to_rank=(1, 0, 1, 0), steps=7),
+        Run(stage_to_rank=(0, 1, 1, 1), method="1f1b", accumulate=3, clip=0.1, steps=7),
+        Run(model="words", stage_to_rank=(1, 1, 0, 0), method="pipedream", steps=7),
     ]
     assert_equal_to_one_process(tmp_path, 2, runs)
 
@@ -105,12 +110,14 @@ def test_every_method_on_any_number_of_ranks(
     assert_equal_to_one_process(tmp_path, ranks, runs)
 
 
-@pytest.mark.parametrize("places", [None, (0, 1, 1, 0)])
+@pytest.mark.parametrize("stage_to_rank", [None, (0, 1, 1, 0)])
 def test_copies_of_the_pipeline_train_with_the_mean_gradient(
-    tmp_path: Path, places: tuple[int, ...] | None
+    tmp_path: Path, stage_to_rank: tuple[int, ...] | None
 ) -> None:
     """Two copies with half the data each are one pipeline that gathers two micro-batches."""
-    run = Run(method="backprop", stages=4 if places else 2, steps=10, places=places)
+    run = Run(
+        method="backprop", stages=4 if stage_to_rank else 2, steps=10, stage_to_rank=stage_to_rank
+    )
     results, codes = launch(tmp_path, 4, "copies", run=dataclasses.asdict(run))
     assert codes == [0] * 4
     expected = alone(dataclasses.replace(run, accumulate=2))["state"]
@@ -122,7 +129,7 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
 
 @pytest.mark.parametrize(
     "run",
-    [Run(steps=5), Run(model="words", places=(1, 1, 0, 0), steps=5)],
+    [Run(steps=5), Run(model="words", stage_to_rank=(1, 1, 0, 0), steps=5)],
     ids=["stages in a row", "tied weights"],
 )
 def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -> None:
@@ -132,9 +139,9 @@ def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -
     assert codes == [0, 0]
     net, _ = trainer_of(run)
     programs, tensors = net._programs(net.method), dict(net.model.named_parameters())
-    places = run.places or net._places(2)
+    stage_to_rank = run.stage_to_rank or net._default_stage_to_rank(2)
     for rank, found in enumerate(results):
-        used = {n for p in programs if places[p.index] == rank for n in p.parameters}
+        used = {n for p in programs if stage_to_rank[p.index] == rank for n in p.parameters}
         assert found["names"] == sorted(used)
         assert found["bytes"] == sum(4 * tensors[name].numel() for name in used)
         assert not differences(alone(run)["state"], found["state"])
@@ -145,9 +152,9 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
     run = Run(model="vit", steps=4)
     results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
     assert codes == [0, 0]
-    for state, told in results:
+    for state, error in results:
         assert not differences(alone(run)["state"], state)
-        assert "no rank has the values of token" in told and "load weights" in told
+        assert "no rank has the values of token" in error and "load weights" in error
 
 
 def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
@@ -157,13 +164,13 @@ def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
     assert codes == [0, 0]
     for found in results:
         for made in found:  # as many as are in flight, however many steps there are
-            rooms, _ = made[-1]
-            assert 0 < rooms <= 8
+            allocations, _ = made[-1]
+            assert 0 < allocations <= 8
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     """Each rank loads the stages it has now, whoever saved them."""
-    run = dataclasses.asdict(Run(model="words", steps=9, places=(0, 0, 1, 1)))
+    run = dataclasses.asdict(Run(model="words", steps=9, stage_to_rank=(0, 0, 1, 1)))
     others, saved = [(1, 0, 1, 0), (0, 1, 1, 1)], str(tmp_path / "saved")
     results, codes = launch(tmp_path, 2, resume, run=run, others=others, saved=saved)
     assert codes == [0, 0]
@@ -185,13 +192,13 @@ def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
     runs = [
         Run(model="resnet", accumulate=2, steps=9, clip=0.1),
         Run(model="words", steps=9, order="paper"),
-        Run(model="vit", steps=7, places=(1, 0, 1, 0)),
+        Run(model="vit", steps=7, stage_to_rank=(1, 0, 1, 0)),
     ]
     how = {"memory": "1GiB", "batch_size": 3}
     results, codes = launch(tmp_path, 2, "train_all", runs=plain(runs), trainer=how)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
-        expected = trained(dataclasses.replace(run, places=None), **how)
+        expected = trained(dataclasses.replace(run, stage_to_rank=None), **how)
         assert differences(expected["state"], alone(run)["state"])  # graphs make a difference
         for rank, found in enumerate(results):
             odd = differences(expected["state"], found[number]["state"])
@@ -345,7 +352,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
         "accumulate: 1 on rank 0; 2 on rank 1",
         "revcompile version: 1.0 on rank 0; 9.9 on rank 1",
         "parameter conv.weight: float32[8, 3, 3, 3] on rank 0; float64[8, 3, 3, 3] on rank 1",
-        "places=(0, 1, 2, 3) needs 4 ranks",
+        "stage_to_rank=(0, 1, 2, 3) needs 4 ranks",
     ]
     for found in results:
         for said, text in zip(expected, found, strict=False):
@@ -356,15 +363,15 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
 def test_the_difference_names_the_ranks() -> None:
     facts: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "more": "a"}]
     with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:
-        compare(facts)
+        check_ranks_agree(facts)
     assert "more: nothing on ranks 0, 1; a on rank 2" in str(error.value)
     assert "cost=" not in str(error.value)
     with pytest.raises(InputError, match="measure on one, and give its numbers as cost= to all"):
-        compare([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
+        check_ranks_agree([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
 
 
 @pytest.mark.parametrize(
-    ("stages", "world", "places", "said"),
+    ("stages", "world", "stage_to_rank", "said"),
     [
         (4, 6, None, "6 ranks for 4 stages.*start 4 ranks"),
         (4, 3, (0, 0, 1, 1), "needs 2 ranks .*but there are 3"),
@@ -374,14 +381,56 @@ def test_the_difference_names_the_ranks() -> None:
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(
-    stages: int, world: int, places: tuple[int, ...] | None, said: str
+    stages: int, world: int, stage_to_rank: tuple[int, ...] | None, said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        plan(stages, world, places, range(pipeline_ranks(stages, world)))
+        make_layout(stages, world, stage_to_rank, range(pipeline_ranks(stages, world)))
 
 
 def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
-    layout = plan(2, 6, None, (0, 1))
+    layout = make_layout(2, 6, None, (0, 1))
     assert layout == Layout((0, 1), replicas=3)
     assert [layout.rank(1, replica) for replica in range(3)] == [1, 3, 5]
     assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3
+
+
+class SharedLayer(nn.Module):
+    """Two blocks call one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(6, 3)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for branch in self.branches:
+            h = h + torch.tanh(branch(self.layer(h)))
+        return cast("Tensor", self.head(h))
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (nn.BatchNorm1d(6), "layer.running_mean"),
+        (spectral_norm(nn.Linear(6, 6)), "layer.parametrizations.weight.0._u"),
+    ],
+    ids=["batch norm", "spectral norm"],
+)
+def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buffer: str) -> None:
+    net = revcompile.petrafy(SharedLayer(layer), 2, torch.randn(4, 6), check="off")
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.cross_entropy)
+    trainer.step(torch.randn(4, 6), torch.arange(4) % 3)
+    flights = [f for e in trainer.executors for f in e.stage.in_flight.values()]
+    for stage_to_rank in ((0, 0), (0, 1)):
+        buffers = SharedBuffers(net.model, trainer.programs, Layout(stage_to_rank))
+
+        def check(buffers: SharedBuffers = buffers) -> None:
+            buffers.check_statistics(net.model)
+            for flight in flights:
+                buffers.check_changed(flight.buffers)
+
+        if stage_to_rank == (0, 0):
+            check()
+        else:
+            with pytest.raises(InputError, match=f"{re.escape(buffer)} belongs .* 0 and 1 share"):
+                check()

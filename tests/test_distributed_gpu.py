@@ -13,7 +13,7 @@ from distributed_memory import holdings, resume, steady
 from distributed_worker import Run, launch, trained, trainer_of
 from helpers import worst
 
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.schedule import METHODS
 
 pytestmark = [
@@ -134,9 +134,9 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(tmp_path: Path) -> 
 @pytest.mark.parametrize("run", [Run(model="wide", stages=2, steps=4), Run(model="words", steps=4)])
 def test_a_gpu_holds_only_the_weights_of_its_rank(tmp_path: Path, run: Run) -> None:
     """The model is made on the CPU, and never as a whole on a GPU."""
-    places = (0, 1) * (run.stages // 2)
+    stage_to_rank = (0, 1) * (run.stages // 2)
     one, how = dataclasses.asdict(run), {"device": "cuda"}
-    results, codes = ranks(tmp_path, 2, holdings, run=one, other=places[::-1], trainer=how)
+    results, codes = ranks(tmp_path, 2, holdings, run=one, other=stage_to_rank[::-1], trainer=how)
     assert codes == [0, 0]
     whole = sum(value.numel() * value.element_size() for value in results[0]["state"].values())
     for found in results:
@@ -149,7 +149,7 @@ def test_a_gpu_holds_only_the_weights_of_its_rank(tmp_path: Path, run: Run) -> N
 
 
 def test_a_run_is_saved_and_goes_on_in_another_layout(tmp_path: Path) -> None:
-    run = dataclasses.asdict(Run(device="cuda", model="words", steps=9, places=(0, 0, 1, 1)))
+    run = dataclasses.asdict(Run(device="cuda", model="words", steps=9, stage_to_rank=(0, 0, 1, 1)))
     others, saved = [(0, 0, 1, 1), (1, 0, 1, 0)], str(tmp_path / "saved")
     results, codes = ranks(tmp_path, 2, resume, run=run, others=others, saved=saved)
     assert codes == [0, 0]

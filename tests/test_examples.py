@@ -104,8 +104,8 @@ def test_the_paper_s_recipe() -> None:
         ("sgd", "SGD", {"momentum": 0.9, "nesterov": True}),
         ("adamw", "AdamW", {"betas": (0.9, 0.999)}),
         ("nadam", "NAdam", {"betas": (0.99, 0.999), "decoupled_weight_decay": True}),
-        ("lead-sgd", "DelayAwareSGD", {"momentum": 0.9}),
-        ("lead-adamw", "DelayAwareAdamW", {"momentum": 0.9, "beta": 0.999}),
+        ("delay-aware-sgd", "DelayAwareSGD", {"momentum": 0.9}),
+        ("delay-aware-adamw", "DelayAwareAdamW", {"momentum": 0.9, "beta": 0.999}),
     ],
 )
 def test_a_recipe_s_optimizer(kind: str, name: str, settings: dict[str, Any]) -> None:

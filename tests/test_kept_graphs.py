@@ -27,9 +27,9 @@ import revcompile
 from benchmarks.stages.holding import saved_by
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.activations import Buffers
-from revcompile.runtime.stage.weight_stash import as_of
+from revcompile.runtime.stage.weights import at_versions
+from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.settings import Settings
-from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
@@ -48,17 +48,17 @@ def keeping(
     method: str = "petra",
     order: str | None = None,
     **settings: Any,
-) -> Trainer:
+) -> LocalTrainer:
     """A trainer whose stages keep just this, whatever the memory."""
     programs = net._programs(choose(method, order=order), keeps)
-    return Trainer(
+    return LocalTrainer(
         net.model, net.partition, programs, optimizer, F.cross_entropy, Settings(**settings)
     )
 
 
 def trained(
     name: str, keeps: Keeps, optimizer: Any = momentum, **settings: Any
-) -> tuple[Trainer, list[dict[str, Tensor]]]:
+) -> tuple[LocalTrainer, list[dict[str, Tensor]]]:
     """The trainer after all micro-batches, and the gradients of all updates."""
     record = spine.Recorded(optimizer)
     trainer = keeping(fresh(name), keeps, record, **settings)
@@ -205,7 +205,7 @@ def test_a_stage_returns_the_very_input_it_was_given() -> None:
 # -- autocast -------------------------------------------------------------------------------------
 
 
-def low_precision(keeps: Keeps) -> tuple[Trainer, list[training.Batch]]:
+def low_precision(keeps: Keeps) -> tuple[LocalTrainer, list[training.Batch]]:
     net = training.fresh(training.Plain, dtype=torch.float32)
     trainer = keeping(net, keeps, training.plain_sgd, autocast=torch.bfloat16)
     return trainer, training.batches(9, dtype=torch.float32)
@@ -218,11 +218,11 @@ def test_weights_in_low_precision_are_made_once_an_update_and_are_the_latest() -
     for batch in data[:6]:
         trainer.step(*batch)
     assert len(stage.in_flight) == 3
-    reads = stage.casts.read()
+    reads = stage.cast_weights.current()
     assert reads is not None
     low = {n: t for n, t in reads.items() if t.dtype == torch.bfloat16}
     for held in stage.in_flight.values():
-        with as_of(stage._referenced(), held.read_at):
+        with at_versions(stage._saved_by_reference(), held.parameter_versions):
             found = {t.data_ptr() for t in saved_by(held.kept) if t.dtype == torch.bfloat16}
         assert low["layers.0.weight"].data_ptr() in found
     with torch.no_grad():
@@ -255,7 +255,7 @@ def keeps(request: pytest.FixtureRequest) -> Keeps:
     return PLANS[request.param]
 
 
-def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[Trainer]:
+def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[LocalTrainer]:
     nets = [training.fresh(make) for _ in range(2)]
     return [keeping(net, keeps, training.momentum, **settings) for net in nets]
 
@@ -351,6 +351,6 @@ def test_parameters_may_be_written_to_between_steps() -> None:
     assert training.feed(clamped, more) == training.feed(clean, more)
 
 
-def test_recorded_rounds_are_not_for_graphs_in_flight() -> None:
-    with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory="):
-        training.trainer_of(training.fresh(training.Plain), memory="1GiB", backend="recorded")
+def test_captured_steps_are_not_for_graphs_in_flight() -> None:
+    with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory_budget="):
+        training.trainer_of(training.fresh(training.Plain), memory_budget="1GiB", backend="static")

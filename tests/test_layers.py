@@ -205,5 +205,11 @@ def test_folders_of_the_runtime_are_in_order(tmp_path: Path) -> None:
 def test_a_circle_is_found(tmp_path: Path) -> None:
     package = build(tmp_path, PACKAGE | {"errors.py": "if TYPE_CHECKING:\n    from . import api"})
     assert circles(package) == [
-        ["revcompile.api", "revcompile.compiler.capture", "revcompile.errors"]
+        [
+            "revcompile.api",
+            "revcompile.compiler.capture",
+            "revcompile.errors",
+            "revcompile.runtime.stage",
+            "revcompile.schedule",
+        ]
     ]

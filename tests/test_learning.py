@@ -146,10 +146,10 @@ def test_the_transformer_s_table() -> None:
     found = list(TABLES["transformer"](2, 3))
     assert len(found) == 16 and {e.seed for e in found} == {0, 1}
     assert [e.setting.removeprefix("vit_tiny-") for e in found[:5]] == [
-        "petra_stashed-k4-lead-adamw-lr0.0005-cosine",
-        "petra-k8-4stages-of32-lead-adamw-lr0.0005-cosine",
-        "petra-k4-4stages-lead-adamw-lr0.0005-cosine",
-        "petra-k4-lead-adamw-lr0.0005-cosine",
+        "petra_stashed-k4-delay-aware-adamw-lr0.0005-cosine",
+        "petra-k8-4stages-of32-delay-aware-adamw-lr0.0005-cosine",
+        "petra-k4-4stages-delay-aware-adamw-lr0.0005-cosine",
+        "petra-k4-delay-aware-adamw-lr0.0005-cosine",
         "backprop-k4-lr0.0005-cosine",
     ]
     assert {(e.rate, e.weight_decay) for e in found} == {(5e-4, 0.05)}

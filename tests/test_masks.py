@@ -1,4 +1,4 @@
-"""Random numbers kept instead of drawn again, as in a step recorded as a CUDA graph."""
+"""Random numbers saved instead of drawn again, as in a step captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.runtime.reversible import replay
-from revcompile.runtime.reversible.masks import Masks
+from revcompile.runtime.reversible.replay import Masks
 from tests.helpers import gradients, worst
 
 
@@ -23,9 +23,9 @@ def _drawn(x: Tensor) -> Tensor:
 
 def test_a_second_run_gets_the_numbers_of_the_first() -> None:
     masks, x = Masks(), torch.randn(3, 4)
-    with masks.kept():
+    with masks.record():
         first = _drawn(x)
-    with masks.repeated():
+    with masks.replay():
         second = _drawn(x)
     assert torch.equal(first, second)
     assert not torch.equal(first, _drawn(x))
@@ -33,13 +33,13 @@ def test_a_second_run_gets_the_numbers_of_the_first() -> None:
 
 def test_what_a_kernel_keeps_to_itself_is_refused() -> None:
     x = torch.randn(2, 1, 4, 8)
-    with Masks().kept():
+    with Masks().record():
         F.scaled_dot_product_attention(x, x, x)
         with pytest.raises(revcompile.RevcompileError, match="native_dropout, whose random"):
             torch.native_dropout(x, 0.5, True)
 
 
-def _is_recorded(device: torch.device) -> bool:
+def _is_capturing(device: torch.device) -> bool:
     return True
 
 
@@ -53,5 +53,5 @@ def test_gradients_of_a_recorded_step_with_stochastic_depth(
     net = revcompile.reversify(model.double(), x, check="off").train()
     reference = copy.deepcopy(net)
     reference.reversible = False
-    monkeypatch.setattr(replay, "is_recorded", _is_recorded)
+    monkeypatch.setattr(replay, "is_capturing", _is_capturing)
     assert worst(gradients(reference, x), gradients(net, x))[0] < 1e-10

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import revcompile
 from benchmarks.harness import LiveStorages, Memory, measure_memory, slope
-from benchmarks.one_device.memory import averaging_horizon
+from benchmarks.one_device.memory import step_memory
 from benchmarks.stacks import KINDS, Sizes, batch_of
 
 CPU = torch.device("cpu")
@@ -33,8 +33,8 @@ def test_a_block_adds_nothing(kind: str, policy: str) -> None:
     for depth in DEPTHS:
         model = KINDS[kind](depth, SIZES[kind].width)
         net = revcompile.reversify(model, x[:2], policy=policy, check="off")
-        plain[depth] = averaging_horizon(model, x, y, CPU)
-        ours[depth] = averaging_horizon(net, x, y, CPU)
+        plain[depth] = step_memory(model, x, y, CPU)
+        ours[depth] = step_memory(net, x, y, CPU)
     for of in ("held", "peak"):
         assert growth(ours, of) < ALLOWED * growth(plain, of), (of, plain, ours)
 
@@ -47,8 +47,8 @@ def test_storing_activations_grows_as_the_plain_model_does() -> None:
         model = KINDS["conv"](depth, SIZES["conv"].width)
         net = revcompile.reversify(model, x[:2], check="off")
         net.reversible = False
-        plain[depth] = averaging_horizon(model, x, y, CPU)
-        stored[depth] = averaging_horizon(net, x, y, CPU)
+        plain[depth] = step_memory(model, x, y, CPU)
+        stored[depth] = step_memory(net, x, y, CPU)
     assert growth(stored, "peak") == pytest.approx(growth(plain, "peak"), rel=0.05)
 
 

@@ -16,7 +16,6 @@ from revcompile.compiler.dataflow import cuts_gradient, draws_random
 from revcompile.compiler.find import find
 from revcompile.ir.module_tree import TreeReads, called_module, parameters_of
 from revcompile.ir.types import TYPE, TensorType
-from revcompile.runtime.distributed.weight_owners import _changing
 
 
 class Net(nn.Module):
@@ -71,20 +70,6 @@ def test_what_single_nodes_read() -> None:
     assert called_module(call, net) is net.layers and called_module(x, net) is None
     assert len(parameters_of(call, net)) == 4 and parameters_of(scale, net) == [net.scale]
     assert parameters_of(x, net) == []
-
-
-class Program:
-    def __init__(self, forward: fx.Graph) -> None:
-        self.forward = forward
-
-
-def test_buffers_that_a_stage_may_change() -> None:
-    """Statistics by the layer's type, whatever their names; a table that is only read is none."""
-    net = Net()
-    changing = _changing(net, Program(graph_of(net)))  # type: ignore[arg-type]
-    norms = (net.layers[1], net.other)
-    assert all(id(norm.running_mean) in changing for norm in norms)
-    assert id(net.table) not in changing
 
 
 def function_node(function: Any, *rest: Any, **kwargs: Any) -> fx.Node:

@@ -20,8 +20,8 @@ import revcompile
 from revcompile.kernels import layer_norm as norms
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.gradient_sum import GradientSum
-from revcompile.kernels.layer_norm import is_layer_norm, layer_norm, norm_of
-from revcompile.runtime.reversible.cast_down import narrowed
+from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
+from revcompile.runtime.reversible.precision_rewrites import cast_down
 from tests.helpers import gradients, worst
 
 
@@ -36,7 +36,7 @@ def test_the_kernels_equal_torch() -> None:
 # -- with stand-ins for the kernels, on the CPU ----------------------------------------------------
 
 
-def _normed(
+def _layer_norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert x.data_ptr() % 16 == 0, "another kernel might sum up in another order"
@@ -44,7 +44,7 @@ def _normed(
     return out.to(dtype), mean, scale
 
 
-def _normed_back(
+def _layer_norm_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -66,19 +66,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def called(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            is_added = function is _normed_back and args[5] is not None
+            is_added = function is _layer_norm_backward and args[5] is not None
             asked.append(function.__name__.strip("_") + (" added" if is_added else ""))
             return function(*args)
 
         return call
 
     stand_in = SimpleNamespace(
-        normed=called(_normed),
-        normed_back=called(_normed_back),
-        norms_on=lambda device, columns, dtype: True,
+        layer_norm_forward=called(_layer_norm_forward),
+        layer_norm_backward=called(_layer_norm_backward),
+        supports_layer_norm=lambda device, columns, dtype: True,
     )
     monkeypatch.setattr(norms, "_kernels", lambda: stand_in)
-    monkeypatch.setattr(norms, "_is_for_kernels", lambda x: is_autocasting(x.device))
+    monkeypatch.setattr(norms, "_pays", lambda x: is_autocasting(x.device))
     return asked
 
 
@@ -104,8 +104,11 @@ def test_no_bit_of_a_step_changes(
     twin = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(net, x)
-        assert kernels == ["normed"] * 4 + ["normed", "normed_back added"] * 4
-        monkeypatch.setattr(norms, "_is_for_kernels", lambda x: False)
+        assert (
+            kernels
+            == ["layer_norm_forward"] * 4 + ["layer_norm_forward", "layer_norm_backward added"] * 4
+        )
+        monkeypatch.setattr(norms, "_pays", lambda x: False)
         expected = gradients(twin, x)
     assert len(kernels) == 12
     assert found.keys() == expected.keys()
@@ -121,7 +124,7 @@ def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         deviation, where = worst(gradients(stored, x), gradients(net, x))
     assert deviation == 0.0, where
-    assert kernels.count("normed_back") == kernels.count("normed_back added") == 4
+    assert kernels.count("layer_norm_backward") == kernels.count("layer_norm_backward added") == 4
 
 
 class _Readers(nn.Module):
@@ -146,8 +149,8 @@ def test_a_streams_own_gradient_is_added_once(count: int, kernels: list[str]) ->
     stored.reversible = False
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(net, x)
-        assert kernels.count("normed_back added") == 3
-        assert kernels.count("normed_back") == 3 * (count - 1)
+        assert kernels.count("layer_norm_backward added") == 3
+        assert kernels.count("layer_norm_backward") == 3 * (count - 1)
         deviation, where = worst(gradients(stored, x), found)
     assert deviation < 2e-2, where  # sums in another order, rounded to bfloat16
 
@@ -155,32 +158,32 @@ def test_a_streams_own_gradient_is_added_once(count: int, kernels: list[str]) ->
 def test_a_gradient_that_lies_otherwise_is_added_later(kernels: list[str]) -> None:
     stream, own = torch.randn(4, 6), torch.randn(6, 4).t()
     total = GradientSum()
-    assert total.awaits(stream) is stream and GradientSum.of(stream) is total
-    assert total.asked_of(stream) == (None, None), "there is none yet"
+    assert total.attach(stream) is stream and GradientSum.of(stream) is total
+    assert total.addend_for(stream) == (None, None), "there is none yet"
     for kind in (own, own.double(), own[:, :3]):
         total.begin(kind)
-        assert total.asked_of(stream) == (None, None)
+        assert total.addend_for(stream) == (None, None)
         assert torch.equal(total.finish(torch.ones_like(kind))[0], kind + 1)
     total.begin(own)
     assert total.finish(None) == (own, None)
     x = stream.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        out = norm_of(nn.LayerNorm(6), total.awaits(x.view_as(x)))
+        out = call_layer_norm(nn.LayerNorm(6), total.attach(x.view_as(x)))
     plain = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
     total.begin(own)
     whole, _ = total.finish(torch.autograd.grad(out.sum(), x)[0])
     assert torch.equal(whole, own + plain)
-    assert kernels == ["normed", "normed_back", "normed_back"]
+    assert kernels == ["layer_norm_forward", "layer_norm_backward", "layer_norm_backward"]
 
 
 def test_a_copy_is_of_the_whole_sum() -> None:
     total, stream, own = GradientSum(), torch.randn(4, 6), torch.randn(4, 6)
     for other in (0, 1):
         total.begin(own, torch.float16)
-        assert total.asked_of(stream) == (own, torch.float16)
+        assert total.addend_for(stream) == (own, torch.float16)
         written = own + 1
-        total.note(written, written.half())
-        assert total.asked_of(stream) == (None, None), "once"
+        total.store(written, written.half())
+        assert total.addend_for(stream) == (None, None), "once"
         found, copied = total.finish(written + 1 if other else written.view_as(written))
         assert torch.equal(found, own + 1 + other)
         assert (copied is None) == bool(other), "another reader's gradient is not in it"
@@ -201,13 +204,16 @@ def test_a_stage_normalises_so_in_both_directions(
     net = revcompile.petrafy(_vit(num_classes=3), num_stages=2, example_inputs=x, check="off")
     trained = []
     for is_on in (True, False):
-        monkeypatch.setattr(norms, "_is_for_kernels", lambda x, is_on=is_on: is_on)
+        monkeypatch.setattr(norms, "_pays", lambda x, is_on=is_on: is_on)
         trainer = copy.deepcopy(net).trainer(_sgd, F.cross_entropy, autocast=torch.bfloat16)
         for _ in range(6):
             trainer.step(x, y)
         trainer.flush()
         trained.append([p.detach().clone() for p in trainer.model.parameters()])
-    assert kernels.count("normed") == 2 * 6 * 4 and kernels.count("normed_back") == 6 * 4
+    assert (
+        kernels.count("layer_norm_forward") == 2 * 6 * 4
+        and kernels.count("layer_norm_backward") == 6 * 4
+    )
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
 
@@ -219,10 +225,10 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 def test_a_hook_sees_its_norm_run(hook: str, kernels: list[str]) -> None:
     layer, seen = nn.LayerNorm(4), []
     with torch.autocast("cpu", torch.bfloat16):
-        assert norm_of(layer, torch.randn(3, 4)).dtype == torch.bfloat16
+        assert call_layer_norm(layer, torch.randn(3, 4)).dtype == torch.bfloat16
         getattr(layer, hook)(lambda module, *rest: seen.append(module))
-        assert norm_of(layer, torch.randn(3, 4)).dtype == torch.float32
-    assert seen == [layer] and kernels == ["normed"]
+        assert call_layer_norm(layer, torch.randn(3, 4)).dtype == torch.float32
+    assert seen == [layer] and kernels == ["layer_norm_forward"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +244,7 @@ def test_a_hook_sees_its_norm_run(hook: str, kernels: list[str]) -> None:
 )
 def test_what_there_is_no_kernel_for(layer: nn.LayerNorm, x: Tensor, kernels: list[str]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(norm_of(layer, x), layer(x))
+        assert torch.equal(call_layer_norm(layer, x), layer(x))
         given = layer.normalized_shape, layer.weight, layer.bias, layer.eps
         assert torch.equal(layer_norm(x, *given), layer(x))
     assert not kernels
@@ -248,13 +254,13 @@ def test_a_stream_at_an_odd_address_is_moved(kernels: list[str]) -> None:
     layer, x = nn.LayerNorm(4), torch.randn(13)[1:].view(3, 4)
     assert x.data_ptr() % 16
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(norm_of(layer, x), layer(x).bfloat16())
-    assert kernels == ["normed"]
+        assert torch.equal(call_layer_norm(layer, x), layer(x).bfloat16())
+    assert kernels == ["layer_norm_forward"]
 
 
 def test_norms_on_the_cpu_are_left_to_torch() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert not norms._is_for_kernels(torch.empty(2**20))
+        assert not norms._pays(torch.empty(2**20))
 
 
 # -- which norms -----------------------------------------------------------------------------------
@@ -310,8 +316,10 @@ READERS: list[tuple[str, Callable[..., Tensor], bool]] = [
 
 def _replaced(model: nn.Module, x: Tensor) -> list[bool]:
     net = revcompile.reversify(model, x, check="off")
-    branches = [narrowed(coupling.branch, net) for coupling in net.rewired.couplings]
-    return [any(n.target in (norm_of, layer_norm) for n in branch.nodes) for branch in branches]
+    branches = [cast_down(coupling.branch, net) for coupling in net.rewired.couplings]
+    return [
+        any(n.target in (call_layer_norm, layer_norm) for n in branch.nodes) for branch in branches
+    ]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +346,7 @@ def test_a_functional_norm_counts_too(kernels: list[str]) -> None:
     net = revcompile.reversify(model, x, check="off").train()
     with torch.autocast("cpu", torch.bfloat16):
         gradients(net, x)
-    assert kernels == ["normed", "normed", "normed_back added"]
+    assert kernels == ["layer_norm_forward", "layer_norm_forward", "layer_norm_backward added"]
 
 
 def test_which_layers_are_layer_norms() -> None:

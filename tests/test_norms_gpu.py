@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import record
+from benchmarks.one_device.whole import capture_step
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as gradients
 from revcompile.kernels import layer_norm as norms
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.kernels.gradient_sum import GradientSum
-from revcompile.kernels.layer_norm import layer_norm, norm_of
+from revcompile.kernels.layer_norm import call_layer_norm, layer_norm
 from revcompile.runtime.reversible import coupling
 from tests.helpers import worst
 
@@ -80,7 +80,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name in ("normed", "normed_back", "summed_twice"):
+    for name in ("layer_norm_forward", "layer_norm_backward", "add_and_cast"):
         monkeypatch.setattr(kernels, name, counting(name, getattr(kernels, name)))
     return counts
 
@@ -124,7 +124,7 @@ def test_norms_equal_torch(rows: int, columns: int, dtype: torch.dtype) -> None:
     grad = torch.randn(rows, columns, device="cuda").to(dtype)
     given = (x, *layer.parameters())
     with torch.autocast("cuda", dtype):
-        narrow, wide = norm_of(layer, x), layer(x)
+        narrow, wide = call_layer_norm(layer, x), layer(x)
         again = layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
     assert narrow.dtype == dtype and wide.dtype == torch.float32
     assert torch.equal(narrow, again)
@@ -142,14 +142,14 @@ def test_norms_equal_torch(rows: int, columns: int, dtype: torch.dtype) -> None:
 def test_a_norm_adds_a_streams_own_gradient(columns: int, counted: Counter[str]) -> None:
     layer, x = nn.LayerNorm(columns).cuda(), torch.randn(20001, columns, device="cuda")
     total, own = GradientSum(), torch.randn_like(x)
-    stream = total.awaits(x.requires_grad_().view_as(x))
+    stream = total.attach(x.requires_grad_().view_as(x))
     with torch.autocast("cuda", torch.bfloat16):
-        out = norm_of(layer, stream)
+        out = call_layer_norm(layer, stream)
     grad, given = torch.randn_like(out), (x, *layer.parameters())
     plain = torch.autograd.grad(out, given, grad, retain_graph=True)
     total.begin(own, torch.bfloat16)
     found = torch.autograd.grad(out, given, grad)
-    assert counted["normed_back"] >= 2
+    assert counted["layer_norm_backward"] >= 2
     whole, copied = total.finish(found[0])
     assert whole is found[0] and copied is not None and torch.equal(copied, whole.bfloat16())
     assert torch.allclose(found[0], own + plain[0], rtol=1e-5, atol=1e-5)
@@ -161,9 +161,9 @@ def test_norms_come_out_the_same_recorded_or_not() -> None:
     layer, x = nn.LayerNorm(768).cuda(), torch.randn(9999, 768, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         with torch.no_grad():
-            first = norm_of(layer, x)
-        second = norm_of(layer, x.clone().requires_grad_())
-        small = norm_of(layer, x[:10])
+            first = call_layer_norm(layer, x)
+        second = call_layer_norm(layer, x.clone().requires_grad_())
+        small = call_layer_norm(layer, x[:10])
     assert second.grad_fn is not None and torch.equal(first, second)
     assert small.dtype == torch.float32, "torch's own"
 
@@ -182,13 +182,15 @@ def test_a_sum_and_its_copy(
     stream = grid.rounded(stream, g)
     want = (grid.subtract if is_minus else grid.add)(stream, addend, g)
     with torch.autocast("cuda", torch.bfloat16):
-        total, copied = grid.sum_up(stream, addend, g, is_minus, True)
-        assert grid.sum_up(stream, addend, g, is_minus, False)[1] is None
-        assert grid.sum_up(stream[:1], addend[:1], g, is_minus, True)[1] is None, "too small"
+        total, copied = grid.add_or_subtract(stream, addend, g, is_minus, True)
+        assert grid.add_or_subtract(stream, addend, g, is_minus, False)[1] is None
+        assert grid.add_or_subtract(stream[:1], addend[:1], g, is_minus, True)[1] is None, (
+            "too small"
+        )
     assert copied is not None and copied.dtype == torch.bfloat16
     assert torch.equal(total, want) and torch.equal(copied, want.bfloat16())
     assert total.stride() == copied.stride() == stream.stride()
-    assert grid.sum_up(stream, addend, g, is_minus, True)[1] is None, "no autocast"
+    assert grid.add_or_subtract(stream, addend, g, is_minus, True)[1] is None, "no autocast"
 
 
 # -- whole steps -----------------------------------------------------------------------------------
@@ -203,11 +205,11 @@ def test_a_step_with_narrow_norms(
     _step(net, x, dtype)  # the first one tries whether kernels can be built
     counted.clear()
     found = _step(net, x, dtype)
-    assert counted == {"normed": 8, "normed_back": 4}
-    monkeypatch.setattr(norms, "_is_for_kernels", lambda x: False)
+    assert counted == {"layer_norm_forward": 8, "layer_norm_backward": 4}
+    monkeypatch.setattr(norms, "_pays", lambda x: False)
     expected = _step(net, x, dtype)
-    separate = {"summed_twice": 3}  # sums of gradients, which a norm's kernel has done on the way
-    assert counted == {"normed": 8, "normed_back": 4, **separate}
+    separate = {"add_and_cast": 3}  # sums of gradients, which a norm's kernel has done on the way
+    assert counted == {"layer_norm_forward": 8, "layer_norm_backward": 4, **separate}
     deviation, where = worst(expected, found)
     assert deviation < 3e-2, where
 
@@ -219,12 +221,14 @@ def test_a_step_with_copied_sums_to_the_bit(
     net, x = _net(_Convs, overlap=overlap)
     twin = copy.deepcopy(net)
     found = _step(net, x)
-    assert counted == {"summed_twice": 9}, "three sums each way, and three of gradients"
-    sum_up, added = coupling.sum_up, gradients.added
-    monkeypatch.setattr(coupling, "sum_up", lambda *given: sum_up(*given[:-1], False))
-    monkeypatch.setattr(gradients, "added", lambda *given: added(*given[:2]))
+    assert counted == {"add_and_cast": 9}, "three sums each way, and three of gradients"
+    add_or_subtract, added = coupling.add_or_subtract, gradients.add_gradients
+    monkeypatch.setattr(
+        coupling, "add_or_subtract", lambda *given: add_or_subtract(*given[:-1], False)
+    )
+    monkeypatch.setattr(gradients, "add_gradients", lambda *given: added(*given[:2]))
     expected = _step(twin, x)
-    assert counted == {"summed_twice": 9}
+    assert counted == {"add_and_cast": 9}
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
@@ -242,7 +246,7 @@ def test_without_autocast_no_kernel_is_started(
 def test_a_recorded_step(kind: type[nn.Module]) -> None:
     net, x = _net(kind)
     eager = copy.deepcopy(net)
-    replay = record(lambda: _step_in_place(net, x), net)
+    replay = capture_step(lambda: _step_in_place(net, x), net)
     for _ in range(2):
         x.copy_(torch.randn_like(x))
         replay()
@@ -269,7 +273,7 @@ def test_stages_normalise_so_too(
     losses = []
     for is_on in (True, False):
         if not is_on:
-            monkeypatch.setattr(norms, "_is_for_kernels", lambda x: False)
+            monkeypatch.setattr(norms, "_pays", lambda x: False)
         before = counted.total()
         trainer = copy.deepcopy(net).trainer(
             _sgd, F.cross_entropy, autocast=torch.bfloat16, backend=backend

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.one_device.memory import averaging_horizon
+from benchmarks.one_device.memory import step_memory
 from benchmarks.stacks import KINDS, Sizes, batch_of
 from revcompile.runtime.reversible.overlap import SMALL, Overlap
 from tests.helpers import gradients
@@ -189,7 +189,7 @@ def test_memory_does_not_grow_with_depth(overlap: str, dtype: str) -> None:
     for depth in (3, 9):
         model = KINDS["transformer"](depth, SIZES.width)
         x, y = batch_of("transformer", SIZES, torch.device("cpu"))
-        peaks.append(averaging_horizon(_net(overlap, model, x=x), x, y, x.device, dtype).peak)
+        peaks.append(step_memory(_net(overlap, model, x=x), x, y, x.device, dtype).peak)
     assert peaks[1] == pytest.approx(peaks[0], rel=0.001)
 
 
@@ -201,7 +201,7 @@ def test_small_kernels_of_a_recorded_step_overlap_by_themselves(
 ) -> None:
     small, large = torch.empty(1), torch.empty(SMALL + 1, device="meta")
     assert not Overlap.AUTO.applies_to(small)
-    monkeypatch.setattr("revcompile.runtime.reversible.overlap.is_recorded", lambda device: True)
+    monkeypatch.setattr("revcompile.runtime.reversible.overlap.is_capturing", lambda device: True)
     assert Overlap.AUTO.applies_to(small)
     assert not Overlap.AUTO.applies_to(large)
     assert Overlap.ON.applies_to(large) and not Overlap.OFF.applies_to(small)

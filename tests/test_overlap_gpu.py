@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import record
+from benchmarks.one_device.whole import capture_step
 from benchmarks.stacks import KINDS, Sizes, batch_of
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import triton_kernels as kernels
@@ -132,7 +132,7 @@ def _recorded(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
         net.zero_grad()
         _step(net, x, y)
 
-    return record(step, net)
+    return capture_step(step, net)
 
 
 @pytest.mark.parametrize("choice", ["on", "off"])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.compiler.cost import MemoryModel
-from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
+from revcompile.compiler.cost import MemoryModel, Workload
+from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, Piece
 from revcompile.ir.types import Cost, TensorType
@@ -172,7 +172,7 @@ def test_residual_blocks_are_never_torn() -> None:
     x = torch.empty(2, 3, 32, 32, device="meta")
     rewired = revcompile.reversify(model, x, check="off").rewired
     whole = whole_pieces(rewired.body)
-    groups, _ = torn_pieces(rewired, whole)
+    groups, _ = split_pieces(rewired, whole)
     assert len(whole) == 10
     assert all(len(group) == 1 for group in groups)
 
@@ -280,17 +280,7 @@ def test_known_models_are_cut_evenly(name: str, options: dict[str, Any], size: i
 
 def needs(partition: Partition, batch: int) -> list[int]:
     """Bytes of every stage."""
-    pieces, costs = flat(partition)
-    method = choose("petra")
-    model = MemoryModel(
-        pieces,
-        partition.types,
-        costs,
-        method,
-        len(partition.parts),
-        batch=batch,
-        first_input_free=False,
-    )
+    model = MemoryModel.of(partition, Workload(choose("petra"), batch))
     ends = list(itertools.accumulate(sizes(partition)))
     spans = itertools.pairwise((0, *ends))
     return [model.stage(index, start, end).total for index, (start, end) in enumerate(spans)]
@@ -307,6 +297,8 @@ def test_a_memory_limit_moves_the_cuts() -> None:
     assert sizes(bound) != sizes(free)
     assert max(needs(bound, 64)) <= limit
     assert max(work(bound)) > max(work(free))
+    as_text = cut(Chain(), 2, x, cost=heavy, memory_budget=f"{limit}B", batch_size=64)
+    assert sizes(as_text) == sizes(bound)
 
 
 def test_a_memory_limit_that_cannot_be_met() -> None:

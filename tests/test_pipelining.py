@@ -228,7 +228,7 @@ def test_a_size_that_grows_unevenly_stops_the_stage_that_makes_it() -> None:
     net = revcompile.petrafy(Scaled(inverse=False).double(), 3, rows(2), check="off")
     stages = net.to_pipeline_stages()
     run_in_a_row(stages, rows(3))  # sizes are known at the example's batch size and at one more
-    with pytest.raises(InputError, match="is 25 here, but later stages work out 19"):
+    with pytest.raises(InputError, match="is 25 here, but later stages compute 19"):
         run_in_a_row(stages, rows(5))
 
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import revcompile
+from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
+from revcompile.ir.program import Partition
 from revcompile.ir.types import Rewired
-from revcompile.plan.forecast import (
+from revcompile.plan.cluster import (
+    Cluster,
     Device,
-    Forecast,
-    Seconds,
-    forecast,
-    plan,
-    stage_costs,
+    NetworkLink,
+    TimeModel,
+    stage_times,
     update_speed,
 )
+from revcompile.plan.forecast import Forecast, forecast, plan_cluster
 from revcompile.schedule import (
     Costs,
-    Wire,
     busy_share,
     choose,
     hiding_alpha,
@@ -64,13 +67,13 @@ def test_the_period_without_drains_is_the_dry_runs(stages: int, link: float, alp
 
 @pytest.mark.parametrize("link", [0.0, 2.0])
 @pytest.mark.parametrize("method", ["gpipe", "1f1b", "backprop", "reversible_backprop"])
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
 def test_the_period_with_drains_is_exactly_the_dry_runs(
-    method: str, group: int, link: float
+    method: str, accumulate: int, link: float
 ) -> None:
-    costs = drawn(4, link, update=0.3, seed=group)
-    played = 1 / throughput(method, costs, group)
-    assert period(method, costs, group) == pytest.approx(played, rel=1e-9)
+    costs = drawn(4, link, update=0.3, seed=accumulate)
+    played = 1 / throughput(method, costs, accumulate)
+    assert period(method, costs, accumulate) == pytest.approx(played, rel=1e-9)
 
 
 def test_thousands_of_stages_take_no_time_at_all() -> None:
@@ -85,9 +88,9 @@ def test_thousands_of_stages_take_no_time_at_all() -> None:
 def test_a_narrow_link_sets_the_pace_whatever_is_in_flight() -> None:
     costs = Costs.uniform(4, forward=1, backward=3, link=9)
     assert period(choose("petra", alpha=50), costs) == 4
-    assert period(choose("petra", alpha=50), costs, occupied=[9, 9, 9]) == 9
-    alpha = hiding_alpha("petra", costs, occupied=[9, 9, 9])
-    assert period(choose("petra", alpha=alpha), costs, occupied=[9, 9, 9]) == 9
+    assert period(choose("petra", alpha=50), costs, link_busy=[9, 9, 9]) == 9
+    alpha = hiding_alpha("petra", costs, link_busy=[9, 9, 9])
+    assert period(choose("petra", alpha=alpha), costs, link_busy=[9, 9, 9]) == 9
 
 
 @pytest.mark.parametrize("link", [1.0, 4.0, 40.0])
@@ -118,7 +121,7 @@ def test_stages_in_one_process_run_one_after_the_other() -> None:
 @pytest.mark.parametrize(("bandwidth", "latency"), [(0.0, 0.0), (1e9, -1.0)])
 def test_a_link_that_cannot_be_is_refused(bandwidth: float, latency: float) -> None:
     with pytest.raises(InputError, match="above 0"):
-        Wire(bandwidth, latency)
+        NetworkLink(bandwidth, latency)
 
 
 # -- forecasts ------------------------------------------------------------------------------------
@@ -139,13 +142,24 @@ def rewired() -> Rewired:
     return revcompile.reversify(model, torch.randn(4, 8), check="off").rewired
 
 
-SLOW_DEVICE = Seconds.on(Device(flops=1e9, bandwidth=1e9))
-FAST = Wire(bandwidth=1e12)
+SLOW_DEVICE = TimeModel.on(Device(flops=1e9, bandwidth=1e9))
+FAST = NetworkLink(bandwidth=1e12)
 
 
-def planned(devices: int, wire: Wire = FAST, **options: object) -> dict[str, Forecast]:
-    _, found = plan(rewired(), devices, batch=16, wire=wire, seconds=SLOW_DEVICE, **options)  # type: ignore[arg-type]
+PETRA = Workload(choose("petra"), batch_size=16)
+
+
+def planned(
+    devices: int, link: NetworkLink = FAST, accumulate: int = 1, **options: Any
+) -> dict[str, Forecast]:
+    workload = replace(PETRA, accumulate=accumulate)
+    cluster = Cluster(devices, link, SLOW_DEVICE)
+    _, found = plan_cluster(rewired(), cluster, workload, **options)
     return {one.method: one for one in found}
+
+
+def cut(stages: int) -> Partition:
+    return plan_cluster(rewired(), Cluster(stages, FAST, SLOW_DEVICE), PETRA, stages=stages)[0]
 
 
 def test_every_method_is_forecast_on_the_same_stages() -> None:
@@ -153,8 +167,8 @@ def test_every_method_is_forecast_on_the_same_stages() -> None:
     assert set(found) == {"petra", "1f1b", "gpipe", "zero-bubble (bound)"}
     assert {(one.stages, one.replicas) for one in found.values()} == {(4, 1)}
     petra, drained, gpipe = (found[name] for name in ("petra", "1f1b", "gpipe"))
-    assert (petra.delay, petra.alpha, petra.group) == (3, 1.0, 1)
-    assert (drained.delay, drained.alpha, drained.group) == (0, None, 16)
+    assert (petra.delay, petra.alpha, petra.accumulate) == (3, 1.0, 1)
+    assert (drained.delay, drained.alpha, drained.accumulate) == (0, None, 16)
     # PETRA computes forward twice, but has no bubbles; GPipe keeps every graph of a group.
     assert petra.efficiency > drained.efficiency
     assert petra.memory < drained.memory < gpipe.memory
@@ -174,42 +188,43 @@ def test_without_a_number_of_stages_no_device_idles_and_stages_are_many() -> Non
 
 def test_slow_links_cost_delay_and_not_throughput() -> None:
     near = planned(8, stages=8)["petra"]
-    far = planned(8, Wire(bandwidth=1e12, latency=0.01), stages=8)["petra"]
+    far = planned(8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8)["petra"]
     assert far.alpha is not None and far.alpha > 1
     assert far.delay > near.delay == 7
     assert far.throughput == pytest.approx(near.throughput, rel=0.02)
-    fixed = planned(8, Wire(bandwidth=1e12, latency=0.01), stages=8, alpha=1.0)["petra"]
+    fixed = planned(8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8, alpha=1.0)["petra"]
     assert fixed.delay == 7 and fixed.throughput < 0.5 * far.throughput
-    assert fixed.limit == "bubbles" and far.limit.startswith("stage")
+    assert fixed.bottleneck == "bubbles" and far.bottleneck.startswith("stage")
 
 
 def test_narrow_links_are_named() -> None:
-    found = planned(8, Wire(bandwidth=1e6), stages=8)["petra"]
-    assert found.limit.startswith("link")
+    found = planned(8, NetworkLink(bandwidth=1e6), stages=8)["petra"]
+    assert found.bottleneck.startswith("link")
 
 
 def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
-    roomy = planned(8, memory=10**9)["petra"]
+    roomy = planned(8, memory_budget=10**9)["petra"]
     assert (roomy.stages, roomy.fits) == (1, True)
-    tight = planned(8, memory=roomy.memory // 2)["petra"]
+    tight = planned(8, memory_budget=roomy.memory // 2)["petra"]
     assert tight.stages > 1 and tight.fits and tight.memory <= roomy.memory // 2
-    assert planned(8, memory=1000)["petra"].fits is False
+    assert planned(8, memory_budget=1000)["petra"].fits is False
 
 
 def test_averaging_over_slow_links_is_counted_but_is_no_work() -> None:
-    fast, slow = (planned(8, Wire(bandwidth), stages=1)["petra"] for bandwidth in (1e12, 1e6))
+    fast, slow = (
+        planned(8, NetworkLink(bandwidth), stages=1)["petra"] for bandwidth in (1e12, 1e6)
+    )
     assert slow.throughput < 0.5 * fast.throughput
     assert slow.efficiency < 0.5 * fast.efficiency
-    assert (fast.limit, slow.limit) == ("stage 0", "averaging")
-    seldom = planned(8, Wire(1e6), stages=1, accumulate=100)["petra"]
+    assert (fast.bottleneck, slow.bottleneck) == ("stage 0", "averaging")
+    seldom = planned(8, NetworkLink(1e6), stages=1, accumulate=100)["petra"]
     assert seldom.throughput > 2 * slow.throughput
 
 
 def test_costs_grow_with_the_batch_and_kept_graphs_are_not_computed_again() -> None:
-    cut, _ = plan(rewired(), 3, batch=4, wire=FAST, seconds=SLOW_DEVICE, stages=3)
-
-    def costs(method: str, batch: int) -> Costs:
-        return stage_costs(cut, choose(method), SLOW_DEVICE, batch=batch, wire=Wire(1e9))
+    def costs(method: str, batch_size: int) -> Costs:
+        workload = Workload(choose(method), batch_size)
+        return stage_times(cut(3), workload, SLOW_DEVICE, NetworkLink(1e9))
 
     small, large, kept = costs("petra", 4), costs("petra", 8), costs("1f1b", 4)
     assert large.forward == pytest.approx([2 * time for time in small.forward])
@@ -220,10 +235,11 @@ def test_costs_grow_with_the_batch_and_kept_graphs_are_not_computed_again() -> N
 
 
 def test_measured_costs_are_seconds_already() -> None:
-    cut, _ = plan(rewired(), 2, batch=4, wire=FAST, seconds=SLOW_DEVICE, stages=2)
-    seconds = Seconds.measured(update_speed(elements=2**10, repeats=1))
-    found = forecast(cut, "petra", seconds, batch=4, wire=FAST)
-    work = [sum(c.forward + c.backward for c in part.costs) for part in cut.parts]
+    stages = cut(2)
+    time_model = TimeModel.measured(update_speed(elements=2**10, repeats=1))
+    workload = Workload(choose("petra"), batch_size=4)
+    found = forecast(stages, workload, Cluster(2, FAST, time_model))
+    work = [sum(c.forward + c.backward for c in part.costs) for part in stages.parts]
     assert found.period >= 0.7 * max(work)  # the last stage computes less than counted
 
 
@@ -236,6 +252,6 @@ def test_measured_costs_are_seconds_already() -> None:
         ({"devices": 4, "methods": ["petar"]}, "did you mean 'petra'"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(options: dict[str, object], told: str) -> None:
+def test_what_cannot_be_planned_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        planned(**options)  # type: ignore[arg-type]
+        planned(**options)

@@ -20,7 +20,7 @@ from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.runtime.reversible import coupling
 from revcompile.runtime.reversible import module as reversible
-from revcompile.runtime.reversible.cast_down import narrowed
+from revcompile.runtime.reversible.precision_rewrites import cast_down
 from tests.helpers import gradients, worst
 
 
@@ -29,13 +29,13 @@ class _Widened(TorchDispatchMode):
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
-        self.shape, self.count, self.narrowed = shape, 0, 0
+        self.shape, self.count, self.casts_down = shape, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and out.shape == self.shape:
             self.count += args[0].dtype == torch.bfloat16 and out.dtype == torch.float32
-            self.narrowed += args[0].dtype == torch.float32 and out.dtype == torch.bfloat16
+            self.casts_down += args[0].dtype == torch.float32 and out.dtype == torch.bfloat16
         return out
 
 
@@ -81,11 +81,11 @@ def test_gradients_are_widened_only_where_they_are_added(monkeypatch: pytest.Mon
 
 
 def _copied(
-    stream: Tensor, addend: Tensor, g: Tensor | None, is_minus: bool, is_read_cast: bool
+    stream: Tensor, addend: Tensor, g: Tensor | None, is_minus: bool, with_cast: bool
 ) -> tuple[Tensor, Tensor | None]:
     """What a GPU's kernel gives; its copy is not made with a cast that is counted."""
     total = (grid.subtract if is_minus else grid.add)(stream, addend, g)
-    if not is_read_cast:
+    if not with_cast:
         return total, None
     assert torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
     return total, torch.empty_like(total, dtype=torch.bfloat16).copy_(total)
@@ -117,15 +117,15 @@ def test_a_sum_is_read_as_it_was_copied(
 ) -> None:
     """All but a chain's first branch, and in backward its last, get copies of the sums before."""
     net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
-    links = [coupling.link is not None for coupling in net.rewired.couplings]
+    links = [coupling.rearrange is not None for coupling in net.rewired.couplings]
     assert links == [False, False, isinstance(model, _Turned)]
     results = []
-    for sum_up in (coupling.sum_up, _copied):
-        monkeypatch.setattr(coupling, "sum_up", sum_up)
+    for add_or_subtract in (coupling.add_or_subtract, _copied):
+        monkeypatch.setattr(coupling, "add_or_subtract", add_or_subtract)
         with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
             results.append(gradients(copy.deepcopy(net), X))
     # Seeds of three backward passes are cast too.
-    assert seen.narrowed == casts + 3
+    assert seen.casts_down == casts + 3
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
@@ -149,11 +149,11 @@ def test_a_gradient_is_read_as_it_was_copied(
     """All branches but the chain's last begin with a copy of the gradient's sum before."""
     net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
     results, casts = [], []
-    for added in (sums.added, _copied_gradient):
-        monkeypatch.setattr(sums, "added", added)
+    for added in (sums.add_gradients, _copied_gradient):
+        monkeypatch.setattr(sums, "add_gradients", added)
         with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
             results.append(gradients(copy.deepcopy(net), X))
-        casts.append(seen.narrowed)
+        casts.append(seen.casts_down)
     assert casts[0] - casts[1] == copies
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
@@ -172,11 +172,11 @@ def test_gradients_that_come_to_a_chain_are_laid_out_like_its_streams(
     net = revcompile.reversify(_Stack().double(), x, check="off").train().to(memory_format=last)
     expected = gradients(copy.deepcopy(net), x)
     monkeypatch.setattr(coupling, "laid_out_like", laid_out)
-    added = sums.added
+    added = sums.add_gradients
     strides = []
     monkeypatch.setattr(
         sums,
-        "added",
+        "add_gradients",
         lambda *given: (strides.append(given[0].stride()), added(*given))[1],
     )
     found = gradients(net, x)
@@ -189,8 +189,10 @@ def test_streams_of_the_branches_type_need_no_copied_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    added = sums.added
-    monkeypatch.setattr(sums, "added", lambda *given: (asked.append(given[2]), added(*given))[1])
+    added = sums.add_gradients
+    monkeypatch.setattr(
+        sums, "add_gradients", lambda *given: (asked.append(given[2]), added(*given))[1]
+    )
     gradients(revcompile.reversify(_Stack(), X, check="off").train(), X)
     assert asked == [None] * 3
 
@@ -198,7 +200,7 @@ def test_streams_of_the_branches_type_need_no_copied_gradients(
 def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        coupling, "sum_up", lambda *given: (asked.append(given[-1]), _copied(*given))[1]
+        coupling, "add_or_subtract", lambda *given: (asked.append(given[-1]), _copied(*given))[1]
     )
     net = revcompile.reversify(_Stack().bfloat16(), X.bfloat16(), check="off").train()
     gradients(net, X.bfloat16())
@@ -219,7 +221,7 @@ def test_only_a_sole_reader_that_autocast_casts_for_counts() -> None:
 
 
 def _has_early_casts(net: revcompile.ReversibleModule) -> list[bool]:
-    branches = [narrowed(coupling.branch, net) for coupling in net.rewired.couplings]
+    branches = [cast_down(coupling.branch, net) for coupling in net.rewired.couplings]
     return [any(n.target is as_read for n in branch.nodes) for branch in branches]
 
 
@@ -233,7 +235,7 @@ def test_windows_are_made_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     twin = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(net, x)
-        monkeypatch.setattr(reversible, "narrowed", lambda graph, root: graph)
+        monkeypatch.setattr(reversible, "cast_down", lambda graph, root: graph)
         expected = gradients(twin, x)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -277,10 +279,10 @@ def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.M
     stream, addend = torch.randn(3, 700), torch.randn(3, 700).to(dtype)
     g = grid.make_grid(stream, stream)
     stream = grid.rounded(stream, g)
-    there = kernels.summed(stream, addend, g)
+    there = kernels.add(stream, addend, g)
     assert torch.equal(there, grid.add(stream, addend, g))
-    assert torch.equal(kernels.summed(there, addend, g, is_minus=True), stream)
-    assert torch.equal(kernels.summed(stream, addend), stream + addend)
-    total, copied = kernels.summed_twice(stream, addend, torch.float16, g, is_minus=True)
+    assert torch.equal(kernels.add(there, addend, g, is_minus=True), stream)
+    assert torch.equal(kernels.add(stream, addend), stream + addend)
+    total, copied = kernels.add_and_cast(stream, addend, torch.float16, g, is_minus=True)
     assert torch.equal(total, grid.subtract(stream, addend, g))
     assert torch.equal(copied, total.half())

@@ -45,7 +45,9 @@ def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_pa
     steps = [step("saving", run, tmp_path / f"ranks {name}") for name, run in RUNS.items()]
     saved = on_ranks(tmp_path / "first", steps)
     alone = {name: saving(run, str(tmp_path / f"alone {name}")) for name, run in RUNS.items()}
-    swapped = {name: dataclasses.replace(run, places=(1, 0, 1, 0)) for name, run in RUNS.items()}
+    swapped = {
+        name: dataclasses.replace(run, stage_to_rank=(1, 0, 1, 0)) for name, run in RUNS.items()
+    }
     steps = [step("resuming", run, tmp_path / f"alone {name}") for name, run in RUNS.items()]
     steps += [step("resuming", swapped["tied"], tmp_path / "ranks tied")]
     resumed = on_ranks(tmp_path / "second", steps)

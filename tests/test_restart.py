@@ -205,7 +205,9 @@ def launch_two(course: Course, folder: Path) -> list[Ended]:
 
 
 def test_copies_of_the_pipeline_go_on_with_their_own_generators(tmp_path: Path) -> None:
-    course = Course(Run(method="backprop", places=(0, 0, 1, 1), steps=10), (2,), End(3, step=3))
+    course = Course(
+        Run(method="backprop", stage_to_rank=(0, 0, 1, 1), steps=10), (2,), End(3, step=3)
+    )
     expected = launch(resumed(course), 4, tmp_path / "undisturbed")
     assert_named(launch(course, 4, tmp_path / "ranks"), dead=3, completed=2)
     ended = launch(resumed(course), 4, tmp_path / "ranks")

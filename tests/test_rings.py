@@ -1,4 +1,4 @@
-"""What stages keep reaches the round that reads it, however two queues of a device run on."""
+"""Activations reach the step that reads them, in whatever order two streams run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from revcompile.runtime.executor.captured.ring_buffers import Ring, RingBuffers
+from revcompile.runtime.executor.captured.ring_buffers import RingBuffer, RingBuffers
 
 
 @dataclass
 class Device:
-    """Two queues whose work is done later, each in its order, in any order between them."""
+    """Two streams whose work is done later, each in its order, in any order between them."""
 
     queues: tuple[deque[Any], deque[Any]] = field(default_factory=lambda: (deque(), deque()))
     current: int = 0
@@ -24,21 +24,21 @@ class Device:
     def ask(self, work: Callable[[], None]) -> None:
         self.queues[self.current].append(work)
 
-    # -- as a side ----------------------------------------------------------------------------
+    # -- as a copy stream ---------------------------------------------------------------------
 
-    def mark(self) -> list[bool]:
-        moment: list[bool] = []
-        self.ask(lambda: moment.append(True))
-        return moment
+    def record_event(self) -> list[bool]:
+        event: list[bool] = []
+        self.ask(lambda: event.append(True))
+        return event
 
-    def wait(self, moment: list[bool]) -> None:
-        self.queues[0].append(moment)
+    def wait_event(self, event: list[bool]) -> None:
+        self.queues[0].append(event)
 
-    def follow(self, moment: list[bool]) -> None:
-        self.queues[1].append(moment)
+    def follow(self, event: list[bool]) -> None:
+        self.queues[1].append(event)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         self.current = 1
         yield
         self.current = 0
@@ -58,7 +58,7 @@ class Device:
 
 @dataclass
 class Cell:
-    """A box on such a device."""
+    """A static buffer on such a device."""
 
     device: Device
     content: int | None = None
@@ -67,17 +67,17 @@ class Cell:
     def value(self) -> Cell:
         return self
 
-    def fill(self, other: Cell) -> None:
+    def copy_(self, other: Cell) -> None:
         def work() -> None:
             self.content = other.content
 
         self.device.ask(work)
 
 
-def ring_of(device: Device, count: int) -> Ring:
-    ring = Ring(None, 0)
+def ring_of(device: Device, count: int) -> RingBuffer:
+    ring = RingBuffer(None, 0)
     ring.slots = [Cell(device) for _ in range(count)]  # type: ignore[misc]
-    ring.dues = [Cell(device), Cell(device)]  # type: ignore[misc]
+    ring.read_slots = [Cell(device), Cell(device)]  # type: ignore[misc]
     return ring
 
 
@@ -86,42 +86,42 @@ COUNTS = {0: 1, 1: 2, 2: 3, 3: 7}
 
 @pytest.mark.parametrize("favour", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_round_reads_the_oldest(favour: float, seed: int) -> None:
+def test_every_step_reads_the_oldest(favour: float, seed: int) -> None:
     device = Device()
     rings = {stage: ring_of(device, count) for stage, count in COUNTS.items()}
-    belt = RingBuffers(rings, device)
+    buffers = RingBuffers(rings, device)
     fresh = [{stage: Cell(device) for stage in rings} for _ in range(2)]
     read: dict[int, list[int | None]] = {stage: [] for stage in rings}
 
-    def compute(entering: int, turn: int) -> None:
+    def compute(entering: int, parity: int) -> None:
         for stage, ring in rings.items():
-            due: Any = ring.due(turn)
-            read[stage].append(due.content)
-            fresh[turn][stage].content = entering
+            slot: Any = ring.read_slot(parity)
+            read[stage].append(slot.content)
+            fresh[parity][stage].content = entering
 
-    start, rounds = 7, 12
+    start, steps = 7, 12
     for again in range(2):  # the second time after everything has been handed back
-        first = start + again * rounds
+        first = start + again * steps
         for ring, count in zip(rings.values(), COUNTS.values(), strict=True):
             for microbatch in range(first - count, first):
                 cell: Any = ring.slot(microbatch)
                 device.ask(lambda cell=cell, m=microbatch: setattr(cell, "content", m))  # type: ignore[misc]
-        for entering in range(first, first + rounds):
-            turn = (entering - first) % 2
-            belt.bring(entering, turn)
-            device.ask(lambda e=entering, t=turn: compute(e, t))  # type: ignore[misc]
-            belt.take(entering, turn, fresh[turn])
-        belt.stop()
+        for entering in range(first, first + steps):
+            parity = (entering - first) % 2
+            buffers.before_step(entering, parity)
+            device.ask(lambda e=entering, p=parity: compute(e, p))  # type: ignore[misc]
+            buffers.after_step(entering, parity, fresh[parity])
+        buffers.synchronize()
         left: list[int] = []
         device.ask(lambda r=rings, found=left: found.extend(_contents(r)))  # type: ignore[misc]
         device.run(random.Random(seed), favour)
-        last = first + rounds
+        last = first + steps
         assert left == [last - count + n for count in COUNTS.values() for n in range(count)]
     for stage, count in COUNTS.items():
-        assert read[stage] == list(range(start - count, start + 2 * rounds - count))
+        assert read[stage] == list(range(start - count, start + 2 * steps - count))
 
 
-def _contents(rings: dict[int, Ring]) -> list[int]:
+def _contents(rings: dict[int, RingBuffer]) -> list[int]:
     found: list[int] = []
     for ring in rings.values():
         cells: Any = ring.slots

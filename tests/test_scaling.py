@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from tests.helpers import worst
 from tests.test_trainer import Deep
 from tests.training import (
@@ -96,7 +96,7 @@ def test_an_update_takes_gradients_of_several_scales() -> None:
         for batch in batches(12):
             with contextlib.suppress(NonFiniteError):
                 trainer.step(*batch)
-            scales.append(trainer.objective.scale)
+            scales.append(trainer.loss_head.scale)
         trainer.flush()
         found.append(weights(net))
     assert scales == 7 * [2.0**16] + 5 * [2.0**15]
@@ -229,14 +229,14 @@ def test_the_scale_goes_the_way_of_torchs() -> None:
 
 def test_reports_of_an_incident_that_is_dealt_with_change_nothing() -> None:
     scaling = Scaling(LossScale(), 1024.0)
-    scaling.hear(1024.0)
-    assert scaling.settle() == 512.0
+    scaling.record_overflow(1024.0)
+    assert scaling.next_scale() == 512.0
     for stale in (1024.0, 4096.0):
-        scaling.hear(stale)
-        assert scaling.settle() == 512.0
+        scaling.record_overflow(stale)
+        assert scaling.next_scale() == 512.0
     scaling.scale = 2048.0  # grown since
-    scaling.hear(1024.0)
-    assert scaling.settle() == 512.0
+    scaling.record_overflow(1024.0)
+    assert scaling.next_scale() == 512.0
 
 
 def test_what_overflows_without_a_scale_is_an_error() -> None:
@@ -281,7 +281,7 @@ def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
     """With overflows that just happen, and tied weights, and micro-batches that are gathered."""
     runs = [
         Run(model="vit", steps=9),
-        Run(model="words", accumulate=2, steps=9, places=(0, 1, 0, 1)),
+        Run(model="words", accumulate=2, steps=9, stage_to_rank=(0, 1, 0, 1)),
         Run(method="1f1b", accumulate=3, steps=7),
     ]
     plain = [dataclasses.asdict(run) for run in runs]
@@ -289,10 +289,10 @@ def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
     results, codes = launch(tmp_path, 2, "train_all", runs=plain, trainer=HALF)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
-        expected = trained(dataclasses.replace(run, places=None), **HALF)
+        expected = trained(dataclasses.replace(run, stage_to_rank=None), **HALF)
         for found in results:
             assert same(found[number]["state"], expected["state"]), run
-        _, trainer = of_ranks(dataclasses.replace(run, places=None), **HALF)
+        _, trainer = of_ranks(dataclasses.replace(run, stage_to_rank=None), **HALF)
         scales = {fed(trainer, batch).loss_scale for batch in images(run)}
         assert trainer.metrics.skipped and len(scales) > 2, run
 
@@ -365,6 +365,6 @@ def test_bad_arguments() -> None:
             LossScale(**{field: value})
 
 
-def test_scaled_rounds_are_not_recorded() -> None:
+def test_steps_with_a_scaled_loss_are_not_captured() -> None:
     with pytest.warns(UserWarning, match="because the loss is scaled"):
-        trainer_of(fresh(Plain), loss_scale="dynamic", backend="recorded")
+        trainer_of(fresh(Plain), loss_scale="dynamic", backend="static")

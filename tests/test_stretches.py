@@ -1,4 +1,4 @@
-"""Compiled stretches that end with a sum: values, rebuilt to the bit, and gradients."""
+"""Compiled regions that end with a residual add: values, rebuilt to the bit, and gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 import revcompile
 from revcompile.ir import ops, stage_ops
 from revcompile.kernels.exact_sum import make_grid, rounded
-from revcompile.runtime.executor.captured.fusion import Fused, fuse
-from revcompile.runtime.executor.captured.fusion_regions import fuse_residual_adds, stretches
+from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
+from revcompile.runtime.executor.captured.fusion_regions import find_regions, fuse_residual_adds
 from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.staged import StagedModel
 
@@ -39,7 +39,7 @@ def _same(function: Any) -> Any:
 def test_sums_become_a_part_of_their_branch() -> None:
     net = _net()
     program = net._programs(net.method)[4]
-    forward, backward = fuse(program.forward, program.backward, net.model, Fused(_same))
+    forward, backward = fuse(program.forward, program.backward, net.model, FusedOps(_same))
     assert _calls(forward) == _calls(backward) == ["compiled_0_and_sum"]
     targets = {node.target for graph in (forward, backward) for node in graph.nodes}
     assert not targets & {stage_ops.plus, stage_ops.minus}
@@ -48,7 +48,7 @@ def test_sums_become_a_part_of_their_branch() -> None:
 def test_the_first_block_of_a_chain_rebuilds_nothing() -> None:
     net = _net()
     program = net._programs(net.method)[3]
-    forward, backward = fuse(program.forward, program.backward, net.model, Fused(_same))
+    forward, backward = fuse(program.forward, program.backward, net.model, FusedOps(_same))
     assert _calls(forward) == ["compiled_0_and_sum"] and _calls(backward) == ["compiled_0"]
 
 
@@ -61,9 +61,9 @@ def test_both_directions_or_neither() -> None:
     minus = next(node for node in graph.nodes if node.target is stage_ops.minus)
     with graph.inserting_after(minus):
         graph.call_function(operator.neg, (minus.args[1],))
-    found = stretches(program.forward, net.model), stretches(graph, net.model)
+    found = find_regions(program.forward, net.model), find_regions(graph, net.model)
     fuse_residual_adds(*found)
-    assert [s.end for s in (*found[0], *found[1])] == [None, None]
+    assert [r.fused_add for r in (*found[0], *found[1])] == [None, None]
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -75,7 +75,7 @@ def test_what_they_compute(
     net = _net()
     program = net._programs(net.method)[4]
     plain = program.forward, program.backward
-    fused = fuse(*plain, net.model, Fused() if is_compiled else Fused(_same))
+    fused = fuse(*plain, net.model, FusedOps() if is_compiled else FusedOps(_same))
     torch.manual_seed(1)
     a, b, *seeds = (torch.randn(4, 16, 2, 2) for _ in range(4))
     grid = make_grid(a, b) if is_on_grid else None

@@ -51,7 +51,7 @@ def test_what_is_not_reversible_has_its_reason() -> None:
 
 
 def test_boundaries_windows_and_delays_are_the_methods() -> None:
-    facts, petra = resnet().facts(batch=10), choose("petra")
+    facts, petra = resnet().facts(batch_size=10), choose("petra")
     for stage in facts:
         assert stage.window == window(petra, 4, stage.index)
         assert stage.delay == delay(petra, 4, stage.index)
@@ -62,7 +62,7 @@ def test_boundaries_windows_and_delays_are_the_methods() -> None:
 
 
 def test_memory_grows_with_the_batch() -> None:
-    small, large = resnet().facts(batch=2), resnet().facts(batch=8)
+    small, large = resnet().facts(batch_size=2), resnet().facts(batch_size=8)
     for one, four in zip(small, large, strict=True):
         assert four.working == 4 * one.working and four.buffers == 4 * one.buffers
     assert [stage.memory for stage in small] == [held.total for held in resnet().memory(2)]

@@ -15,7 +15,7 @@ from distributed_worker import Run, batches, launch, trainer_of
 
 from revcompile.errors import InputError
 from revcompile.schedule import Action, Op, actions, choose
-from revcompile.schedule.chrome import Happening, Process, busy_shares, chrome_trace
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
 RUN = Run(stages=3, steps=6)
 COMPUTE = ("FORWARD", "BACKWARD", "UPDATE")
@@ -127,7 +127,7 @@ def test_a_trace_is_refused_where_it_cannot_be_written_or_is_at_work(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_write_one_trace(tmp_path: Path) -> None:
-    run = {"stages": 3, "steps": 6, "places": (0, 0, 1)}
+    run = {"stages": 3, "steps": 6, "stage_to_rank": (0, 0, 1)}
     file = tmp_path / "run.json"
     results, codes = launch(tmp_path, 2, "trace", run=run, file=str(file))
     assert codes == [0, 0]
@@ -148,7 +148,7 @@ def test_two_ranks_write_one_trace(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 def test_on_a_gpu_every_action_is_timed_by_the_device(tmp_path: Path, backend: str) -> None:
-    """Also where rounds are recorded: they are taken action by action while traced."""
+    """Also where steps are captured: they are run action by action while traced."""
     run = Run(stages=3, steps=12, device="cuda")
     _, trainer = trainer_of(run, backend=backend)
     data = batches(run)
@@ -167,9 +167,9 @@ def test_on_a_gpu_every_action_is_timed_by_the_device(tmp_path: Path, backend: s
 
 
 def test_waiting_is_no_work() -> None:
-    worked = Happening(0, Action(Op.FORWARD, 0), tried=0, start=0, end=2)
-    received = Happening(1, Action(Op.RECV_X, 0), tried=0, start=2, end=2)
-    late = Happening(1, Action(Op.UPDATE, 0), tried=2, start=3, end=4)
+    worked = TraceEvent(0, Action(Op.FORWARD, 0), tried=0, start=0, end=2)
+    received = TraceEvent(1, Action(Op.RECV_X, 0), tried=0, start=2, end=2)
+    late = TraceEvent(1, Action(Op.UPDATE, 0), tried=2, start=3, end=4)
     processes = [Process(0, (worked,)), Process(1, (received, late))]
     assert busy_shares(processes) == (0.5, 0.25)
     trace = chrome_trace(processes)
@@ -179,8 +179,8 @@ def test_waiting_is_no_work() -> None:
 
 def test_copies_of_a_pipeline_do_not_mix_their_messages() -> None:
     def pair(copy: int, start: float) -> list[Process]:
-        sent = Happening(0, Action(Op.SEND_Y, 0), start, start, start)
-        got = Happening(1, Action(Op.RECV_X, 0), start, start + 1, start + 1)
+        sent = TraceEvent(0, Action(Op.SEND_Y, 0), start, start, start)
+        got = TraceEvent(1, Action(Op.RECV_X, 0), start, start + 1, start + 1)
         return [Process(2 * copy, (sent,), copy), Process(2 * copy + 1, (got,), copy)]
 
     events = chrome_trace([*pair(0, 0.0), *pair(1, 5.0)])["traceEvents"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from revcompile.errors import InputError, RevcompileError, TrainerStoppedError
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from tests.training import Plain, batches, fresh, same, trainer_of
 
 X, Y = batches(1)[0]
@@ -83,6 +83,6 @@ def test_a_loss_that_needs_no_target_is_given_none() -> None:
 def test_a_stopped_trainer_is_an_error_of_ours() -> None:
     assert issubclass(TrainerStoppedError, RevcompileError)
     trainer = trainer_of(fresh(Plain, 2))
-    trainer._broken = "some bug"
+    trainer._stop_reason = "some bug"
     with pytest.raises(TrainerStoppedError, match="some bug"):
         trainer.step(X, Y)

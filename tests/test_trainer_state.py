@@ -206,8 +206,8 @@ def test_a_group_that_stages_had_otherwise_begins_as_it_does_here() -> None:
     assert rates[2][1] == pytest.approx(10 * (rates[2][0] or 0.0))
 
 
-def test_what_lies_with_gaps_is_resumed_as_it_lay() -> None:
-    """Halves of a tensor: convolutions of a tensor that lies otherwise round otherwise."""
+def test_strides_of_tensors_in_flight_are_restored() -> None:
+    """Halves of a tensor: a convolution of a tensor with other strides rounds differently."""
 
     def made() -> tuple[Any, Any]:
         torch.manual_seed(0)

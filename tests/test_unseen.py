@@ -226,8 +226,42 @@ def test_a_buffer_that_only_training_changes_is_learned_when_training_begins() -
 def test_watching_all_buffers_clones_only_those_that_change() -> None:
     norm = nn.BatchNorm1d(6)
     stateful = StatefulBuffers([(norm, name) for name in norm._buffers])
-    stateful.after(stateful.before(), stateful.marks())
-    assert not stateful.before() and not stateful.after([], stateful.marks())
+    stateful.changed(stateful.snapshot(), stateful.identities())
+    assert not stateful.snapshot() and not stateful.changed([], stateful.identities())
+
+
+class CountedNorm(nn.Module):
+    """A layer kept whole, with a batch norm and a buffer that every call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.tanh(self.linear(self.norm(x))) * (1 + 0.1 * self.count)
+
+
+@pytest.mark.parametrize("method", ["petra", "petra_stashed", "backprop"])
+def test_buffers_beside_a_batch_norm_move_once_a_micro_batch(method: str) -> None:
+    """Stages call a layer with batch norms in a way of their own (`normalised`)."""
+    model = Residual(*(CountedNorm() for _ in range(3)))
+    staged = revcompile.petrafy(model, 2, X, leaf_modules=[CountedNorm], check="off")
+    trainer = staged.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.0),
+        nn.functional.mse_loss,
+        method=method,
+        measure_every=1,
+    )
+    errors: list[float] = []
+    for _ in range(4):
+        metrics = trainer.step(X, torch.zeros_like(X))
+        errors.extend(metrics.reconstruction.values())
+    trainer.flush()
+    counts = [b.item() for n, b in trainer.model.named_buffers() if n.endswith("count")]
+    assert counts == [4.0] * 3
+    assert all(error < 1e-5 for error in errors)
 
 
 # -- Python ---------------------------------------------------------------------------------------

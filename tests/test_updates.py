@@ -1,4 +1,4 @@
-"""Optimizers in recorded rounds: the same updates, and none at all where a batch was bad."""
+"""Optimizers in captured steps: the same updates, and none at all where a batch was bad."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import NonFiniteError
 from revcompile.optim import DelayAwareAdamW, DelayAwareSGD
 from revcompile.runtime.executor.captured import stages as executors
-from revcompile.runtime.executor.captured.found_inf import noted, put_back
+from revcompile.runtime.executor.captured.found_inf import restore_if
 from revcompile.runtime.executor.captured.optimizers import (
     CapturedUpdater,
     why_not_capturable_optimizer,
 )
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater
 from tests.training import Batch, Plain, batches, fresh, same, weights
 
@@ -49,7 +50,7 @@ def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
 
 
 CASES: Final[dict[str, dict[str, Any]]] = {
-    "every batch": {},  # no schedule: that of recorded rounds counts an update that is left out
+    "every batch": {},  # no schedule: that of captured steps counts an update that is left out
     "every third batch": {"accumulate": 3, "lr_schedule": falling},
 }
 STEPS: Final = 40
@@ -95,8 +96,7 @@ def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[An
             reported.append((error.stage, error.microbatch))
         if index == STEPS - 8:
             middle = trainer.state_dict()
-    assert trainer._fast is not None
-    assert trainer._fast.is_active == (backend != "eager")
+    assert trainer.runner.is_active == (backend != "eager")
     assert reported == [(0, BAD)]
     trainer.flush()
     return weights(net), middle, trainer.state_dict()
@@ -110,11 +110,11 @@ def eager(name: str, case: str) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_updates_to_the_bit(name: str, case: str) -> None:
-    assert same(trained(name, "recorded", case), eager(name, case))
+    assert same(trained(name, "static", case), eager(name, case))
 
 
 class AsOnADevice(CapturedUpdater):
-    """Takes the steps that are recorded on a GPU."""
+    """Takes the steps that are captured on a GPU."""
 
     def __init__(self, updater: Updater) -> None:
         super().__init__(updater)
@@ -134,7 +134,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_updates_as_a_device_takes_them(name: str, case: str) -> None:
-    assert_alike(trained(name, "recorded", case), eager(name, case), 1e-8)
+    assert_alike(trained(name, "static", case), eager(name, case), 1e-8)
 
 
 def assert_alike(found: Any, there: Any, tolerance: float) -> None:
@@ -162,7 +162,7 @@ def test_single_precision_and_single_numbers(name: str) -> None:
             updater.apply({n: (p.detach() + step).sin() for n, p in updater.parameters.items()})
         if isinstance(updater, AsOnADevice):
             updater.leave()
-        found.append((list(updater.parameters.values()), updater.state()))
+        found.append((list(updater.parameters.values()), updater.state_dict()))
     assert_alike(*found, 1e-6)
 
 
@@ -181,13 +181,13 @@ def test_counters_go_back_to_where_the_optimizer_keeps_them() -> None:
     updater = updated(OPTIMIZERS["nadam"])
     state = updater.optimizer.state[updater.parameters["weight"]]
     own = dict(state)
-    recorded = AsOnADevice(updater)
+    captured = AsOnADevice(updater)
     places = []
-    for _ in range(2):  # what is recorded holds the places
-        recorded.enter()
+    for _ in range(2):  # a captured step holds the addresses
+        captured.enter()
         places.append([state[name].data_ptr() for name in ("step", "mu_product")])
         state["step"].add_(1), state["mu_product"].mul_(0.5)
-        recorded.leave()
+        captured.leave()
     assert places[0] == places[1]
     assert all(state[name] is own[name] for name in own)
     assert float(own["step"]) == 3
@@ -207,8 +207,11 @@ def test_counters_that_are_on_the_device_stay_there() -> None:
 def test_counters_are_loaded_where_optimizers_keep_them(capturable: bool, counted: str) -> None:
     make = functools.partial(torch.optim.NAdam, capturable=capturable)
     weight = nn.Parameter(torch.ones(2, device="meta"))
-    updater, saved = Updater("here", {"weight": weight}, make), updated(OPTIMIZERS["nadam"]).state()
-    updater.load(saved["state"], {"weight": {"capturable": capturable}}, None)
+    updater, saved = (
+        Updater("here", {"weight": weight}, make),
+        updated(OPTIMIZERS["nadam"]).state_dict(),
+    )
+    updater.load_state_dict(saved["state"], {"weight": {"capturable": capturable}}, None)
     found = {key: value.device.type for key, value in updater.optimizer.state[weight].items()}
     averages = {"exp_avg": "meta", "exp_avg_sq": "meta"}
     assert found == {"step": counted, "mu_product": counted, **averages}
@@ -219,16 +222,17 @@ def test_counters_are_loaded_where_optimizers_keep_them(capturable: bool, counte
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("bad", [0.0, 1.0])
-def test_what_was_touched_is_put_back_bit_for_bit(bad: float, layout: torch.memory_format) -> None:
+def test_what_was_written_is_restored_bit_for_bit(bad: float, layout: torch.memory_format) -> None:
     weight = torch.randn(2, 3, 4, 4).to(memory_format=layout).requires_grad_()
-    touched = [weight, torch.tensor([-0.0, torch.nan, torch.inf]), torch.tensor(0.1).double()]
-    before = noted(touched)
-    bits = [tensor.detach().clone() for tensor in touched]
+    written = [weight, torch.tensor([-0.0, torch.nan, torch.inf]), torch.tensor(0.1).double()]
+    snapshot = StaticBuffers(written)
+    snapshot.copy_(written)
+    bits = [tensor.detach().clone() for tensor in written]
     with torch.no_grad():
-        for tensor in touched:
+        for tensor in written:
             tensor.fill_(torch.nan)
-    put_back(touched, before, torch.tensor([bad]))
-    for tensor, old in zip(touched, bits, strict=True):
+    restore_if(torch.tensor([bad]), written, snapshot.tensors)
+    for tensor, old in zip(written, bits, strict=True):
         found = tensor.detach().contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype)
         wanted = old.contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype)
         assert torch.equal(found, wanted) == bool(bad)
@@ -241,19 +245,19 @@ class Own(torch.optim.NAdam):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (torch.optim.Adagrad, "Adagrad has no step that can be recorded"),
-        (Own, "Own has no step that can be recorded; use SGD, .* of torch.optim or"),
+        (torch.optim.Adagrad, "Adagrad has no step that can be captured"),
+        (Own, "Own has no step that can be captured; use SGD, .* of torch.optim or"),
         (functools.partial(torch.optim.NAdam, differentiable=True), "differentiable=True"),
     ],
 )
-def test_what_cannot_be_recorded_says_why(make: Callable[[Any], Optimizer], why: str) -> None:
+def test_what_cannot_be_captured_says_why(make: Callable[[Any], Optimizer], why: str) -> None:
     assert re.search(why, why_not_capturable_optimizer(make([torch.ones(2)])) or "")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_room_for_copies_is_that_of_weights_and_states(name: str) -> None:
+def test_snapshots_are_of_weights_and_states(name: str) -> None:
     updater = updated(OPTIMIZERS[name])
     states = [value for state in updater.optimizer.state.values() for value in state.values()]
     written = [*updater.parameters.values(), *states]
     counts = 8 * len(COUNTERS) * len(updater.parameters)
-    assert CapturedUpdater(updater).set_aside == sum(t.nbytes for t in written) + counts
+    assert CapturedUpdater(updater).snapshot_bytes == sum(t.nbytes for t in written) + counts

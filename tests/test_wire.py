@@ -10,29 +10,28 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed.channel import Parcel
-from revcompile.runtime.distributed.gloo import PacketReceiver, PacketSender
 from revcompile.runtime.distributed.message_format import (
     Describer,
     Description,
     Flag,
-    Form,
     Header,
-    described,
+    TensorFormat,
+    describe,
 )
+from revcompile.runtime.distributed.p2p import Outbound, PacketReceiver, PacketSender
 from revcompile.runtime.executor.transport import Message, MessageKind
 
 CPU: Final = torch.device("cpu")
 
 
 def through_the_wire(message: Message) -> Any:
-    text, tensors = described(message, CPU)
-    rooms = []
+    text, tensors = describe(message, CPU)
+    buffers = []
     for form, tensor in tensors:
-        room = form.room(CPU)
-        room.copy_(form.flat(tensor))
-        rooms.append(room)
-    return Description(text).message(Header(MessageKind.X, message.index), rooms, CPU)
+        buffer = form.empty_bytes(CPU)
+        buffer.copy_(form.to_bytes(tensor))
+        buffers.append(buffer)
+    return Description(text).message(Header(MessageKind.X, message.index), buffers, CPU)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
 
 
 class Tape:
-    """A link to oneself, which remembers what has passed."""
+    """A channel to oneself, which records what was sent."""
 
     device = CPU
 
@@ -81,31 +80,31 @@ class Tape:
 
 
 class Ends:
-    """Both ends of a link in one place."""
+    """Both ends of a channel in one process."""
 
     def __init__(self) -> None:
         self.tape = cast(Any, Tape())
         self.sender, self.receiver = PacketSender(self.tape), PacketReceiver(self.tape)
-        self.describers = {channel: Describer(CPU) for channel in MessageKind}
+        self.describers = {kind: Describer(CPU) for kind in MessageKind}
         self.known: dict[MessageKind, Description] = {}
 
-    def passed(self, channel: MessageKind, message: Message) -> Any:
+    def passed(self, kind: MessageKind, message: Message) -> Any:
         """What arrives."""
         text, tensors = b"", list[Any]()
         if not message.void:
-            text, tensors = self.describers[channel].describe(message)
+            text, tensors = self.describers[kind].describe(message)
         flags = Flag.VOID if message.void else Flag.DESCRIBED if text else Flag(0)
-        header = Header(channel, message.index, flags, len(text))
-        self.sender.send(Parcel(header, text, tensors))
+        header = Header(kind, message.index, flags, len(text))
+        self.sender.send(Outbound(header, text, tensors))
         found = self.receiver.header()
-        assert (found.channel, found.index) == (channel, message.index)
+        assert (found.kind, found.index) == (kind, message.index)
         if found.length:
-            room = torch.empty(found.length, dtype=torch.uint8)
-            self.tape.control_exchange(room, sends=False)
-            self.known[channel] = Description(bytes(room.tolist()))
+            text = torch.empty(found.length, dtype=torch.uint8)
+            self.tape.control_exchange(text, sends=False)
+            self.known[kind] = Description(bytes(text.tolist()))
         if found.flags & Flag.VOID:
             return Message(found.index, void=True)
-        return self.receiver.arrival(found, self.known[channel]).message
+        return self.receiver.arrival(found, self.known[kind]).message
 
 
 def values(index: int, rows: int = 4) -> Any:
@@ -128,19 +127,19 @@ def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
     """Forms that change, lost micro-batches, channels in turn: both ends always agree."""
     draw, ends, kept = random.Random(seed), Ends(), []
     for index in range(60):
-        channel = draw.choice((MessageKind.X, MessageKind.X, MessageKind.TIED_WEIGHT))
+        kind = draw.choice((MessageKind.X, MessageKind.X, MessageKind.TIED_WEIGHT))
         sent = values(index, rows=draw.choice((4, 4, 4, 2)))
         if draw.random() < 0.1:
-            assert ends.passed(channel, Message(index, void=True)).void
+            assert ends.passed(kind, Message(index, void=True)).void
             continue
-        kept.append((sent, ends.passed(channel, sent)))
-        for expected, found in kept:  # also those of before: nobody else got their memory
+        kept.append((sent, ends.passed(kind, sent)))
+        for expected, found in kept:  # also earlier ones: their memory was not used again
             assert torch.equal(found.values["x"], expected.values["x"])
             assert torch.equal(found.gradients["dx"], expected.gradients["dx"])
             assert found.values["n"] == expected.values["n"]
         if len(kept) > 3:
             del kept[draw.randrange(4)]
-    assert ends.receiver.rooms.made < 60
+    assert ends.receiver.packets.allocations < 60
 
 
 def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
@@ -154,7 +153,7 @@ def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
 
 
 def test_repeated_elements_are_sent_once() -> None:
-    form = Form.of(torch.zeros(4, 1).expand(4, 1000), CPU)
+    form = TensorFormat.of(torch.zeros(4, 1).expand(4, 1000), CPU)
     assert form.numel == 4
 
 
@@ -169,6 +168,6 @@ def test_plain_values_arrive_as_they_were() -> None:
     assert found.gradients["x"] is None and torch.equal(found.gradients["y"], torch.zeros(2))
 
 
-def test_what_cannot_travel_says_what_to_do() -> None:
-    with pytest.raises(InputError, match=r"Generator crosses from one rank to another.*places="):
-        described(Message(0, {"g": torch.Generator()}), CPU)
+def test_a_value_that_cannot_be_sent_says_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"Generator crosses from one rank.*stage_to_rank="):
+        describe(Message(0, {"g": torch.Generator()}), CPU)

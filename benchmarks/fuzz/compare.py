@@ -116,7 +116,7 @@ def difference(
     """The worst difference of what `want` names, or None; other names of `have` do not count."""
     present = [v for v in want.values() if v is not None and v.numel() and not _counts(v)]
     largest = max((float(v.nan_to_num().abs().max()) for v in present), default=0.0)
-    worst, told = 0.0, None
+    worst, message = 0.0, None
     for name, expected in want.items():
         actual = have.get(name)
         if expected is None or actual is None:
@@ -129,8 +129,8 @@ def difference(
             return f"{name} is {actual.dtype}, not {expected.dtype}"
         error = _distance(expected, actual, NOISE[precision] * largest)
         if not error <= worst:
-            worst, told = error, f"{name} differs by {error:.1e}"
-    return told if not worst <= TOLERANCE[precision] else None
+            worst, message = error, f"{name} differs by {error:.1e}"
+    return message if not worst <= TOLERANCE[precision] else None
 
 
 def _counts(value: Tensor) -> bool:

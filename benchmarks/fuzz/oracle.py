@@ -143,9 +143,9 @@ class Examination:
         """Find what differs between two calls."""
         self.report.checks.append(check)
         for name in which or ("outputs", "gradients", "buffers"):
-            told = difference(getattr(want, name), getattr(have, name), self.net.precision)
-            if told is not None:
-                self.report.findings.append(Finding("wrong", check, f"{name}: {told}"))
+            message = difference(getattr(want, name), getattr(have, name), self.net.precision)
+            if message is not None:
+                self.report.findings.append(Finding("wrong", check, f"{name}: {message}"))
 
     # -- the net itself -----------------------------------------------------------------------
 
@@ -216,10 +216,12 @@ class Examination:
         stored, chained = copy.deepcopy(net), copy.deepcopy(net)
         stored.reversible = False
         with self.watched("reversify, stored", stop=False):
-            wanted = observe(stored, self.calls, self.net.precision, rate=RATE)
-            with self.watched("reversify, chained", stop=False):
-                have = observe(chained, self.calls, self.net.precision, rate=RATE)
-                for step, (want, got) in enumerate(zip(wanted, have, strict=True)):
+            for step, call in enumerate(self.calls):
+                weights = [p.detach().clone() for p in stored.parameters()]
+                (want,) = observe(stored, [call], self.net.precision, rate=RATE)
+                with self.watched("reversify, chained", stop=False):
+                    _set_weights(chained, weights)
+                    (got,) = observe(chained, [call], self.net.precision)
                     self.compare(f"reversify, step {step}", want, got)
         return net
 
@@ -238,16 +240,16 @@ class Examination:
             for want, got in zip(self.original, have, strict=True):
                 if not net.rewired.couplings:  # type: ignore[union-attr]
                     self.compare("rewired, no blocks", want, got)
-                self._same_reach(want, got)
+                self._same_gradient_paths(want, got)
             before = {name: b.detach().clone() for name, b in net.named_buffers()}
             self._same_moves("rewired", before, have[-1])
 
-    def _same_reach(self, want: Seen, have: Seen) -> None:
+    def _same_gradient_paths(self, want: Seen, have: Seen) -> None:
         for name, gradient in want.gradients.items():
             if name not in have.gradients:
                 continue
             if gradient is not None and have.gradients[name] is None:
-                what = f"reach: {name} has a gradient in the original and none here"
+                what = f"gradient path: {name} has a gradient in the original and none here"
                 self.report.findings.append(Finding("wrong", "rewired", what))
 
     def _same_moves(self, check: str, before: Values, have: Seen) -> None:
@@ -502,6 +504,14 @@ def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = 
         except _Stop:
             pass
     return one.report
+
+
+def _set_weights(module: nn.Module, weights: Sequence[Tensor]) -> None:
+    """Begin a step with the same weights: copies that differ by a rounding of the step before may
+    fall on different sides of a jump (`frexp`, `round`)."""
+    with torch.no_grad():
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
 
 
 def _without(seen: Seen, paths: tuple[str, ...]) -> Seen:

@@ -15,8 +15,8 @@ from revcompile.compiler.cost import StageMemory
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess, Message
 from revcompile.runtime.stage.stage import InFlight, Stage
-from revcompile.runtime.stage.weight_stash import as_of
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.runtime.stage.weights import at_versions
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.schedule import Action
 
 __all__ = ["Bytes", "CpuMeter", "CudaMeter", "Meter", "Watch", "held_by", "saved_by"]
@@ -134,7 +134,7 @@ def held_by(executor: StageExecutor, transport: InProcess) -> StageMemory:
 
 def _in_flight(stage: Stage, flight: InFlight, count: Bytes) -> int:
     """Of a micro-batch; its graph may refer to parameters that have been updated since."""
-    with as_of(stage._referenced(), flight.read_at):
+    with at_versions(stage._saved_by_reference(), flight.parameter_versions):
         return count.of(list(flight.kept))
 
 

@@ -26,7 +26,7 @@ from benchmarks.harness import LiveStorages, mib, show
 from benchmarks.models import create
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
-from revcompile.compiler.cost import MemoryModel, StageMemory
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
 from revcompile.ir.program import Partition
 from revcompile.ir.types import TensorType
 from revcompile.runtime.stage.activations import BuffersLike, buffers_of
@@ -109,14 +109,14 @@ class Measured:
 
 def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]:
     """What the accounting says of every stage, as the runtime keeps it."""
-    model = MemoryModel.of(
-        partition,
+    workload = Workload(
         setting.chosen,
-        batch=setting.batch,
+        setting.batch,
+        setting.accumulate,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
         buffer_bytes=buffers_of(setting.buffers).bytes_each,
-        group=setting.accumulate,
     )
+    model = MemoryModel.of(partition, workload)
     return tuple(model.stage(j, *ends) for j, ends in enumerate(partition.ranges))
 
 

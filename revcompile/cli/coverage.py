@@ -25,11 +25,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the segments, their shares, and the reasons."""
-    from revcompile.compiler.cost import costs
+    from revcompile.compiler.cost import segment_costs
     from revcompile.inspect.tables import summary_text
 
     found = rewired(load(args), args).rewired
-    priced = costs(found)
+    priced = segment_costs(found)
     say_json(_facts(found, priced)) if args.json else say(summary_text(found, priced))
     return 0 if found.couplings else 1
 

@@ -59,11 +59,13 @@ def add_stages(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
     parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')
     parser.add_argument(
-        "--batch", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
+        "--batch-size", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
     )
 
 
-def load(args: argparse.Namespace, *, batch: int | None = None, device: str = "meta") -> Loaded:
+def load(
+    args: argparse.Namespace, *, batch_size: int | None = None, device: str = "meta"
+) -> Loaded:
     """Build the model; to look at it the meta device will do, where it takes no memory."""
     import torch
 
@@ -71,9 +73,9 @@ def load(args: argparse.Namespace, *, batch: int | None = None, device: str = "m
         model, example = _found(args.model)
     name = args.model.rpartition(":")[2]
     dims = args.input or _sample(model, args.model)
-    if example is None and dims is not None and (args.input or batch or not _is_timm(model)):
+    if example is None and dims is not None and (args.input or batch_size or not _is_timm(model)):
         here = next((p.device for p in model.parameters()), torch.device(device))
-        example = torch.randn(batch or 2, *dims, device=here)
+        example = torch.randn(batch_size or 2, *dims, device=here)
     return Loaded(name, model, example)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from revcompile.errors import InputError
-from revcompile.units import BINARY, DECIMAL, parsed, size_of
+from revcompile.units import BINARY, DECIMAL, parse_quantity, parse_size
 
 __all__ = ["bandwidth", "count", "rate", "seconds", "shape", "size"]
 
@@ -46,7 +46,7 @@ def size(text: str) -> int:
     >>> size("80GiB"), size("141GB")
     (85899345920, 141000000000)
     """
-    return _understood(lambda: size_of(text))
+    return _understood(lambda: parse_size(text))
 
 
 def seconds(text: str) -> float:
@@ -80,7 +80,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def _parsed(text: str, units: dict[str, float], examples: str) -> float:
-    return _understood(lambda: parsed(text, units, examples))
+    return _understood(lambda: parse_quantity(text, units, examples))
 
 
 def _understood(read: Callable[[], Number]) -> Number:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from revcompile.ir.types import TensorType
-from revcompile.units import readable as size
+from revcompile.units import format_size as size
 
 __all__ = ["amount", "bytes_of", "counted", "dtype", "listed", "shape", "share", "size", "span"]
 

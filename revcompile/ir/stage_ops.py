@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.ir import ops
 from revcompile.kernels.autocast import LOW_PRECISION
-from revcompile.kernels.exact_sum import add, is_imprecise, make_grid, rounded, subtract
+from revcompile.kernels.exact_sum import add, grid_for, rounded, subtract
 
 __all__ = [
     "detached",
@@ -145,9 +145,7 @@ def enter_chain(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The streams of a chain as it keeps them: wide, and on a grid where branches are imprecise."""
     a, b = wide(a), wide(b)
-    if not is_imprecise(a, cast, convolves):
-        return a, b, None
-    grid = make_grid(largest(a), largest(b))
+    grid = grid_for(a, b, cast, convolves)
     return rounded(a, grid), rounded(b, grid), grid
 
 

@@ -1,6 +1,6 @@
-"""precision: what branches in low precision ask for, and the kernels that make it cheap.
+"""Kernels for branches in low precision.
 
-`grid` has sums that can be undone to the bit. `norms`, `batchnorms` and `gradients` do in one pass
-over memory what autocast does in several; `kernels` and `batch_kernels` are those passes in Triton,
-imported when they are first needed.
+`exact_sum` has sums that can be undone to the bit. `layer_norm`, `batch_norm` and `gradient_sum` do
+in one pass over memory what autocast does in several; `triton_kernels` and `triton_batch_norm` are
+those passes, imported when they are first needed.
 """

@@ -1,8 +1,9 @@
-"""Batch norms and the ReLU after them in one pass over memory, where there are kernels for that.
+"""A batch norm and the ReLU after it in one pass over memory, where there are kernels for that.
 
-That is on a GPU, in training, for images in low precision whose channels lie together
-(channels_last). Everywhere else the two layers are what runs. A branch that runs a second time has
-its statistics from the first: two numbers a channel, which take a pass over memory to find.
+That is on a GPU, in training, for images in low precision and in channels_last format. Everywhere
+else the two layers run. A branch that runs a second time, in a rebuild, gets its batch statistics
+(mean and inverse standard deviation of each channel) from the first run instead of computing them
+again, which would take a pass over memory.
 """
 
 from __future__ import annotations
@@ -18,80 +19,80 @@ from torch.nn import functional as F
 
 from revcompile.kernels.autocast import LOW_PRECISION
 
-__all__ = ["Statistics", "clipped_norm"]
+__all__ = ["Statistics", "bn_relu"]
 
-MANY: int = 2**24
-"""Elements from which on a step that is not recorded gains by kernels: to start their five, from
-Python, takes the host longer than two of torch's, and a deep net has it start hundreds."""
+MIN_ELEMENTS_UNCAPTURED: int = 2**24
+"""Elements from which on the kernels pay outside of a captured CUDA graph: the host takes longer to
+launch our five kernels from Python than torch's two, and a deep net launches hundreds."""
 
-_Found = tuple[Tensor, Tensor]
-"""Each channel's mean and scale."""
+_BatchStatistics = tuple[Tensor, Tensor]
+"""Mean and inverse standard deviation of each channel."""
 
 
 class Statistics:
-    """What batch norms found in one run of a branch, for the next."""
+    """Batch statistics of one run of a branch, recorded for its second run."""
 
     def __init__(self) -> None:
-        self._found: dict[nn.Module, list[_Found]] = {}
+        self._recorded: dict[nn.Module, list[_BatchStatistics]] = {}
 
-    def kept(self) -> AbstractContextManager[None]:
-        """The first run."""
-        self._found.clear()
-        return _listening(self)
+    def record(self) -> AbstractContextManager[None]:
+        """Around the first run."""
+        self._recorded.clear()
+        return _recording_to(self)
 
-    def repeated(self) -> AbstractContextManager[None]:
-        """A run like the first, on the same values."""
-        return _listening({norm: iter(found) for norm, found in self._found.items()})
+    def replay(self) -> AbstractContextManager[None]:
+        """Around a run on the same values."""
+        return _recording_to({norm: iter(each) for norm, each in self._recorded.items()})
 
-    def note(self, norm: nn.Module, *found: Tensor) -> None:
-        """In the order in which a layer is called."""
-        means, scales = found
-        self._found.setdefault(norm, []).append((means, scales))
+    def append(self, norm: nn.Module, mean: Tensor, scale: Tensor) -> None:
+        """Record one call of a layer."""
+        self._recorded.setdefault(norm, []).append((mean, scale))
 
 
-_listener: ContextVar[Statistics | dict[nn.Module, Iterator[_Found]] | None]
-_listener = ContextVar("_listener", default=None)
+_active: ContextVar[Statistics | dict[nn.Module, Iterator[_BatchStatistics]] | None]
+_active = ContextVar("_active", default=None)
+"""A `Statistics` while one is recorded; iterators over recorded ones while they are replayed."""
 
 
 @contextmanager
-def _listening(listener: Statistics | dict[nn.Module, Iterator[_Found]]) -> Iterator[None]:
-    token = _listener.set(listener)
+def _recording_to(
+    statistics: Statistics | dict[nn.Module, Iterator[_BatchStatistics]],
+) -> Iterator[None]:
+    token = _active.set(statistics)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _active.reset(token)
 
 
-def clipped_norm(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Tensor:
-    """`relu(norm(x))`; without a layer for it, torch's own ReLU."""
-    if not _is_for_kernels(x) or not _fits(norm, x) or _is_watched(norm) or _is_watched(relu):
-        wide = norm(x)
-        plain: Tensor = F.relu(wide) if relu is None else relu(wide)
+def bn_relu(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Tensor:
+    """`relu(norm(x))`; `F.relu` if the ReLU is no layer."""
+    if not _pays(x) or not _is_supported(norm, x) or _has_hooks(norm) or _has_hooks(relu):
+        normed = norm(x)
+        plain: Tensor = F.relu(normed) if relu is None else relu(normed)
         return plain
-    moved = None
+    running = None
     if norm.track_running_stats and norm.running_mean is not None:
-        moved = norm.running_mean, norm.running_var, norm.momentum
+        running = norm.running_mean, norm.running_var, norm.momentum
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
-    listener = _listener.get()
-    known = next(listener.get(norm, iter(())), None) if isinstance(listener, dict) else None
-    given = x, norm.weight, norm.bias, norm.eps, moved, known
+    active = _active.get()
+    known = next(active.get(norm, iter(())), None) if isinstance(active, dict) else None
     out: Tensor
-    out, *found = _ClippedNorm.apply(*given)
-    if isinstance(listener, Statistics):
-        listener.note(norm, *found)
+    out, mean, scale = _BnRelu.apply(x, norm.weight, norm.bias, norm.eps, running, known)
+    if isinstance(active, Statistics):
+        active.append(norm, mean, scale)
     return out
 
 
-def _is_watched(layer: nn.Module | None) -> bool:
-    """Does anybody look on?"""
+def _has_hooks(layer: nn.Module | None) -> bool:
     if layer is None:
         return False
     return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks)
 
 
-def _fits(norm: nn.BatchNorm2d, x: Tensor) -> bool:
-    """Does a layer do what the kernels do, and do they know such images?"""
+def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:
+    """Do the kernels compute what this layer does, on images of this dtype and format?"""
     parameters = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     return (
         norm.training
@@ -106,23 +107,23 @@ def _fits(norm: nn.BatchNorm2d, x: Tensor) -> bool:
     )
 
 
-def _is_for_kernels(x: Tensor) -> bool:
-    """A large tensor of a GPU's; `torch.compile` has kernels of its own."""
+def _pays(x: Tensor) -> bool:
+    """Is it a large tensor on a GPU? `torch.compile` has kernels of its own."""
     if torch.compiler.is_compiling() or not x.is_cuda or type(x) is not Tensor:
         return False
-    from revcompile.kernels.triton_kernels import FEW
+    from revcompile.kernels.triton_kernels import MIN_ELEMENTS
 
-    return x.numel() >= (FEW if torch.cuda.is_current_stream_capturing() else MANY)
+    return x.numel() >= (
+        MIN_ELEMENTS if torch.cuda.is_current_stream_capturing() else MIN_ELEMENTS_UNCAPTURED
+    )
 
 
-class _ClippedNorm(torch.autograd.Function):
-    """A batch norm in training, and a ReLU."""
-
+class _BnRelu(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, moved: Any, known: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, running: Any, known: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, means, scales = _kernels().clipped(x, weight, bias, eps, moved, known)
+        out, means, scales = _kernels().bn_relu_forward(x, weight, bias, eps, running, known)
         ctx.eps = eps
         ctx.save_for_backward(x, weight, bias, means, scales)
         ctx.mark_non_differentiable(means, scales)
@@ -130,27 +131,27 @@ class _ClippedNorm(torch.autograd.Function):
         return out, means, scales
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[0]
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        grad = outer[0]
         x, weight, bias, means, scales = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = _differentiable(grad, x, weight, bias, ctx.eps)
+            grads = _differentiable(grad, x, weight, bias, ctx.eps)
         else:
             grad = grad.contiguous(memory_format=torch.channels_last)
-            found = _kernels().clipped_back(grad, x, weight, bias, means, scales)
-        return *found, None, None, None
+            grads = _kernels().bn_relu_backward(grad, x, weight, bias, means, scales)
+        return *grads, None, None, None
 
 
 def _differentiable(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
-    """The gradients as operations that can be differentiated once more."""
+    """The gradients, made of operations that can be differentiated again."""
     out = F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
     return torch.autograd.grad(out, (x, weight, bias), grad, create_graph=True)
 
 
 def _kernels() -> Any:
-    """Imported late: Triton takes a moment."""
+    """Imported when first used: importing Triton is slow."""
     from revcompile.kernels import triton_batch_norm
 
     return triton_batch_norm

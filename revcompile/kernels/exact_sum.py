@@ -3,11 +3,12 @@
 A float32 sum is rounded, so `y - F(b)` misses `a` by a last bit. To a float32 branch that does
 not matter. A bfloat16 (or TF32) branch amplifies it: the input of the next block, off by 1e-8,
 rounds to another bfloat16 here and there, and some blocks further every element is wrong (a
-ViT-Large reconstructs to 6e-2). So there all addends are rounded to multiples of one g before
-they are added: sums of multiples of g up to 2**24 g are exact in float32, and so is undoing them.
+ViT-Large reconstructs to 6e-2). So all addends there are rounded to multiples of one g, the grid,
+before they are added: sums of multiples of g up to 2**24 g are exact in float32, and so is undoing
+them.
 
-g follows the largest element of the chain's input: about 2**-17 of it, far below what a branch of
-that precision can tell apart.
+g is about 2**-17 of the largest element of the chain's input, far below what a branch of that
+precision can tell apart.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from revcompile.kernels.autocast import is_autocasting
 __all__ = [
     "HEADROOM",
     "add",
+    "add_or_subtract",
+    "grid_for",
     "is_imprecise",
     "make_grid",
     "rounded",
     "subtract",
-    "sum_up",
 ]
 
 HEADROOM: Final = 7
@@ -36,7 +38,7 @@ HEADROOM: Final = 7
 
 
 def is_imprecise(stream: Tensor, cast: torch.dtype | None, convolves: bool) -> bool:
-    """Do branches on this float32 stream round their inputs to fewer bits?"""
+    """Do branches on this float32 stream compute in fewer bits (autocast, TF32)?"""
     if stream.dtype != torch.float32:
         return False
     if cast is not None or is_autocasting(stream.device):
@@ -59,6 +61,11 @@ def make_grid(a: Tensor, b: Tensor) -> Tensor:
         largest = torch.maximum(_largest(a), _largest(b)).clamp_min(2.0**-60)
         exponent = torch.log2(largest).ceil() + (HEADROOM - 1)
         return 1.5 * torch.exp2(exponent).reshape(1)  # one dimension: decides the sum's type
+
+
+def grid_for(a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool) -> Tensor | None:
+    """The grid of a chain with these input streams; None if its branches need none."""
+    return make_grid(a, b) if is_imprecise(a, cast, convolves) else None
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -89,37 +96,36 @@ def _fusible(stream: Tensor) -> bool:
     return stream.is_cuda and not torch.is_grad_enabled()
 
 
-def sum_up(
-    stream: Tensor, addend: Tensor, grid: Tensor | None, is_minus: bool, is_read_cast: bool
+def add_or_subtract(
+    stream: Tensor, addend: Tensor, grid: Tensor | None, is_minus: bool, with_cast: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`add` or `subtract`, and the sum as autocast gives it to whom it is read by next.
+    """`add` or `subtract`; with `with_cast` also the sum in the dtype of autocast.
 
-    The second only if that reader `is_read_cast` and one kernel gives both: to cast it later
-    is to read it again.
+    The second only if one kernel writes both, which saves reading the sum again to cast it.
     """
     is_fusible = grid is not None and _fusible(stream)
-    if is_read_cast and is_fusible and is_autocasting(stream.device):
+    if with_cast and is_fusible and is_autocasting(stream.device):
         from revcompile.kernels import triton_kernels
 
-        if triton_kernels.can_sum(stream, addend):
+        if triton_kernels.supports_add(stream, addend):
             dtype = torch.get_autocast_dtype(stream.device.type)
-            return triton_kernels.summed_twice(stream, addend, dtype, grid, is_minus)
+            return triton_kernels.add_and_cast(stream, addend, dtype, grid, is_minus)
     plain = subtract if is_minus else add
     return plain(stream, addend, grid), None
 
 
 def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
     """Round and add in one pass over memory: three kernels cost a step up to 9 % of its time."""
-    from revcompile.kernels import triton_kernels  # Triton takes a moment to import
+    from revcompile.kernels import triton_kernels  # importing Triton is slow
 
-    if triton_kernels.can_sum(stream, addend):
-        return triton_kernels.summed(stream, addend, grid, is_minus=sign == "-")
+    if triton_kernels.supports_add(stream, addend):
+        return triton_kernels.add(stream, addend, grid, is_minus=sign == "-")
     return _generated(sign)(stream, addend, grid)
 
 
 @functools.cache
 def _generated(sign: str) -> Callable[..., Tensor]:
-    """For any layout and size."""
+    """A kernel for tensors of any strides and size."""
     code = f"template <typename T> T on_grid(T s, T x, T g) {{ return s {sign} ((x + g) - g); }}"
     made: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(code)
     return made

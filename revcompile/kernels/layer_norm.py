@@ -1,9 +1,9 @@
-"""Layer norms of float32 streams whose result is read in low precision.
+"""Layer norms of float32 streams that write low precision.
 
-Under autocast a layer norm writes float32, which a cast reads again for the layer that comes next;
-backward goes the same way back. On a GPU one kernel each does that in one pass over memory, with
-float32's arithmetic all the same, and adds the stream's own gradient where it is at hand
-(`gradients`). Everywhere else torch's own layer norm is what runs.
+Under autocast a layer norm writes float32, which a cast reads again for the next layer; backward
+goes the same way back. On a GPU one kernel each way does both in one pass over memory, computing in
+float32, and the backward kernel adds the stream's own gradient if that is known (`gradient_sum`).
+Everywhere else torch's own layer norm runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.gradient_sum import GradientSum
 
-__all__ = ["is_layer_norm", "layer_norm", "norm_of"]
+__all__ = ["call_layer_norm", "is_layer_norm", "layer_norm"]
 
 _ALIGNED: Final = 16
-"""Bytes: Triton makes another kernel for what is not, which may sum rows up in another order."""
+"""Bytes. Triton compiles another kernel for unaligned memory, which may sum in another order."""
 
 
 def is_layer_norm(layer: nn.Module) -> bool:
@@ -34,13 +34,13 @@ def is_layer_norm(layer: nn.Module) -> bool:
     return kind.forward is nn.LayerNorm.forward
 
 
-def norm_of(layer: nn.LayerNorm, x: Tensor) -> Tensor:
-    """`layer(x)`, for readers that autocast would give it in low precision."""
-    is_watched = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
-    if is_watched or not _fits(x, layer.normalized_shape, layer.weight, layer.bias):
-        wide: Tensor = layer(x)
-        return wide
-    return _narrow(x, layer.weight, layer.bias, layer.eps)
+def call_layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+    """`layer(x)`, in the dtype that autocast would cast it to for its readers."""
+    has_hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
+    if has_hooks or not _is_supported(x, layer.normalized_shape, layer.weight, layer.bias):
+        plain: Tensor = layer(x)
+        return plain
+    return _cast_down_norm(x, layer.weight, layer.bias, layer.eps)
 
 
 def layer_norm(
@@ -50,44 +50,45 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.layer_norm`, for readers that autocast would give it in low precision."""
-    if not _fits(input, normalized_shape, weight, bias):
+    """`F.layer_norm`, in the dtype that autocast would cast it to for its readers."""
+    if not _is_supported(input, normalized_shape, weight, bias):
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
     assert weight is not None and bias is not None
-    return _narrow(input, weight, bias, eps)
+    return _cast_down_norm(input, weight, bias, eps)
 
 
-def _narrow(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """The same bits wherever `x` lies: in backward that is somewhere else than in forward."""
+def _cast_down_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The same bits whatever the address of `x`, which in a rebuild is another than in forward."""
     dtype = torch.get_autocast_dtype(x.device.type)
     aligned = x.clone() if x.data_ptr() % _ALIGNED else x
-    narrow: Tensor = _NarrowNorm.apply(aligned, weight, bias, eps, dtype, GradientSum.of(x))
-    return narrow
+    out: Tensor = _CastDownLayerNorm.apply(aligned, weight, bias, eps, dtype, GradientSum.of(x))
+    return out
 
 
-def _fits(
+def _is_supported(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> bool:
-    """Is there a kernel for this, and is it worth starting?"""
-    if weight is None or bias is None or not _is_for_kernels(x):
+    """Is there a kernel for this, and does it pay?"""
+    if weight is None or bias is None or not _pays(x):
         return False
+    dtype = torch.get_autocast_dtype(x.device.type)
     return (
         x.dtype == weight.dtype == bias.dtype == torch.float32
         and len(normalized_shape) == 1
         and all(tensor.is_contiguous() for tensor in (x, weight, bias))
-        and _kernels().norms_on(x.device, x.shape[-1], torch.get_autocast_dtype(x.device.type))
+        and _kernels().supports_layer_norm(x.device, x.shape[-1], dtype)
     )
 
 
-def _is_for_kernels(x: Tensor) -> bool:
-    """A large tensor of a GPU's under autocast; `torch.compile` has kernels of its own."""
+def _pays(x: Tensor) -> bool:
+    """Is it a large tensor on a GPU, under autocast? `torch.compile` has kernels of its own."""
     if torch.compiler.is_compiling() or not is_autocasting(x.device):
         return False
-    return x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.numel() >= _kernels().FEW
+    return x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.numel() >= _kernels().MIN_ELEMENTS
 
 
-class _NarrowNorm(torch.autograd.Function):
-    """A layer norm over the last dimension, in another type."""
+class _CastDownLayerNorm(torch.autograd.Function):
+    """A layer norm over the last dimension that writes another dtype."""
 
     @staticmethod
     def forward(
@@ -100,31 +101,31 @@ class _NarrowNorm(torch.autograd.Function):
         total: GradientSum | None = None,
     ) -> Tensor:
         out: Tensor
-        out, means, scales = _kernels().normed(x, weight, bias, eps, dtype)
+        out, means, scales = _kernels().layer_norm_forward(x, weight, bias, eps, dtype)
         ctx.eps, ctx.total = eps, total or GradientSum()
         ctx.save_for_backward(x, weight, means, scales)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        (grad,) = outer
         x, weight, means, scales = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = _differentiable(grad.float(), x, weight, ctx.eps)
+            grads = _differentiable(grad.float(), x, weight, ctx.eps)
         else:
-            own, dtype = ctx.total.asked_of(x)
-            given = grad.contiguous(), x, weight, means, scales, own, dtype
-            of_x, copy, *of_parameters = _kernels().normed_back(*given)
+            own, dtype = ctx.total.addend_for(x)
+            arguments = grad.contiguous(), x, weight, means, scales, own, dtype
+            of_x, copy, *of_parameters = _kernels().layer_norm_backward(*arguments)
             if own is not None:
-                ctx.total.note(of_x, copy)
-            found = of_x, *of_parameters
-        return *found, None, None, None
+                ctx.total.store(of_x, copy)
+            grads = of_x, *of_parameters
+        return *grads, None, None, None
 
 
 def _differentiable(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients as operations that can be differentiated once more."""
+    """The gradients, made of operations that can be differentiated again."""
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     scale = (variance + eps).rsqrt()
     normal, scaled = (x - mean) * scale, grad * weight
@@ -135,7 +136,7 @@ def _differentiable(
 
 
 def _kernels() -> Any:
-    """Imported late: Triton takes a moment."""
+    """Imported when first used: importing Triton is slow."""
     from revcompile.kernels import triton_kernels
 
     return triton_kernels

@@ -1,8 +1,8 @@
-"""Batch norms with the ReLU after them, of images whose channels lie together, as Triton kernels.
+"""Batch norm + ReLU of images in channels_last format, as Triton kernels.
 
-Torch writes a norm's result, which its ReLU reads and writes again, and in backward the ReLU's
-gradient, which the norm's reads. Here the ReLU is part of the norm: in backward the norm's input
-tells what was cut off.
+Torch writes the norm's result, which the ReLU reads and writes again, and in backward the ReLU's
+gradient, which the norm reads. Here the ReLU is part of the norm: in backward its mask is computed
+again from the norm's input.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["Running", "clipped", "clipped_back", "works_on"]
+__all__ = ["Running", "bn_relu_backward", "bn_relu_forward", "works_on"]
 
 _TILE: Final = 4096
 """Elements that a program works on at a time: sixteen for each thread of its eight warps."""
-_WIDEST: Final = 128
+_MAX_TILE_COLUMNS: Final = 128
 """Channels of a tile."""
 _PROGRAMS: Final = 528
-"""How many share a sum over all images: four for each processor of a large GPU."""
+"""Programs that share a sum over all images: four per multiprocessor of a large GPU."""
 _FAST: Final[dict[str, Any]] = {"num_warps": 8, "enable_fp_fusion": True}
-_HIGH: Final = 16
+_PARTS_AT_ONCE: Final = 16
 """Partial sums that are added up at a time."""
 
 Running = tuple[Tensor, Tensor, float]
@@ -42,7 +42,7 @@ def _compiled(kernel: Any) -> Any:
 
 
 @_compiled
-def _places(row, rows, column, columns):  # type: ignore[no-untyped-def]
+def _offsets(row, rows, column, columns):  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return inside, row.to(tl.int64)[:, None] * columns + column[None, :]
 
@@ -51,77 +51,79 @@ def _places(row, rows, column, columns):  # type: ignore[no-untyped-def]
 # fmt: off
 @_compiled
 def _moments(  # type: ignore[no-untyped-def]
-    x, parts, rows, turns, columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    x, parts, rows, tiles_each,
+    columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):
     # fmt: on
-    column = tl.program_id(1) * wide + tl.arange(0, wide)
-    there = column < columns
-    level = tl.load(x + column, mask=there, other=0.0).to(tl.float32)  # squares stay small
-    first = tl.zeros((high, wide), tl.float32)
-    second = tl.zeros((high, wide), tl.float32)
-    for turn in tl.range(0, turns, num_stages=3):
-        row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
-        inside, at = _places(row, rows, column, columns)
+    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    valid = column < columns
+    level = tl.load(x + column, mask=valid, other=0.0).to(tl.float32)  # squares stay small
+    first = tl.zeros((tile_rows, tile_columns), tl.float32)
+    second = tl.zeros((tile_rows, tile_columns), tl.float32)
+    for tile in tl.range(0, tiles_each, num_stages=3):
+        row = (tl.program_id(0) * tiles_each + tile) * tile_rows + tl.arange(0, tile_rows)
+        inside, at = _offsets(row, rows, column, columns)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         value = tl.where(inside, value - level[None, :], 0.0)
         first += value
         second += value * value
-    place = tl.program_id(0) * columns + column
-    tl.store(parts + place, tl.sum(first, 0), mask=there)
-    tl.store(parts + tl.num_programs(0) * columns + place, tl.sum(second, 0), mask=there)
+    offset_in_parts = tl.program_id(0) * columns + column
+    tl.store(parts + offset_in_parts, tl.sum(first, 0), mask=valid)
+    tl.store(parts + tl.num_programs(0) * columns + offset_in_parts, tl.sum(second, 0), mask=valid)
 
 
 # fmt: off
 @_compiled
-def _settle(  # type: ignore[no-untyped-def]
+def _finish_statistics(  # type: ignore[no-untyped-def]
     x, parts, means, scales, running_mean, running_variance, count, rows, eps, momentum,
-    is_tracked: tl.constexpr, columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    is_tracked: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):
     # fmt: on
-    column = tl.program_id(0) * wide + tl.arange(0, wide)
-    there = column < columns
-    first = tl.zeros((high, wide), tl.float32)
-    second = tl.zeros((high, wide), tl.float32)
-    for start in range(0, count, high):
-        part = start + tl.arange(0, high)
-        inside = (part < count)[:, None] & there[None, :]
+    column = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns)
+    valid = column < columns
+    first = tl.zeros((tile_rows, tile_columns), tl.float32)
+    second = tl.zeros((tile_rows, tile_columns), tl.float32)
+    for start in range(0, count, tile_rows):
+        part = start + tl.arange(0, tile_rows)
+        inside = (part < count)[:, None] & valid[None, :]
         at = part[:, None] * columns + column[None, :]
         first += tl.load(parts + at, mask=inside, other=0.0)
         second += tl.load(parts + count * columns + at, mask=inside, other=0.0)
     offset = tl.sum(first, 0) / rows
-    mean = tl.load(x + column, mask=there, other=0.0).to(tl.float32) + offset
+    mean = tl.load(x + column, mask=valid, other=0.0).to(tl.float32) + offset
     variance = tl.maximum(tl.sum(second, 0) / rows - offset * offset, 0.0)
-    tl.store(means + column, mean, mask=there)
-    tl.store(scales + column, 1.0 / tl.sqrt(variance + eps), mask=there)
+    tl.store(means + column, mean, mask=valid)
+    tl.store(scales + column, 1.0 / tl.sqrt(variance + eps), mask=valid)
     if is_tracked:
-        before = tl.load(running_mean + column, mask=there)
-        tl.store(running_mean + column, before + momentum * (mean - before), mask=there)
-        before = tl.load(running_variance + column, mask=there)
+        before = tl.load(running_mean + column, mask=valid)
+        tl.store(running_mean + column, before + momentum * (mean - before), mask=valid)
+        before = tl.load(running_variance + column, mask=valid)
         unbiased = variance * (rows / (rows - 1.0))
-        tl.store(running_variance + column, before + momentum * (unbiased - before), mask=there)
+        tl.store(running_variance + column, before + momentum * (unbiased - before), mask=valid)
 
 
 @_compiled
-def _terms(means, scales, weight, bias, column, there):  # type: ignore[no-untyped-def]
-    mean = tl.load(means + column, mask=there, other=0.0)[None, :]
-    scale = tl.load(scales + column, mask=there, other=0.0)[None, :]
-    gain = tl.load(weight + column, mask=there, other=0.0)[None, :]
-    shift = tl.load(bias + column, mask=there, other=0.0)[None, :]
+def _channel_terms(means, scales, weight, bias, column, valid):  # type: ignore[no-untyped-def]
+    mean = tl.load(means + column, mask=valid, other=0.0)[None, :]
+    scale = tl.load(scales + column, mask=valid, other=0.0)[None, :]
+    gain = tl.load(weight + column, mask=valid, other=0.0)[None, :]
+    shift = tl.load(bias + column, mask=valid, other=0.0)[None, :]
     return mean, scale, gain, shift
 
 
 # fmt: off
 @_compiled
-def _clip(  # type: ignore[no-untyped-def]
+def _normalize_relu(  # type: ignore[no-untyped-def]
     x, weight, bias, means, scales, out, rows,
-    columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):
     # fmt: on
-    column = tl.program_id(1) * wide + tl.arange(0, wide)
-    there = column < columns
-    row = tl.program_id(0) * high + tl.arange(0, high)
-    inside, at = _places(row, rows, column, columns)
-    mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
+    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    valid = column < columns
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    inside, at = _offsets(row, rows, column, columns)
+    mean, scale, gain, shift = _channel_terms(means, scales, weight, bias, column, valid)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     value = (value - mean) * scale * gain + shift
     value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -130,43 +132,43 @@ def _clip(  # type: ignore[no-untyped-def]
 
 # fmt: off
 @_compiled
-def _sums_back(  # type: ignore[no-untyped-def]
-    grad, x, weight, bias, means, scales, parts, rows, turns,
-    columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+def _backward_sums(  # type: ignore[no-untyped-def]
+    grad, x, weight, bias, means, scales, parts, rows, tiles_each,
+    columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):
     # fmt: on
-    column = tl.program_id(1) * wide + tl.arange(0, wide)
-    there = column < columns
-    mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
-    of_weight = tl.zeros((high, wide), tl.float32)
-    of_bias = tl.zeros((high, wide), tl.float32)
-    for turn in tl.range(0, turns, num_stages=3):
-        row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
-        inside, at = _places(row, rows, column, columns)
+    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    valid = column < columns
+    mean, scale, gain, shift = _channel_terms(means, scales, weight, bias, column, valid)
+    of_weight = tl.zeros((tile_rows, tile_columns), tl.float32)
+    of_bias = tl.zeros((tile_rows, tile_columns), tl.float32)
+    for tile in tl.range(0, tiles_each, num_stages=3):
+        row = (tl.program_id(0) * tiles_each + tile) * tile_rows + tl.arange(0, tile_rows)
+        inside, at = _offsets(row, rows, column, columns)
         up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
         up = tl.where(inside & (normal * gain + shift > 0.0), up, 0.0)
         of_weight += up * normal
         of_bias += up
-    place = tl.program_id(0) * columns + column
-    tl.store(parts + place, tl.sum(of_weight, 0), mask=there)
-    tl.store(parts + tl.num_programs(0) * columns + place, tl.sum(of_bias, 0), mask=there)
+    offset_in_parts = tl.program_id(0) * columns + column
+    tl.store(parts + offset_in_parts, tl.sum(of_weight, 0), mask=valid)
+    tl.store(parts + tl.num_programs(0) * columns + offset_in_parts, tl.sum(of_bias, 0), mask=valid)
 
 
 # fmt: off
 @_compiled
-def _back(  # type: ignore[no-untyped-def]
+def _backward_input(  # type: ignore[no-untyped-def]
     grad, x, weight, bias, means, scales, of_weight, of_bias, of_x, rows,
-    columns: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):
     # fmt: on
-    column = tl.program_id(1) * wide + tl.arange(0, wide)
-    there = column < columns
-    row = tl.program_id(0) * high + tl.arange(0, high)
-    inside, at = _places(row, rows, column, columns)
-    mean, scale, gain, shift = _terms(means, scales, weight, bias, column, there)
-    along = tl.load(of_weight + column, mask=there, other=0.0)[None, :] / rows
-    level = tl.load(of_bias + column, mask=there, other=0.0)[None, :] / rows
+    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    valid = column < columns
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    inside, at = _offsets(row, rows, column, columns)
+    mean, scale, gain, shift = _channel_terms(means, scales, weight, bias, column, valid)
+    along = tl.load(of_weight + column, mask=valid, other=0.0)[None, :] / rows
+    level = tl.load(of_bias + column, mask=valid, other=0.0)[None, :] / rows
     up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
     up = tl.where(normal * gain + shift > 0.0, up, 0.0)
@@ -175,21 +177,21 @@ def _back(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Can these be built here?"""
-    if _clip is None:
+    """Can these be compiled here?"""
+    if _normalize_relu is None:
         return False
     x = torch.zeros(2, 256, 2, 2, device=device, dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
     ones = torch.ones(256, device=device)
     try:
-        out, means, scales = clipped(x, ones, ones, 1.0, (ones.clone(), ones.clone(), 0.1))
-        clipped_back(out, x, ones, ones, means, scales)
-    except Exception:  # whatever a compiler may say: torch has batch norms too
+        out, means, scales = bn_relu_forward(x, ones, ones, 1.0, (ones.clone(), ones.clone(), 0.1))
+        bn_relu_backward(out, x, ones, ones, means, scales)
+    except Exception:  # of the compiler: torch has batch norms too
         return False
     return True
 
 
-def clipped(
+def bn_relu_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -197,52 +199,53 @@ def clipped(
     running: Running | None,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`relu(batch_norm(x))`; each channel's mean and scale, found unless `known`.
+    """`relu(batch_norm(x))`, and each channel's mean and inverse standard deviation.
 
-    Running statistics move, if given, with what is found.
+    Args:
+        running: running statistics to update, if any.
+        known: the batch statistics of an earlier run on the same values.
     """
     columns = x.shape[1]
     rows = x.numel() // columns
-    high, wide, blocks = _tile(columns)
-    means, scales = known or _found(x, eps, running)
+    tile_rows, tile_columns, blocks = _tile(columns)
+    means, scales = known or _batch_statistics(x, eps, running)
     out = torch.empty_like(x)
-    given = x, weight, bias, means, scales, out, rows, columns, high, wide
-    launch(_clip, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
+    given = x, weight, bias, means, scales, out, rows, columns, tile_rows, tile_columns
+    launch(_normalize_relu, (triton.cdiv(rows, tile_rows), blocks), x, given, **_FAST)
     return out, means, scales
 
 
-def _found(x: Tensor, eps: float, running: Running | None) -> tuple[Tensor, Tensor]:
+def _batch_statistics(x: Tensor, eps: float, running: Running | None) -> tuple[Tensor, Tensor]:
     columns = x.shape[1]
     rows = x.numel() // columns
-    high, wide, blocks = _tile(columns)
-    turns, programs = _shared(rows, high, blocks)
+    tile_rows, tile_columns, blocks = _tile(columns)
+    tiles_each, programs = _programs_for(rows, tile_rows, blocks)
     parts, (means, scales) = _floats(x, 2, programs, columns), _floats(x, 2, columns)
-    summed = x, parts, rows, turns, columns, high, wide
+    summed = x, parts, rows, tiles_each, columns, tile_rows, tile_columns
     launch(_moments, (programs, blocks), x, summed, **_FAST)
     mean, variance, momentum = running or (means, scales, 0.0)
     moved = x, parts, means, scales, mean, variance, programs, rows, eps, momentum
-    given = *moved, running is not None, columns, _HIGH, wide
-    # Whether statistics move must not change a bit of the rest.
-    launch(_settle, (blocks,), x, given, enable_fp_fusion=False)
+    given = *moved, running is not None, columns, _PARTS_AT_ONCE, tile_columns
+    # The batch statistics must be the same bits whether running statistics are updated or not.
+    launch(_finish_statistics, (blocks,), x, given, enable_fp_fusion=False)
     return means, scales
 
 
-def clipped_back(
+def bn_relu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias."""
     columns = x.shape[1]
     rows = x.numel() // columns
-    high, wide, blocks = _tile(columns)
-    turns, programs = _shared(rows, high, blocks)
+    tile_rows, tile_columns, blocks = _tile(columns)
+    tiles_each, programs = _programs_for(rows, tile_rows, blocks)
     parts = _floats(x, 2, programs, columns)
-    read, sizes = (grad, x, weight, bias, means, scales), (columns, high, wide)
-    summed = *read, parts, rows, turns, *sizes
-    launch(_sums_back, (programs, blocks), x, summed, **_FAST)
+    read, sizes = (grad, x, weight, bias, means, scales), (columns, tile_rows, tile_columns)
+    summed = *read, parts, rows, tiles_each, *sizes
+    launch(_backward_sums, (programs, blocks), x, summed, **_FAST)
     of_weight, of_bias = parts.sum(1)
     of_x = torch.empty_like(x)
     given = *read, of_weight, of_bias, of_x, rows, *sizes
-    launch(_back, (triton.cdiv(rows, high), blocks), x, given, **_FAST)
+    launch(_backward_input, (triton.cdiv(rows, tile_rows), blocks), x, given, **_FAST)
     return of_x, of_weight, of_bias
 
 
@@ -252,12 +255,12 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
 
 def _tile(columns: int) -> tuple[int, int, int]:
     """Rows and channels of a tile, powers of two, and how many tiles lie side by side."""
-    wide = min(_WIDEST, triton.next_power_of_2(columns))
-    return _TILE // wide, wide, triton.cdiv(columns, wide)
+    tile_columns = min(_MAX_TILE_COLUMNS, triton.next_power_of_2(columns))
+    return _TILE // tile_columns, tile_columns, triton.cdiv(columns, tile_columns)
 
 
-def _shared(rows: int, high: int, blocks: int) -> tuple[int, int]:
+def _programs_for(rows: int, tile_rows: int, blocks: int) -> tuple[int, int]:
     """How many tiles each program adds up, and how many programs that takes."""
-    tiles = triton.cdiv(rows, high)
-    turns = triton.cdiv(tiles, max(1, _PROGRAMS // blocks))
-    return turns, triton.cdiv(tiles, turns)
+    tiles = triton.cdiv(rows, tile_rows)
+    tiles_each = triton.cdiv(tiles, max(1, _PROGRAMS // blocks))
+    return tiles_each, triton.cdiv(tiles, tiles_each)

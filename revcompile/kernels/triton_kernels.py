@@ -1,9 +1,9 @@
-"""What a step in low precision does to whole streams, as Triton kernels at the speed of memory.
+"""Triton kernels for whole streams in mixed precision, limited by memory bandwidth only.
 
-Sums of two types, on the grid or not: torch's own generated kernels take mixed types and the grid's
-single number element by element and reach a third of that speed, which costs a step in bfloat16
-several per cent. A sum may be written in a second type too, for a reader that would cast it.
-Layer norms in the type they are read in: nothing is written in float32 only to be cast.
+Sums of two dtypes, on the grid or not: torch's own generated kernels take mixed dtypes and the
+grid's single number element by element and reach a third of that speed, which costs a step in
+bfloat16 several per cent. A sum may also be written in a second dtype, for a reader that would cast
+it. Layer norms write the dtype that their readers want: no float32 is written only to be cast.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
 __all__ = [
-    "FEW",
-    "can_sum",
+    "MIN_ELEMENTS",
+    "add",
+    "add_and_cast",
     "fits",
     "launch",
-    "normed",
-    "normed_back",
-    "norms_on",
-    "summed",
-    "summed_twice",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "supports_add",
+    "supports_layer_norm",
     "works_on",
 ]
 
 _SIZE: Final = 1024
-FEW: Final = 2**20
-"""Elements below which a kernel takes longer to start than to run."""
-_MANY: Final = 2**31 - _SIZE
+MIN_ELEMENTS: Final = 2**20
+"""A kernel takes longer to launch than to run on fewer."""
+_MAX_ELEMENTS: Final = 2**31 - _SIZE
 
 
 # Triton reads annotations as code.
 # fmt: off
 def _sum(  # type: ignore[no-untyped-def]
-    wide, addend, grid, out, copy, count,
+    stream, addend, grid, out, copy, count,
     is_minus: tl.constexpr, is_rounded: tl.constexpr, is_copied: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
@@ -55,7 +55,7 @@ def _sum(  # type: ignore[no-untyped-def]
         value = (value + offset) - offset
     if is_minus:
         value = -value
-    value = tl.load(wide + at, mask=inside) + value
+    value = tl.load(stream + at, mask=inside) + value
     tl.store(out + at, value, mask=inside)
     if is_copied:
         tl.store(copy + at, value, mask=inside)
@@ -65,9 +65,9 @@ _kernel = triton.jit(_sum) if triton is not None else None
 
 
 def fits(stream: Tensor, addend: Tensor) -> bool:
-    """Can the kernel run through both in the order they lie in memory?"""
+    """Can the kernel walk both tensors in memory order?"""
     return (
-        FEW <= stream.numel() < _MANY
+        MIN_ELEMENTS <= stream.numel() < _MAX_ELEMENTS
         and stream.dtype == torch.float32
         and stream.shape == addend.shape
         and stream.stride() == addend.stride()
@@ -76,65 +76,64 @@ def fits(stream: Tensor, addend: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Does a tensor fill its memory without gaps, in whatever order?"""
+    """Does a tensor fill its memory without gaps, in either memory format?"""
     last = torch.channels_last
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=last))
 
 
 @functools.cache
 def works_on(device: torch.device) -> bool:
-    """Can kernels be built here? That takes Triton and a C compiler."""
+    """Can kernels be compiled here? That takes Triton and a C compiler."""
     if _kernel is None:
         return False
-    one = torch.zeros(1, device=device)
+    probe = torch.zeros(1, device=device)
     try:
-        summed(one, one)
-    except Exception:  # whatever a compiler may say: there is another way to the same sum
+        add(probe, probe)
+    except Exception:  # of the compiler: there is another way to the same sum
         return False
     return True
 
 
-def can_sum(stream: Tensor, addend: Tensor) -> bool:
-    """Is there a kernel for this sum, here?"""
+def supports_add(stream: Tensor, addend: Tensor) -> bool:
     return fits(stream, addend) and works_on(stream.device)
 
 
-def summed(
-    wide: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
+def add(
+    stream: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
 ) -> Tensor:
-    """`wide + addend`, or minus it; the addend on the grid, if there is one."""
-    out = torch.empty_like(wide)
-    _sum_up(wide, addend, grid, is_minus, out, None)
+    """`stream + addend`, or `stream - addend`; the addend on the grid, if there is one."""
+    out = torch.empty_like(stream)
+    _sum_up(stream, addend, grid, is_minus, out, None)
     return out
 
 
-def summed_twice(
-    wide: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
+def add_and_cast(
+    stream: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The sum, and the sum in another type."""
-    out, copy = torch.empty_like(wide), torch.empty_like(wide, dtype=dtype)
-    _sum_up(wide, addend, grid, is_minus, out, copy)
+    """The sum, and the sum in another dtype."""
+    out, copy = torch.empty_like(stream), torch.empty_like(stream, dtype=dtype)
+    _sum_up(stream, addend, grid, is_minus, out, copy)
     return out, copy
 
 
 def _sum_up(
-    wide: Tensor,
+    stream: Tensor,
     addend: Tensor,
     grid: Tensor | None,
     is_minus: bool,
     out: Tensor,
     copy: Tensor | None,
 ) -> None:
-    count = wide.numel()
-    tensors = wide, addend, wide if grid is None else grid, out, out if copy is None else copy
+    count = stream.numel()
+    tensors = stream, addend, stream if grid is None else grid, out, out if copy is None else copy
     given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
-    launch(_kernel, (triton.cdiv(count, _SIZE),), wide, given, enable_fp_fusion=False)
+    launch(_kernel, (triton.cdiv(count, _SIZE),), stream, given, enable_fp_fusion=False)
 
 
 def launch(
     kernel: Any, programs: tuple[int, ...], like: Tensor, given: Sequence[Any], **options: Any
 ) -> None:
-    """Start a kernel where a tensor is: Triton itself looks at the current device alone."""
+    """Launch a kernel on the device of a tensor: Triton itself uses the current device."""
     with torch.cuda.device_of(like):
         kernel[programs](*given, **options)
 
@@ -142,8 +141,8 @@ def launch(
 # -- layer norms -----------------------------------------------------------------------------------
 
 _TILE: Final = 1024
-"""Elements that a program works on at a time, where rows are no longer."""
-_WIDEST: Final = 4096
+"""Elements that a program works on at a time, unless a row is longer."""
+_MAX_COLUMNS: Final = 4096
 _PROGRAMS: Final = 528
 """How many share a backward pass: four for each processor of a large GPU."""
 
@@ -151,10 +150,10 @@ _PROGRAMS: Final = 528
 # fmt: off
 def _norm(  # type: ignore[no-untyped-def]
     x, weight, bias, out, means, scales, rows, eps,
-    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
-    row = tl.program_id(0) * high + tl.arange(0, high)
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     column = tl.arange(0, size)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -171,17 +170,17 @@ def _norm(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _norm_back(  # type: ignore[no-untyped-def]
-    grad, x, weight, means, scales, own, of_x, copy, of_weight, of_bias, rows, turns,
+    grad, x, weight, means, scales, own, of_x, copy, of_weight, of_bias, rows, tiles_each,
     is_added: tl.constexpr, is_copied: tl.constexpr,
-    columns: tl.constexpr, high: tl.constexpr, size: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     column = tl.arange(0, size)
     gain = tl.load(weight + column, mask=column < columns, other=0.0)
-    sum_weight = tl.zeros((high, size), tl.float32)
-    sum_bias = tl.zeros((high, size), tl.float32)
-    for turn in tl.range(0, turns, num_stages=3):  # rows to come are read meanwhile
-        row = (tl.program_id(0) * turns + turn) * high + tl.arange(0, high)
+    sum_weight = tl.zeros((tile_rows, size), tl.float32)
+    sum_bias = tl.zeros((tile_rows, size), tl.float32)
+    for tile in tl.range(0, tiles_each, num_stages=3):  # prefetches the next rows
+        row = (tl.program_id(0) * tiles_each + tile) * tile_rows + tl.arange(0, tile_rows)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -210,35 +209,36 @@ _norm_back_kernel = triton.jit(_norm_back) if triton is not None else None
 
 
 @functools.cache
-def norms_on(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
-    """Can layer norms of this width be built here, and their gradients?"""
-    if _norm_kernel is None or columns > _WIDEST:
+def supports_layer_norm(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
+    """Can layer norms of this width, and their gradients, be compiled here?"""
+    if _norm_kernel is None or columns > _MAX_COLUMNS:
         return False
     x = torch.zeros(1, columns, device=device)
     try:
-        out, means, scales = normed(x, x[0], x[0], 1.0, dtype)
-        normed_back(out, x, x[0], means, scales, x, dtype)  # which takes most of a processor
-    except Exception:  # whatever a compiler may say: torch has layer norms too
+        out, means, scales = layer_norm_forward(x, x[0], x[0], 1.0, dtype)
+        # the variant that needs most registers
+        layer_norm_backward(out, x, x[0], means, scales, x, dtype)
+    except Exception:  # of the compiler: torch has layer norms too
         return False
     return True
 
 
-def normed(
+def layer_norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`layer_norm(x)` over the last dimension in another type; each row's mean and scale."""
+    """`layer_norm(x)` over the last dimension in another dtype; each row's mean and scale."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     out = torch.empty_like(x, dtype=dtype)
     means, scales = x.new_empty(rows), x.new_empty(rows)
-    high, size, warps = _tile(columns)
-    given = x, weight, bias, out, means, scales, rows, eps, columns, high, size
-    programs = (triton.cdiv(rows, high),)
+    tile_rows, size, warps = _tile(columns)
+    given = x, weight, bias, out, means, scales, rows, eps, columns, tile_rows, size
+    programs = (triton.cdiv(rows, tile_rows),)
     launch(_norm_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
     return out, means, scales
 
 
-def normed_back(
+def layer_norm_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -247,20 +247,20 @@ def normed_back(
     own: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Gradients of a layer norm's input, weight and bias: each program adds up its rows'.
+    """Gradients of a layer norm's input (also in `dtype`, if given), weight and bias.
 
-    The input's is added to its `own`, if there is one, and comes second in another type, if wanted.
+    The input's is added to its `own`, if there is one.
     """
     rows, columns = means.numel(), x.shape[-1]
-    high, size, warps = _tile(columns)
-    tiles = triton.cdiv(rows, high)
-    turns = triton.cdiv(tiles, _PROGRAMS)
-    programs = triton.cdiv(tiles, turns)
+    tile_rows, size, warps = _tile(columns)
+    tiles = triton.cdiv(rows, tile_rows)
+    tiles_each = triton.cdiv(tiles, _PROGRAMS)
+    programs = triton.cdiv(tiles, tiles_each)
     of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
     copy = None if dtype is None else torch.empty_like(x, dtype=dtype)
     read, written = x if own is None else own, of_x if copy is None else copy
     tensors = grad, x, weight, means, scales, read, of_x, written, *parts
-    given = *tensors, rows, turns, own is not None, copy is not None, columns, high, size
+    given = *tensors, rows, tiles_each, own is not None, copy is not None, columns, tile_rows, size
     launch(_norm_back_kernel, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
     return of_x, copy, of_weight, of_bias
@@ -269,5 +269,5 @@ def normed_back(
 def _tile(columns: int) -> tuple[int, int, int]:
     """Rows and columns of a program, powers of two, and its warps: eight elements a thread."""
     size = triton.next_power_of_2(columns)
-    high = max(1, _TILE // size)
-    return high, size, high * size // 256
+    tile_rows = max(1, _TILE // size)
+    return tile_rows, size, tile_rows * size // 256

@@ -1,19 +1,23 @@
-"""Optimizers for gradients that come late: momentum that looks as far ahead as they lag behind.
+"""Optimizers for delayed gradients: momentum that looks as far ahead as the gradients are late.
 
-Momentum is a loop: parameters, gradient, mean of gradients, parameters. Where the loss is curved by
-h, SGD with Nesterov momentum 0.9 and a learning rate of r is stable as long as r h / (1 - 0.9) is
-below 13.6. If gradients come t updates late that number falls to 0.8 for t = 2 and to 0.14 for
-t = 9 (without Nesterov's step, as in Adam, from 38 to 0.5 and 0.13): training is slow, or fails,
-because it swings, not because late gradients are wrong.
+Momentum is a feedback loop: parameters, gradient, mean of gradients, parameters. Where the loss has
+curvature h, SGD with Nesterov momentum 0.9 and learning rate r is stable as long as
+r h / (1 - 0.9) is below 13.6. If gradients are t updates late that bound falls to 0.8 for t = 2 and
+to 0.14 for t = 9 (without Nesterov's step, as in Adam, from 38 to 0.5 and 0.13): training is slow,
+or fails, because it oscillates, not because late gradients are wrong.
 
-Two numbers put that right. Let m be a running mean of the gradients g over `memory` updates, g the
-last one included. The step goes along m + (g - m) lead / memory: about where the mean will be in
-`lead` updates, if gradients stay as they are. Nesterov's is lead 1. With
+Two numbers correct that. Let m be the running mean of the gradients g over the averaging horizon,
+with the latest g included. The update goes along
 
-    memory = (1 + t**2) / (1 - momentum)        lead = 1 + 1.25 t
+    m + (g - m) look_ahead / horizon
 
-that number is about 5 whatever the delay, and at delay 0 this is Nesterov momentum itself.
-(As a filter this is quasi-hyperbolic momentum, Ma and Yarats, 2019; what is new is its choice.)
+which is about where the mean will be in `look_ahead` updates if gradients stay the same. Nesterov's
+look-ahead is 1. With
+
+    horizon = (1 + t**2) / (1 - momentum)        look_ahead = 1 + 1.25 t
+
+the bound is about 5 whatever the delay, and at delay 0 this is Nesterov momentum itself. (As a
+filter this is quasi-hyperbolic momentum, Ma and Yarats, 2019; the choice of its numbers is new.)
 """
 
 from __future__ import annotations
@@ -28,15 +32,15 @@ from torch.optim import Optimizer
 
 __all__ = ["DelayAwareAdamW", "DelayAwareSGD", "averaging_horizon", "look_ahead"]
 
-AHEAD: Final = 1.25
-"""How many updates further to look ahead for each update of delay."""
+LOOK_AHEAD_PER_DELAY: Final = 1.25
+"""Updates to look further ahead for each update of delay."""
 
 _Number = float | Tensor
-"""On the CPU a number; on a device, where a step may be recorded, a tensor without dimensions."""
+"""A number; with `capturable`, where the step may be captured, a scalar tensor on the device."""
 
 
 def averaging_horizon(delay: float, momentum: float = 0.9) -> float:
-    """Over how many updates to average gradients that come so many updates late.
+    """Updates over which to average gradients that are `delay` updates late.
 
     >>> [round(averaging_horizon(delay)) for delay in (0, 1, 2.25, 9)]
     [10, 20, 61, 820]
@@ -50,100 +54,106 @@ def look_ahead(delay: float) -> float:
     >>> [look_ahead(delay) for delay in (0, 1, 4)]
     [1.0, 2.25, 6.0]
     """
-    return 1 + AHEAD * delay
+    return 1 + LOOK_AHEAD_PER_DELAY * delay
 
 
-class _Lead(Optimizer):
-    """What both share: the mean, and where it will be."""
+class _DelayAware(Optimizer):
+    """The running mean of gradients, and the look-ahead from it."""
 
     delay: float = 0.0
-    """How many updates late gradients are, on average. A trainer says so to each stage's."""
+    """How many updates late gradients are, on average. A trainer sets it for each stage."""
     _means: ClassVar[tuple[str, ...]] = ("mean",)
-    """What is averaged over updates, of each parameter: in float32 at least."""
+    """Names of the running means of each parameter, the first of gradients; in float32 at least."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in every optimizer; settings of a group are checked like those of all."""
+        """As in every optimizer; a group's own settings are checked too."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _check(**{name: group[name] for name in _CHECKED if name in group})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for alike in self._alike(group):
-                wide = self.state[alike[0]][self._means[0]].dtype
-                self._update(group, alike, [_dense(p).to(wide) for p in alike])
+            for params in self._batches(group):
+                dtype = self.state[params[0]][self._means[0]].dtype
+                self._update(group, params, [_dense_gradient(p).to(dtype) for p in params])
         return loss
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         raise NotImplementedError
 
-    def _alike(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
-        """Parameters with a gradient; lists of one device, type and number of updates each.
+    def _batches(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
+        """Parameters with a gradient, in lists of one device, dtype and number of updates.
 
-        Numbers that are on a device are not looked at: there a group has its updates together.
+        Counters on a device are not read: there all parameters of a group are updated together.
         """
-        found: dict[Any, list[Tensor]] = {}
+        batches: dict[Any, list[Tensor]] = {}
         for p in (p for p in group["params"] if p.grad is not None):
             state = self.state[p]
             if "step" not in state:
-                where = p.device if group["capturable"] else "cpu"
-                state["step"] = torch.zeros((), device=where)
-                wide = torch.promote_types(p.dtype, torch.float32)
-                state.update({name: torch.zeros_like(p, dtype=wide) for name in self._means})
+                device = p.device if group["capturable"] else "cpu"
+                state["step"] = torch.zeros((), device=device)
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                state.update({name: torch.zeros_like(p, dtype=dtype) for name in self._means})
             number = None if group["capturable"] else state["step"].item()
-            found.setdefault((p.device, p.dtype, number), []).append(p)
-        return found.values()
+            batches.setdefault((p.device, p.dtype, number), []).append(p)
+        return batches.values()
 
-    def _counted(self, group: dict[str, Any], params: list[Tensor]) -> _Number:
-        """The number of this update."""
+    def _count(self, group: dict[str, Any], params: list[Tensor]) -> _Number:
+        """Count this update; returns its number, from 1 on."""
         steps: list[Tensor] = [self.state[p]["step"] for p in params]
         torch._foreach_add_(steps, 1)
         return steps[0].double() if group["capturable"] else steps[0].item()
 
-    def _led(
+    def _look_ahead(
         self,
         group: dict[str, Any],
         params: list[Tensor],
         grads: list[Tensor],
         step: _Number,
-        share: _Number = 1.0,
+        weight: _Number = 1.0,
     ) -> tuple[Tensor, ...]:
-        """Move the means; where they, divided by `share`, will be."""
+        """Update the means; returns the look-ahead from them, each divided by its `weight`."""
         means = [self.state[p][self._means[0]] for p in params]
-        rate = 1 / self._memory(group, step)
+        rate = 1 / self._horizon(group, step)
         torch._foreach_mul_(means, 1 - rate)
         torch._foreach_add_(means, torch._foreach_mul(grads, rate))
-        fresh = _least(look_ahead(self.delay) * rate, 1.0)
-        led = torch._foreach_mul(means, (1 - fresh) / share)
-        torch._foreach_add_(led, torch._foreach_mul(grads, fresh))
-        return led
+        latest = _minimum(look_ahead(self.delay) * rate, 1.0)
+        ahead = torch._foreach_mul(means, (1 - latest) / weight)
+        torch._foreach_add_(ahead, torch._foreach_mul(grads, latest))
+        return ahead
 
-    def _memory(self, group: dict[str, Any], step: _Number) -> _Number:
-        """It grows with the number of gradients there are, up to what the delay asks for."""
-        least = averaging_horizon(0, group["momentum"])
-        return _least(least + (step - 1), averaging_horizon(self.delay, group["momentum"]))
+    def _horizon(self, group: dict[str, Any], step: _Number) -> _Number:
+        """The averaging horizon, which grows with the number of gradients up to its final value."""
+        first = averaging_horizon(0, group["momentum"])
+        return _minimum(first + (step - 1), averaging_horizon(self.delay, group["momentum"]))
 
-    def _share(self, group: dict[str, Any], step: _Number) -> _Number:
-        """Of the mean: how much of it is gradients, and not the zero it began with."""
-        least, most = (averaging_horizon(delay, group["momentum"]) for delay in (0, self.delay))
-        if least <= 1:  # the first gradient is all there is of the first mean
+    def _bias_correction(self, group: dict[str, Any], step: _Number) -> _Number:
+        """The weight of all gradients in the mean; the rest is that of the zero it began with."""
+        first, final = (averaging_horizon(delay, group["momentum"]) for delay in (0, self.delay))
+        if first <= 1:  # the first mean is the first gradient
             return 1.0
-        growing = _least(step, math.ceil(most - least))
-        left = (least - 1) / (least - 1 + growing) * (1 - 1 / most) ** (step - growing)
-        return 1 - left
+        growing = _minimum(step, math.ceil(final - first))
+        of_zero = (first - 1) / (first - 1 + growing) * (1 - 1 / final) ** (step - growing)
+        return 1 - of_zero
 
 
-class DelayAwareSGD(_Lead):
-    """SGD with momentum for late gradients; at delay 0 `SGD(..., nesterov=True)`.
+class DelayAwareSGD(_DelayAware):
+    """SGD with momentum for delayed gradients; at delay 0 `SGD(..., nesterov=True)`.
 
-    `lr`, `momentum` and `weight_decay` mean what they mean there: how far a gradient moves its
-    parameter in the end is `lr / (1 - momentum)`, whatever the delay.
+    `lr`, `momentum` and `weight_decay` mean the same as there: the effective step, by which a
+    gradient moves its parameter in total, is `lr / (1 - momentum)` whatever the delay.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: the learning rate.
+        momentum: as of SGD without delay; the averaging horizon follows from it and the delay.
+        weight_decay: L2 penalty.
+        capturable: keep the update counters on the device, so that a CUDA graph can capture `step`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = DelayAwareSGD([weight], lr=0.1)
@@ -171,15 +181,23 @@ class DelayAwareSGD(_Lead):
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        # As in SGD: what is kept is how far to go, so that momentum may change on the way.
-        reaching = list(torch._foreach_mul(grads, 1 / (1 - group["momentum"])))
-        steps = self._led(group, params, reaching, self._counted(group, params))
+        # As in SGD the mean is of effective steps, so that momentum may change during training.
+        effective = list(torch._foreach_mul(grads, 1 / (1 - group["momentum"])))
+        steps = self._look_ahead(group, params, effective, self._count(group, params))
         torch._foreach_mul_(steps, -group["lr"])
         torch._foreach_add_(params, steps)
 
 
-class DelayAwareAdamW(_Lead):
-    """AdamW for late gradients; at delay 0 with Nesterov's step, as in NAdam.
+class DelayAwareAdamW(_DelayAware):
+    """AdamW for delayed gradients; at delay 0 with Nesterov's step, as in NAdam.
+
+    Args:
+        params: parameters or parameter groups, which may have `betas` of their own.
+        lr: the learning rate.
+        betas: of the means of gradients (without delay) and of their squares.
+        eps: added to the root of the mean square.
+        weight_decay: decoupled, as of AdamW.
+        capturable: keep the update counters on the device, so that a CUDA graph can capture `step`.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = DelayAwareAdamW([weight], lr=0.1, weight_decay=0)
@@ -217,8 +235,9 @@ class DelayAwareAdamW(_Lead):
         super().add_param_group(param_group)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        step, beta = self._counted(group, params), group["beta"]
-        steps = self._led(group, params, grads, step, self._share(group, step))
+        step, beta = self._count(group, params), group["beta"]
+        weight = self._bias_correction(group, step)
+        steps = self._look_ahead(group, params, grads, step, weight)
         squares = [self.state[p]["square"] for p in params]
         torch._foreach_mul_(squares, beta)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta)
@@ -232,15 +251,15 @@ class DelayAwareAdamW(_Lead):
         torch._foreach_add_(params, steps)
 
 
-def _least(a: _Number, b: float) -> _Number:
+def _minimum(a: _Number, b: float) -> _Number:
     return a.clamp(max=b) if isinstance(a, Tensor) else min(a, b)
 
 
-def _dense(p: Tensor) -> Tensor:
+def _dense_gradient(p: Tensor) -> Tensor:
     grad = p.grad
     assert grad is not None
     if grad.is_sparse or grad.is_complex():
-        raise RuntimeError("gradients that are sparse or complex have no lead; use torch.optim.SGD")
+        raise RuntimeError("sparse and complex gradients are not supported; use torch.optim.SGD")
     return grad
 
 
@@ -249,7 +268,7 @@ _CHECKED: Final = ("lr", "momentum", "weight_decay", "beta", "eps")
 
 def _check(**settings: float) -> None:
     for name, value in settings.items():
-        most = 1.0 if name in ("momentum", "beta") else float("inf")
-        if not 0.0 <= value < most:
-            limit = f"from 0 to below {most:g}" if most == 1.0 else "0 or more"
+        bound = 1.0 if name in ("momentum", "beta") else float("inf")
+        if not 0.0 <= value < bound:
+            limit = f"from 0 to below {bound:g}" if bound == 1.0 else "0 or more"
             raise ValueError(f"{name}={value}: expected a number {limit}")

@@ -1,1 +1,1 @@
-"""What a cut will take, before anything is trained: memory budgets and forecasts."""
+"""Before training: what each stage may keep (budget), and what a cluster would do (forecast)."""

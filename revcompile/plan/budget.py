@@ -1,15 +1,15 @@
-"""What every stage keeps, chosen so that a device's memory suffices and its work is least.
+"""plan_memory: what every stage keeps, so that each device stays within its memory budget.
 
     keep       memory                                                      work
     nothing    what cannot be rebuilt, and the graph of one block          4N: forward, rebuild, 2N
     input      the stage's inputs, and the whole graph of one micro-batch  4N: forward, again, 2N
     graph      the whole graph of every micro-batch in flight              3N: forward, 2N
 
-The choice of one stage changes nothing for the others: what a stage holds and does depends on what
-it keeps itself. So each device is a knapsack of its own, solved exactly: stage by stage all sums
-that no other sum beats in both memory and work are carried along. Stages of a device take turns, so
-of what they need only while they work the largest counts; that largest is tried out. Only beyond
-`_MOST` sums some are left out, evenly, and the plan may miss the best by a little.
+What one stage keeps changes nothing for the others, so each device is a knapsack of its own: the
+least work whose memory fits. It is solved exactly, stage by stage, carrying along all sums that no
+other sum beats in both memory and work. Stages of a device take turns, so of the memory that they
+need only while they compute, the largest counts; every value that it could have is tried. Only
+beyond `_MAX_SUMS` sums some are dropped, evenly, and the plan may miss the best by a little.
 """
 
 from __future__ import annotations
@@ -19,59 +19,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
-from revcompile.compiler.cost import MemoryModel, StageMemory
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
-from revcompile.schedule import Keep, Method, Order, Weights
-from revcompile.units import is_whole, readable, size_of
+from revcompile.schedule import Keep, Order, Weights
+from revcompile.units import format_size
 
-__all__ = [
-    "Choice",
-    "MemoryPlan",
-    "Terms",
-    "budget",
-    "choices",
-    "on_device",
-    "plan_memory",
-]
+__all__ = ["Choice", "MemoryPlan", "choices", "device_peak", "plan_memory"]
 
-_MOST: Final = 4096
+_MAX_SUMS: Final = 4096
 """Sums carried along from stage to stage."""
 _EVEN: Final = 1.03
 """Up to here devices' work is called balanced."""
 _KEEPS: Final = (Keep.NOTHING, Keep.INPUT, Keep.GRAPH)
 """In the order they are preferred among equals."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a plan depends on besides the stages and the budget."""
-
-    method: Method
-    batch: int
-    """Samples a micro-batch."""
-    accumulate: int = 1
-    optimizer_copies: float = 1.0
-    """Numbers of optimizer state a parameter: SGD with momentum 1, Adam 2."""
-    buffer_bytes: int | None = None
-    """What an element of a float32 input that waits takes; None: all of it."""
-    autocast: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.batch) or self.batch < 1:
-            raise InputError(f"batch_size={self.batch!r}; a micro-batch has 1 sample at least")
-        if self.method.keep is not Keep.NOTHING or self.method.weights is not Weights.LATEST:
-            raise InputError(
-                f"memory=: stages trained by {self.method.name!r} keep what the method says; use "
-                "method='petra' or 'reversible_backprop', or leave out memory="
-            )
+_KEEP_NAMES: Final = {
+    Keep.NOTHING: "nothing but what cannot be rebuilt",
+    Keep.INPUT: "its input",
+    Keep.GRAPH: "its graph",
+}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One stage if it keeps one thing: the most it holds, and its work for a micro-batch."""
+    """One stage if it keeps one thing: its peak memory, and its work for a micro-batch."""
 
     stage: int
     keep: Keep
@@ -81,24 +52,24 @@ class Choice:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What every stage keeps under a budget.
+    """What every stage keeps under a memory budget.
 
-    `print(plan)` shows it; `plan.keeps` are the choices, `plan.memory(device)` is predicted.
+    `print(plan)` shows it; `plan.keeps` are the choices, `plan.memory(device)` is the prediction.
     """
 
-    limit: int
+    memory_budget: int
     """Bytes a device."""
-    batch: int
+    batch_size: int
     """Samples a micro-batch."""
-    places: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
     """The device of each stage."""
     chosen: tuple[Choice, ...]
     peaks: tuple[int, ...]
     """The most each device holds."""
-    full: float
+    full_work: float
     """All stages' work if nothing were kept."""
-    expected: Keep = Keep.NOTHING
-    """What the stages were balanced for."""
+    balanced_for: Keep = Keep.NOTHING
+    """What the stages were expected to keep when the model was cut."""
 
     @property
     def keeps(self) -> tuple[Keep, ...]:
@@ -112,12 +83,10 @@ class MemoryPlan:
 
     @property
     def balance(self) -> float:
-        """The largest device's work, in means of all devices."""
+        """The largest device's work, divided by the mean of all devices."""
         works = [
-            math.fsum(
-                c.work for c, place in zip(self.chosen, self.places, strict=True) if place == d
-            )
-            for d in sorted(set(self.places))
+            math.fsum(c.work for c in self.chosen if self.stage_to_rank[c.stage] == device)
+            for device in sorted(set(self.stage_to_rank))
         ]
         return max(works) * len(works) / (math.fsum(works) or 1.0)
 
@@ -126,16 +95,17 @@ class MemoryPlan:
         return self.peaks[device]
 
     def __str__(self) -> str:
-        lines = [f"at most {readable(self.limit)} a device, micro-batches of {self.batch}"]
-        for choice, place in zip(self.chosen, self.places, strict=True):
+        budget = format_size(self.memory_budget)
+        lines = [f"at most {budget} a device, micro-batches of {self.batch_size}"]
+        for choice, device in zip(self.chosen, self.stage_to_rank, strict=True):
             lines.append(
-                f"stage {choice.stage} (device {place}) keeps {_KEPT[choice.keep]}: "
-                f"{readable(choice.memory.total)}, {100 * choice.work / self.full:.1f} % of the "
-                "work of keeping nothing"
+                f"stage {choice.stage} (device {device}) keeps {_KEEP_NAMES[choice.keep]}: "
+                f"{format_size(choice.memory.total)}, {100 * choice.work / self.full_work:.1f} % "
+                "of the work of keeping nothing"
             )
-        held = ", ".join(f"device {i} {readable(peak)}" for i, peak in enumerate(self.peaks))
-        lines.append(f"in all {100 * self.work / self.full:.1f} %; {held}")
-        if self.balance > _EVEN and set(self.keeps[:-1]) == {Keep.GRAPH} != {self.expected}:
+        held = ", ".join(f"device {i} {format_size(peak)}" for i, peak in enumerate(self.peaks))
+        lines.append(f"in all {100 * self.work / self.full_work:.1f} %; {held}")
+        if self.balance > _EVEN and set(self.keeps[:-1]) == {Keep.GRAPH} != {self.balanced_for}:
             lines.append(
                 f"the largest device has {self.balance:.2f}x the mean work; petrafy(..., "
                 "keep='graph') balances stages that keep their graphs"
@@ -143,117 +113,77 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-_KEPT: Final = {
-    Keep.NOTHING: "nothing but what cannot be rebuilt",
-    Keep.INPUT: "its input",
-    Keep.GRAPH: "its graph",
-}
-
-
-def budget(memory: int | str) -> int:
-    """Bytes, from a number or from text.
-
-    >>> budget("2GiB"), budget(1000)
-    (2147483648, 1000)
-    """
-    found = size_of(memory) if isinstance(memory, str) else memory
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise InputError(f'memory={memory!r}; give bytes above 0, or a size like "2GiB"')
-    return found
-
-
 def plan_memory(
-    partition: Partition, limit: int, terms: Terms, places: Sequence[int] | None = None
-) -> MemoryPlan:
-    """The plan of least work that fits `limit` bytes a device.
-
-    `places` are the devices of the stages; without it each has a device of its own.
-    """
-    where = tuple(places if places is not None else range(len(partition.parts)))
-    offered = choices(partition, terms)
-    chosen: dict[int, Choice] = {}
-    for device in sorted(set(where)):
-        mine = [of for of, place in zip(offered, where, strict=True) if place == device]
-        found = _fastest(mine, limit, terms, len(mine) == len(where))
-        if found is None:
-            raise _too_small(limit, device, mine, terms, len(mine) == len(where))
-        chosen |= {choice.stage: choice for choice in found}
-    return _planned(partition, limit, terms, where, [chosen[j] for j in range(len(where))])
-
-
-def _planned(
     partition: Partition,
-    limit: int,
-    terms: Terms,
-    places: tuple[int, ...],
-    chosen: Sequence[Choice],
+    memory_budget: int,
+    workload: Workload,
+    stage_to_rank: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    held = [
-        [choice.memory for choice in chosen if places[choice.stage] == device]
-        for device in sorted(set(places))
-    ]
-    alone = len(held) == 1
-    full = (work for part in partition.parts for work in partition.works(part, Keep.INPUT))
-    peaks = tuple(on_device(memory, terms, alone) for memory in held)
+    """Choose what each stage keeps: the plan of least work that fits the budget.
+
+    Args:
+        partition: The stages.
+        memory_budget: Bytes that one device may hold.
+        workload: Batch size, method, optimizer and precision.
+        stage_to_rank: The device of each stage. Default: each stage has one of its own.
+
+    Raises:
+        InputError: Some device cannot hold its stages whatever they keep, or the method itself
+            says what is kept.
+    """
+    method = workload.method
+    if method.keep is not Keep.NOTHING or method.weights is not Weights.LATEST:
+        raise InputError(
+            f"memory_budget=: stages trained by {method.name!r} keep what the method says; use "
+            "method='petra' or 'reversible_backprop', or leave out memory_budget="
+        )
+    devices = tuple(range(len(partition.parts)) if stage_to_rank is None else stage_to_rank)
+    options = choices(partition, workload)
+    by_stage: dict[int, Choice] = {}
+    peaks = []
+    for number in sorted(set(devices)):
+        own = [of for of, device in zip(options, devices, strict=True) if device == number]
+        device = _Device(own, workload, is_only=len(own) == len(devices))
+        chosen = device.least_work(memory_budget)
+        if chosen is None:
+            raise _too_small(memory_budget, number, device)
+        by_stage |= {choice.stage: choice for choice in chosen}
+        peaks.append(device.peak([choice.memory for choice in chosen]))
+    recomputed = (work for part in partition.parts for work in partition.works(part, Keep.INPUT))
     return MemoryPlan(
-        limit,
-        terms.batch,
-        places,
-        tuple(chosen),
-        peaks,
-        math.fsum(full) or 1.0,
+        memory_budget,
+        workload.batch_size,
+        devices,
+        tuple(by_stage[stage] for stage in range(len(devices))),
+        tuple(peaks),
+        math.fsum(recomputed) or 1.0,
         partition.keep,
     )
 
 
-# -- what can be chosen ---------------------------------------------------------------------------
-
-
-def choices(partition: Partition, terms: Terms) -> tuple[tuple[Choice, ...], ...]:
-    """What each stage can keep, with what that costs."""
-    model = MemoryModel.of(
-        partition,
-        terms.method,
-        batch=terms.batch,
-        optimizer_copies=terms.optimizer_copies,
-        buffer_bytes=terms.buffer_bytes,
-        group=terms.accumulate,
-        low=terms.autocast,
-    )
+def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...], ...]:
+    """What each stage can keep, with the memory and work of that."""
+    model = MemoryModel.of(partition, workload)
     return tuple(
         tuple(
             Choice(
                 part.index,
                 keep,
-                model.stage(part.index, *places, keep),
+                model.stage(part.index, *pieces, keep),
                 math.fsum(partition.works(part, keep)),
             )
             for keep in _KEEPS
         )
-        for part, places in zip(partition.parts, partition.ranges, strict=True)
+        for part, pieces in zip(partition.parts, partition.ranges, strict=True)
     )
 
 
 # -- one device -----------------------------------------------------------------------------------
 
 
-def on_device(memories: Sequence[StageMemory], terms: Terms, alone: bool) -> int:
-    """The most a device with these stages holds. `alone`: no other device has stages."""
-    split = [_split(memory, terms, alone) for memory in memories]
-    return sum(lasting for lasting, _ in split) + max(passing for _, passing in split)
-
-
-def _split(memory: StageMemory, terms: Terms, alone: bool) -> tuple[int, int]:
-    """What a stage holds all the time, and what only while it works.
-
-    Gradients go as soon as they are applied; messages from other devices come when they come. In
-    one process sums that a step has added to are there until it is over.
-    """
-    gathers = terms.accumulate > 1 or terms.method.order is not Order.CONTINUOUS
-    passing = memory.working + memory.between
-    passing += 0 if gathers else memory.gradients
-    passing += memory.messages if alone else memory.summing
-    return memory.total - passing, passing
+def device_peak(memories: Sequence[StageMemory], workload: Workload, is_only: bool) -> int:
+    """The most a device with these stages holds. `is_only`: no other device has stages."""
+    return _Device([], workload, is_only).peak(memories)
 
 
 @dataclass(frozen=True)
@@ -264,97 +194,109 @@ class _Sum:
     work: float
     picks: tuple[int, ...] = ()
 
-
-def _fastest(
-    offered: Sequence[Sequence[Choice]], limit: int, terms: Terms, alone: bool
-) -> list[Choice] | None:
-    """The choices of least work that fit; among equals those of least memory."""
-    split = [[_split(choice.memory, terms, alone) for choice in of] for of in offered]
-    best: _Sum | None = None
-    for room in sorted({passing for of in split for _, passing in of}):
-        found = _lightest(offered, split, room, limit - room)
-        if found is not None and (best is None or _rank(found) < _rank(best)):
-            best = found
-    if best is None:
-        return None
-    return [of[pick] for of, pick in zip(offered, best.picks, strict=True)]
+    @property
+    def rank(self) -> tuple[float, int, tuple[int, ...]]:
+        """Least work first; among equals least memory."""
+        return self.work, self.memory, self.picks
 
 
-def _rank(found: _Sum) -> tuple[float, int, tuple[int, ...]]:
-    return found.work, found.memory, found.picks
+@dataclass(frozen=True)
+class _Device:
+    """The stages of one device: the choices of each, and which of them fit together."""
+
+    options: Sequence[Sequence[Choice]]
+    workload: Workload
+    is_only: bool
+    """No other device has stages: messages stay within this process."""
+
+    def split(self, memory: StageMemory) -> tuple[int, int]:
+        """Bytes that a stage holds all the time, and only while it computes.
+
+        Gradients go as soon as they are applied; messages of other devices may come at any time.
+        In one process sums that a step has added to exist until it is over.
+        """
+        method = self.workload.method
+        sums_gradients = self.workload.accumulate > 1 or method.order is not Order.CONTINUOUS
+        transient = memory.working + memory.between
+        transient += 0 if sums_gradients else memory.gradients
+        transient += memory.messages if self.is_only else memory.summing
+        return memory.total - transient, transient
+
+    def peak(self, memories: Sequence[StageMemory]) -> int:
+        """The most the device holds: stages take turns, so only one is computing."""
+        split = [self.split(memory) for memory in memories]
+        return sum(lasting for lasting, _ in split) + max(transient for _, transient in split)
+
+    def least_work(self, budget: int) -> list[Choice] | None:
+        """The choices of least work that fit; among equals those of least memory."""
+        sums = [self._least_work(limit, budget - limit) for limit in self._transients()]
+        best = min((s for s in sums if s is not None), key=lambda s: s.rank, default=None)
+        if best is None:
+            return None
+        return [of[pick] for of, pick in zip(self.options, best.picks, strict=True)]
+
+    def _transients(self) -> list[int]:
+        """All values that the largest transient memory of a stage could have."""
+        return sorted({self.split(choice.memory)[1] for of in self.options for choice in of})
+
+    def _least_work(self, transient_limit: int, lasting_limit: int) -> _Sum | None:
+        """The sum of least work with at most so much transient memory a stage, and lasting in all.
+
+        The knapsack, stage by stage; only sums on the Pareto front of memory and work go on.
+        """
+        sums = [_Sum(0, 0.0)]
+        for of in self.options:
+            sizes = [self.split(choice.memory) for choice in of]
+            longer = [
+                _Sum(before.memory + lasting, before.work + choice.work, (*before.picks, pick))
+                for before in sums
+                for pick, (choice, (lasting, transient)) in enumerate(zip(of, sizes, strict=True))
+                if transient <= transient_limit and before.memory + lasting <= lasting_limit
+            ]
+            sums = _thinned(list(_pareto_front(longer)))
+        return min(sums, key=lambda s: s.rank, default=None)
+
+    def least_memory(self) -> tuple[int, list[Choice]]:
+        """The least memory the device can do with, and the choices that take it."""
+        plans = []
+        for limit in self._transients():
+            small = [[c for c in of if self.split(c.memory)[1] <= limit] for of in self.options]
+            if all(small):
+                chosen = [min(of, key=lambda c: self.split(c.memory)[0]) for of in small]
+                plans.append((self.peak([choice.memory for choice in chosen]), chosen))
+        return min(plans, key=lambda plan: plan[0])
 
 
-def _lightest(
-    offered: Sequence[Sequence[Choice]],
-    split: Sequence[Sequence[tuple[int, int]]],
-    room: int,
-    limit: int,
-) -> _Sum | None:
-    """The sum of least work whose stages need at most `room` at work and `limit` lastingly."""
-    sums = [_Sum(0, 0.0)]
-    for of, sizes in zip(offered, split, strict=True):
-        longer = [
-            _Sum(before.memory + lasting, before.work + choice.work, (*before.picks, pick))
-            for before in sums
-            for pick, (choice, (lasting, passing)) in enumerate(zip(of, sizes, strict=True))
-            if passing <= room and before.memory + lasting <= limit
-        ]
-        sums = _thinned(list(_unbeaten(longer)))
-    return min(sums, key=_rank, default=None)
-
-
-def _unbeaten(sums: Sequence[_Sum]) -> Iterator[_Sum]:
+def _pareto_front(sums: Sequence[_Sum]) -> Iterator[_Sum]:
     """From the least memory on, every sum that has less work than all before it."""
     least = math.inf
-    for found in sorted(sums, key=lambda one: (one.memory, one.work, one.picks)):
-        if found.work < least:
-            least = found.work
-            yield found
+    for candidate in sorted(sums, key=lambda s: (s.memory, s.work, s.picks)):
+        if candidate.work < least:
+            least = candidate.work
+            yield candidate
 
 
 def _thinned(sums: list[_Sum]) -> list[_Sum]:
-    """At most `_MOST` of them, the first and the last included."""
-    if len(sums) <= _MOST:
+    """At most `_MAX_SUMS` of them, the first and the last included."""
+    if len(sums) <= _MAX_SUMS:
         return sums
-    step = (len(sums) - 1) / (_MOST - 1)
-    return [sums[round(index * step)] for index in range(_MOST)]
+    step = (len(sums) - 1) / (_MAX_SUMS - 1)
+    return [sums[round(index * step)] for index in range(_MAX_SUMS)]
 
 
-def _least(
-    offered: Sequence[Sequence[Choice]], terms: Terms, alone: bool
-) -> tuple[int, list[Choice]]:
-    """The least memory a device can do with, and the choices that take it."""
-
-    def lasting(choice: Choice) -> int:
-        return _split(choice.memory, terms, alone)[0]
-
-    def fitting(of: Sequence[Choice], room: int) -> list[Choice]:
-        return [choice for choice in of if _split(choice.memory, terms, alone)[1] <= room]
-
-    rooms = sorted({_split(choice.memory, terms, alone)[1] for of in offered for choice in of})
-    plans = []
-    for room in rooms:
-        small = [fitting(of, room) for of in offered]
-        if all(small):
-            chosen = [min(of, key=lasting) for of in small]
-            plans.append((on_device([c.memory for c in chosen], terms, alone), chosen))
-    return min(plans, key=lambda plan: plan[0])
-
-
-def _too_small(
-    limit: int, device: int, offered: Sequence[Sequence[Choice]], terms: Terms, alone: bool
-) -> InputError:
+def _too_small(memory_budget: int, number: int, device: _Device) -> InputError:
     """Why not even the smallest plan fits: the largest stage, what it needs, and what to do."""
-    need, smallest = _least(offered, terms, alone)
+    need, smallest = device.least_memory()
     largest = max(smallest, key=lambda choice: choice.memory.total)
-    memory = largest.memory
-    stages = f"its {len(offered)} stages" if len(offered) > 1 else f"stage {largest.stage}"
+    memory, count = largest.memory, len(smallest)
+    stages = f"its {count} stages" if count > 1 else f"stage {largest.stage}"
     owned = memory.parameters + memory.gradients + memory.optimizer
     return InputError(
-        f"memory={limit}: at {terms.batch} samples a micro-batch device {device} needs "
-        f"{readable(need)} ({need} bytes) for {stages}, however little is kept, but has "
-        f"{readable(limit)}. Stage {largest.stage} needs the most, {readable(memory.total)}: "
-        f"{readable(owned)} for parameters, gradients and optimizer, {readable(memory.buffers)} "
-        f"for micro-batches in flight, {readable(memory.working)} at work. Use smaller "
-        "micro-batches (batch_size=), more stages or devices, or buffers=torch.bfloat16"
+        f"memory_budget={memory_budget}: at {device.workload.batch_size} samples a micro-batch "
+        f"device {number} needs {format_size(need)} ({need} bytes) for {stages}, however little "
+        f"is kept, but has {format_size(memory_budget)}. Stage {largest.stage} needs the most, "
+        f"{format_size(memory.total)}: {format_size(owned)} for parameters, gradients and "
+        f"optimizer, {format_size(memory.buffers)} for micro-batches in flight, "
+        f"{format_size(memory.working)} while it computes. Use smaller micro-batches "
+        "(batch_size=), more stages or devices, or buffers=torch.bfloat16"
     )

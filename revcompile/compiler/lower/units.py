@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from revcompile.compiler.dataflow import draws_random
-from revcompile.compiler.partition.cuts import graphs_of, parameter_names
+from revcompile.compiler.partition.cuts import parameter_names
 from revcompile.ir.program import Part, Partition, Piece, Unit
 from revcompile.schedule import Keep
 
@@ -105,11 +105,9 @@ def groups(partition: Partition, part: Part, keep: Keep) -> tuple[Group, ...]:
 def _group(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Group:
     root = partition.rewired.root
     names = {id(p): name for name, p in root.named_parameters()}
-    graphs = [graph for piece in pieces for graph in graphs_of(piece.segment)]
+    graphs = [piece.segment.graph for piece in pieces]
     parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
-    random = frozenset(
-        piece.name for piece in pieces if any(_draws(g, root) for g in graphs_of(piece.segment))
-    )
+    random = frozenset(piece.name for piece in pieces if _draws(piece.segment.graph, root))
     return Group(pieces, keep, tuple(parameters), random)
 
 

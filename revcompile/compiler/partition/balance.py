@@ -33,38 +33,45 @@ def balance(
     last: Sequence[float] | None = None,
     allowed: Allowed | None = None,
     penalty: Penalty | None = None,
-    together: Sequence[tuple[int, int]] = (),
+    no_cut: Sequence[tuple[int, int]] = (),
 ) -> tuple[int, ...] | None:
-    """Ends of `parts` contiguous parts whose largest sum is least, or None if none is allowed.
+    """Cut a row of items into contiguous parts whose largest sum of costs is least.
 
-    Among all such partitions the one with the least total of `penalty(part, start, end)`. Items
-    have their costs of `last` if they stand in the last part. `allowed(part, start, end)` refuses
-    parts, `together` names pairs of items that no cut may separate.
+    Args:
+        costs: The cost of each item.
+        parts: How many parts; none is empty.
+        last: What the items cost in the last part, if not the same.
+        allowed: `allowed(part, start, end)` says whether a part may be `start` to `end`.
+        penalty: Among all best partitions, the total of `penalty(part, start, end)` is least.
+        no_cut: Pairs of items that no cut may separate.
 
-    `allowed` and `penalty` may be any functions, so each part within the bound is asked about:
-    few when the parts can be even, up to `parts * n**2 / 2` when one item outweighs all others or
-    nothing is allowed.
+    `allowed` and `penalty` may be any functions, so they are called for every part within the
+    bound: few when the parts can be even, up to `parts * n**2 / 2` when one item outweighs all
+    others or nothing is allowed.
+
+    Returns:
+        The end of each part, or None if no partition is allowed.
 
     >>> balance([1, 2, 3, 4, 5], 2)
     (3, 5)
     >>> balance([1, 2, 3, 4, 5], 2, last=[1, 1, 1, 1, 1])
     (2, 5)
-    >>> balance([1, 2, 3, 4, 5], 2, together=[(2, 3)])
+    >>> balance([1, 2, 3, 4, 5], 2, no_cut=[(2, 3)])
     (4, 5)
     """
-    _check(costs, parts, last, together)
-    row = _row(costs, parts, costs if last is None else last, together)
+    _check(costs, parts, last, no_cut)
+    row = _row(costs, parts, costs if last is None else last, no_cut)
     if row is None:
         return None
     bound = _least_bound(row)
     if allowed is None and penalty is None:
-        return row.ends(_walk(row, bound))
+        return row.in_items(_walk(row, bound))
     if allowed is not None:
-        found = _least_allowed(row, bound, allowed)
-        if found is None:
+        least = _least_allowed(row, bound, allowed)
+        if least is None:
             return None
-        bound = found
-    return row.ends(_cheapest(row, bound, allowed, penalty))
+        bound = least
+    return row.in_items(_cheapest(row, bound, allowed, penalty))
 
 
 def largest(
@@ -75,23 +82,16 @@ def largest(
     >>> largest([1, 2, 3, 4, 5], (3, 5))
     9.0
     """
-    return max(_sums(costs, ends, last))
-
-
-def _sums(costs: Sequence[float], ends: Sequence[int], last: Sequence[float] | None) -> list[float]:
-    parts = list(pairwise((0, *ends)))
-    sums = [math.fsum(costs[start:end]) for start, end in parts]
-    if last is not None:
-        start, end = parts[-1]
-        sums[-1] = math.fsum(last[start:end])
-    return sums
+    *parts, (start, end) = pairwise((0, *ends))
+    final = math.fsum((costs if last is None else last)[start:end])
+    return max(final, *(math.fsum(costs[start:end]) for start, end in parts), 0.0)
 
 
 def _check(
     costs: Sequence[float],
     parts: int,
     last: Sequence[float] | None,
-    together: Sequence[tuple[int, int]],
+    no_cut: Sequence[tuple[int, int]],
 ) -> None:
     if parts < 1:
         raise InputError(f"balance: parts={parts}; ask for at least 1")
@@ -106,14 +106,14 @@ def _check(
         for item, value in enumerate(values):
             if not 0 <= value < math.inf:
                 raise InputError(f"balance: {name}[{item}]={value}; costs are finite and >= 0")
-    for pair in together:
+    for pair in no_cut:
         if not all(0 <= item < len(costs) for item in pair):
-            raise InputError(f"balance: together={pair}, but items are 0 to {len(costs) - 1}")
+            raise InputError(f"balance: no_cut={pair}, but items are 0 to {len(costs) - 1}")
 
 
 @dataclass(frozen=True)
 class _Row:
-    """The items as atoms: what must stay together is one. All sums are whole numbers.
+    """The items as atoms: items that no cut may separate are one. All sums are whole numbers.
 
     `cuts[i]` is the first item of atom i; `body[i]` and `tail[i]` are the sums of all atoms before
     i, in any part and in the last one.
@@ -128,20 +128,20 @@ class _Row:
     def atoms(self) -> int:
         return len(self.cuts) - 1
 
-    def ends(self, found: Sequence[int]) -> tuple[int, ...]:
+    def in_items(self, ends: Sequence[int]) -> tuple[int, ...]:
         """Ends of parts counted in items, from ends counted in atoms."""
-        return tuple(self.cuts[end] for end in found)
+        return tuple(self.cuts[end] for end in ends)
 
 
 def _row(
     costs: Sequence[float],
     parts: int,
     last: Sequence[float],
-    together: Sequence[tuple[int, int]],
+    no_cut: Sequence[tuple[int, int]],
 ) -> _Row | None:
     joined = [0] * (len(costs) + 1)
-    for pair in together:
-        # +1 where a stretch without cuts begins, -1 where it ends.
+    for pair in no_cut:
+        # +1 where a range without cuts begins, -1 where it ends.
         joined[min(pair) + 1] += 1
         joined[max(pair) + 1] -= 1
     cuts = [cut for cut, depth in enumerate(accumulate(joined)) if depth == 0]
@@ -212,9 +212,9 @@ def _least_allowed(row: _Row, bound: int, allowed: Allowed) -> int | None:
     step = max(1, bound // 64)
     while True:
         # Nearly always a little slack is enough, and the work grows with the slack.
-        found = _bottleneck(row, bound, allowed)
-        if found is not None or bound >= most:
-            return found
+        least = _bottleneck(row, bound, allowed)
+        if least is not None or bound >= most:
+            return least
         bound = min(most, bound + step)
         step *= 2
 

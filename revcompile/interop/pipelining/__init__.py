@@ -3,9 +3,9 @@
     Partition --pipeline_stages--> one `StageModule` a stage: tensors in, tensors out, autograd
 
 Each stage is a rewired model of its own: it owns copies of the weights it reads, under their
-original names, and `Reversible` runs it. Only tensors cross a boundary. Plain numbers (sizes) are
-worked out from the batch size of what arrives, and the stage that computes a size compares it with
-what the later ones will believe.
+original names, and `Reversible` runs it. Only tensors are sent. A size that a later stage reads is
+computed there again, from the batch size of its inputs, and the stage that owns the size checks
+that this gives the same number.
 """
 
 from revcompile.interop.pipelining.module import StageModule

@@ -13,15 +13,15 @@ from revcompile.errors import InputError
 from revcompile.ir.types import Body, Rewired
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible, _Step
-from revcompile.runtime.reversible.probes import Tolerance
+from revcompile.runtime.reversible.reconstruction import Tolerance
 
 __all__ = ["StageModule"]
 
 
 class StageModule(Reversible):
-    """One stage: `forward(*tensors)` gives the tensors of the next stage, differentiably.
+    """One stage: `forward(*tensors)` returns the inputs of the next stage, differentiably.
 
-    It takes what the stage before it gives (the first: the model's tensors in order). All but
+    It takes the outputs of the previous stage (the first: the model's tensors in order). All but
     the last return a tuple; the last returns the model's output if that is one tensor, and
     otherwise its tensors in order.
     """
@@ -33,31 +33,30 @@ class StageModule(Reversible):
     _description: str
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Run the stage on what the stage before it gave."""
+        """Run the stage on the outputs of the previous one."""
         if self.rewired.eval_body is not None and not self.training:
             raise InputError(
                 f"{self.rewired.name}: the model returns something else in eval mode than in "
                 "training, and stages are cut for training; evaluate net.module()"
             )
-        found = super().forward(*map(_crossing, tensors))
-        return tuple(map(_crossing, found)) if isinstance(found, tuple) else found
+        outputs = super().forward(*map(_sendable, tensors))
+        return tuple(map(_sendable, outputs)) if isinstance(outputs, tuple) else outputs
 
     def extra_repr(self) -> str:
-        """What goes in and out."""
         return self._description
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
         return tuple(map(_guarded, super()._steps(body)))
 
 
-# -- crossing a boundary --------------------------------------------------------------------------
+# -- tensors between stages -----------------------------------------------------------------------
 
 
-class _Crossing(torch.autograd.Function):
-    """The identity, as a value and as a gradient that can be sent.
+class _Sendable(torch.autograd.Function):
+    """The identity, as a contiguous tensor, and its gradient as one.
 
-    Transports carry contiguous tensors only, which a stream that is half of a wider one is not,
-    and torch's zero-bubble schedules detach what a stage gives in place, which views forbid.
+    Only contiguous tensors can be sent, which a stream that is half of a larger tensor is not, and
+    torch's zero-bubble schedules detach a stage's outputs in place, which views forbid.
     """
 
     @staticmethod
@@ -69,12 +68,12 @@ class _Crossing(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-def _crossing(value: Any) -> Any:
+def _sendable(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if not value.requires_grad:
         return value.detach().contiguous()
-    sent: Tensor = _Crossing.apply(value)
+    sent: Tensor = _Sendable.apply(value)
     return sent
 
 
@@ -84,8 +83,8 @@ def _crossing(value: Any) -> Any:
 class _OnceChain(Chain):
     """A chain that refuses to be differentiated in parts.
 
-    A block gets its output from the block after it, which has just reconstructed it. Zero-bubble
-    schedules come back for the weights later, block by block, when there is nothing to get.
+    A block gets its output from the next block, which has just rebuilt it. Zero-bubble schedules
+    differentiate the weights later, block by block, when no output is left.
     """
 
     def reversible(
@@ -97,14 +96,14 @@ class _OnceChain(Chain):
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain keeping only its output for the one backward pass."""
-        found = super().reversible(root, a, b, sides, cast)
-        node = found[0].grad_fn
+        outputs = super().reversible(root, a, b, sides, cast)
+        node = outputs[0].grad_fn
         for _ in self.blocks:
             if node is None:
                 break
             node.register_prehook(_Once())
             node = node.next_functions[0][0]
-        return found
+        return outputs
 
 
 class _Once:
@@ -117,7 +116,7 @@ class _Once:
         if self.ran:
             raise InputError(
                 "to_pipeline_stages: this schedule computes the gradients of inputs and weights "
-                "in two passes, but a reversible stage reconstructs its values once; use "
+                "in two passes, but a reversible stage rebuilds its values once; use "
                 "to_pipeline_stages(reversible=False), or a schedule like Schedule1F1B"
             )
         self.ran = True
@@ -126,11 +125,12 @@ class _Once:
 def _guarded(step: _Step) -> _Step:
     """The step, its chain guarded.
 
-    Torch learns shapes by running a stage on memory as it finds it: the first call is not asked
-    whether its input can be reconstructed.
+    Torch learns shapes by running a stage, forward and backward, on uninitialized memory: before
+    the first step and again after every change between training and evaluation. So one call that
+    cannot be rebuilt is no evidence, but two in a row are.
     """
     chain = step.run
     if not isinstance(chain, Chain):
         return step
     settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
-    return replace(step, run=_OnceChain(*settings, _calls=1))
+    return replace(step, run=_OnceChain(*settings, failures_allowed=1))

@@ -1,7 +1,10 @@
-"""Plain values as JSON, for checkpoints and messages: nothing in a file is ever run.
+"""Nested values as JSON and tensors, for checkpoints and messages: nothing read is ever run.
 
-What JSON has no word for is an object with one key that says what it is. Functions, classes and
-objects of other kinds cannot be written, so reading never imports or calls anything.
+    {"lr": 0.1, "betas": (0.9, w)}  --encode_tree-->  JSON {"dict": [["lr", 0.1], ["betas", ...]]}
+                                                      tensors {"betas.1": w}
+
+A value that JSON cannot express is an object with one key, its type. Functions, classes and other
+objects cannot be written, so reading never imports or calls anything.
 """
 
 from __future__ import annotations
@@ -11,16 +14,19 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from revcompile.errors import InputError
+from revcompile.runtime.stage.tensors import overlaps
 
-__all__ = ["Special", "as_text", "decode", "encode", "located"]
+__all__ = ["as_text", "decode", "decode_tree", "encode", "encode_tree", "located"]
 
 Special = Callable[[Any], dict[str, Any] | None]
-"""How a value that means something only here (a tensor's place) is written; None: as any other."""
+"""Encodes values that the caller treats itself (tensors); None: encode as usual."""
 
 _TORCH: Final = {
     "dtype": torch.dtype,
@@ -37,7 +43,7 @@ _SEQUENCES: Final = {
 
 @contextlib.contextmanager
 def located(where: str) -> Iterator[None]:
-    """Say where an error belongs."""
+    """Prefix an `InputError` with where it happened."""
     try:
         yield
     except InputError as error:
@@ -50,9 +56,9 @@ def encode(value: Any, special: Special = lambda value: None) -> Any:
     >>> encode((1, [None, torch.float16], slice(2)))
     {'tuple': [1, [None, {'dtype': 'float16'}], {'slice': [None, 2, None]}]}
     """
-    found = special(value)
-    if found is not None:
-        return found
+    encoded = special(value)
+    if encoded is not None:
+        return encoded
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -66,7 +72,7 @@ def encode(value: Any, special: Special = lambda value: None) -> Any:
         return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
     for tag, kind in _SEQUENCES.items():
         if type(value) is kind:
-            # A set has no order of its own that another process would agree on.
+            # The order of a set differs between processes.
             listed = sorted(value, key=repr) if kind in (set, frozenset) else value
             return {tag: [inner(item) for item in listed]}
     if isinstance(value, slice):
@@ -82,7 +88,7 @@ def encode(value: Any, special: Special = lambda value: None) -> Any:
 
 
 def decode(data: Any, special: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
-    """The value that `encode` wrote; `special` reads the tags that mean something only here.
+    """The value that `encode` wrote; `special` decodes the caller's own tags.
 
     >>> decode(encode({"a": (1, 2.5, torch.bfloat16)}))
     {'a': (1, 2.5, torch.bfloat16)}
@@ -108,10 +114,10 @@ def _decode_tagged(tag: str, content: Any, inner: Callable[[Any], Any]) -> Any:
     if tag in _SEQUENCES:
         return _SEQUENCES[tag](inner(item) for item in content)
     if tag in _TORCH:
-        found = getattr(torch, content, None)
-        if not isinstance(found, _TORCH[tag]):
+        constant = getattr(torch, content, None)
+        if not isinstance(constant, _TORCH[tag]):
             raise InputError(f"torch has no {tag} {content!r}")
-        return found
+        return constant
     match tag:
         case "dict":
             return {inner(key): inner(item) for key, item in content}
@@ -130,8 +136,97 @@ def _decode_tagged(tag: str, content: Any, inner: Callable[[Any], Any]) -> Any:
     raise InputError(f"{tag!r} is no kind of value")
 
 
+# -- trees with tensors ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A reference to a tensor by name; `stride` if it is not contiguous."""
+
+    name: str
+    device: str
+    stride: tuple[int, ...] | None
+
+
+def encode_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The tree as JSON, and its tensors under names made from their paths.
+
+    >>> encode_tree({"model": {"head.bias": torch.zeros(1)}, "betas": (0.9, 0.99)})[1]
+    {'model.head.bias': tensor([0.])}
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _walk(tree, (), tensors)
+    return encode(plain, _as_json), tensors
+
+
+def decode_tree(
+    plain: Any,
+    tensors: Mapping[str, Tensor],
+    device_for: Callable[[str, str], torch.device] = lambda name, kind: torch.device("cpu"),
+) -> Any:
+    """The tree that `encode_tree` took; tensors get their strides back: kernels depend on them.
+
+    Args:
+        plain: the JSON.
+        tensors: its tensors by name.
+        device_for: from a tensor's name and the type of device it was on to its new device.
+    """
+
+    def read(content: Any) -> Tensor:
+        name, kind, stride = content
+        if name not in tensors:
+            raise InputError(f"the tensor {name!r} is missing")
+        tensor = tensors[name].to(device_for(name, kind))
+        if stride is None:
+            return tensor
+        return torch.empty_strided(
+            tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+
+    return decode(plain, {"tensor": read})
+
+
+def _as_json(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, _Stored):
+        return {"tensor": [value.name, value.device, value.stride and list(value.stride)]}
+    return None
+
+
+def _walk(tree: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return _store(tree, ".".join(path), tensors)
+    if isinstance(tree, Mapping):
+        return {_leaf(k, path): _walk(v, (*path, str(k)), tensors) for k, v in tree.items()}
+    if type(tree) in (list, tuple):
+        items = [_walk(v, (*path, str(i)), tensors) for i, v in enumerate(tree)]
+        return items if type(tree) is list else tuple(items)
+    return _leaf(tree, path)
+
+
+def _store(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> _Stored:
+    if name in tensors:
+        raise InputError(f"two tensors would be saved as {name!r}; rename one of their owners")
+    tensors[name] = tensor
+    rows = torch.empty(tensor.shape, device="meta").stride()
+    stride = None if tensor.stride() == rows or overlaps(tensor) else tensor.stride()
+    return _Stored(name, tensor.device.type, stride)
+
+
+def _leaf(value: Any, path: tuple[str, ...]) -> Any:
+    known = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice)
+    if value is None or isinstance(value, (complex, *known)):
+        return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # also of subclasses such as numpy.float64
+    raise InputError(
+        f"{'.'.join(path)}: a {type(value).__name__} cannot be saved; numbers, strings and tensors "
+        "can. Remove it from the parameter groups or from the model's values"
+    )
+
+
 def as_text(value: Any, indent: str = "") -> str:
-    """JSON for readers: what fits on a line is on one."""
+    """JSON with short values on one line."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if len(indent) + len(line) <= 100 or not isinstance(value, (dict, list)):
         return line

@@ -1,18 +1,18 @@
-"""Checkpoints as folders: written by all ranks at once, put in place in one step.
+"""Checkpoints as folders: written by all ranks at once, then renamed into place atomically.
 
     folder/
-      step_00000120/             whole, always: it has this name since all of it is on the disk
-        checkpoint.json          which files there are, their sizes, which tensor is in which
-        rank_00000.json          what is not a tensor
+      step_00000120/             always complete: it gets this name once all of it is on disk
+        checkpoint.json          the files, their sizes, and which tensor is in which
+        rank_00000.json          everything that is not a tensor
         rank_00000.safetensors
-      saving.tmp/                a save at work, or one that died
-      latest                     the newest one's name
+      saving.tmp/                a save in progress, or one that was killed
+      latest                     the name of the newest checkpoint
 
 `torch.distributed.checkpoint.load` reads these folders with its `HuggingFaceStorageReader`: all
-tensors, under the names `model.<name>` and `optimizer.<name>.<entry>`. Its writers do not write
-them: the default one pickles its metadata; the one for safetensors writes no index where every
-rank saves its own, drops what is not a tensor without a word, takes one of two tensors of the same
-name, puts the file together in memory first, and neither puts a folder in place in one step.
+tensors, under the names `model.<name>` and `optimizer.<name>.<entry>`. Its writers are not used:
+the default one pickles its metadata; the one for safetensors writes no index where every rank saves
+its own file, silently drops what is not a tensor, keeps one of two tensors of the same name, and
+builds the file in memory first; neither renames a complete folder into place.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from revcompile.runtime.checkpoint.codec import as_text
 __all__ = [
     "Barrier",
     "Checkpoint",
-    "attend_save",
     "find_checkpoint",
+    "join_barriers",
     "read_tensor",
     "save_checkpoint",
     "write_tensors",
@@ -74,11 +74,11 @@ def save_checkpoint(
     barrier: Barrier = lambda: None,
     keep: int = 2,
 ) -> Path:
-    """Write one more checkpoint into a folder that all ranks see; returns its place.
+    """Write one more checkpoint into a folder that all ranks see; returns its path.
 
-    Every rank calls it with what it alone holds: tensors by name, and anything JSON has a word
-    for. Older checkpoints are removed down to `keep`. If a rank fails, all of them raise, and
-    what was there before is still there.
+    Every rank calls it with what it alone holds: tensors by name, and `plain` JSON values. Older
+    checkpoints are removed down to `keep`. If a rank fails, all of them raise, and the earlier
+    checkpoints are unchanged.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -90,10 +90,10 @@ def save_checkpoint(
     try:
         folder = _checked(folder, keep)
     except InputError:
-        attend_save(barrier)  # the others do not wait for this rank
+        join_barriers(barrier)  # so that the other ranks do not wait
         raise
     is_first, before = rank == 0, _latest(folder)
-    failure = _in_step(
+    failure = _run_phases(
         barrier,
         (lambda: _prepare(folder)) if is_first else None,
         lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain),
@@ -124,18 +124,18 @@ def _path(place: Any, where: str) -> Path:
     return Path(place)
 
 
-def attend_save(barrier: Barrier) -> None:
-    """Stay in step with ranks that save, with nothing to write."""
-    _in_step(barrier, None, None, None)
+def join_barriers(barrier: Barrier) -> None:
+    """Take part in the barriers of a save with nothing to write."""
+    _run_phases(barrier, None, None, None)
 
 
-def _in_step(barrier: Barrier, *works: Callable[[], None] | None) -> Exception | None:
-    """Do one after the other, all ranks together; what went wrong here, once nobody waits."""
+def _run_phases(barrier: Barrier, *phases: Callable[[], None] | None) -> Exception | None:
+    """Run the phases with a barrier after each; a failure is returned after the last barrier."""
     failure: Exception | None = None
-    for work in works:
+    for phase in phases:
         try:
-            if work is not None and failure is None:
-                work()
+            if phase is not None and failure is None:
+                phase()
         except Exception as error:
             failure = error
         barrier()
@@ -154,7 +154,7 @@ def _explained(failure: Exception, folder: Path, rank: int) -> Exception:
 
 
 def _prepare(folder: Path) -> None:
-    """Clear away what earlier saves left when they died."""
+    """Make the folder to write to, and remove what killed saves left behind."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / _UNFINISHED, *folder.glob(f"step_*{_REMOVED}")):
         shutil.rmtree(left, ignore_errors=True)
@@ -172,39 +172,39 @@ def _write_rank(place: Path, rank: int, tensors: Mapping[str, Tensor], plain: An
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """A tensor as safetensors has a word for it: complex numbers as pairs of real ones."""
+    """Complex numbers as pairs of real ones, which is what safetensors can hold."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def write_tensors(
     file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
 ) -> None:
-    """One file of safetensors, on the disk when this returns."""
-    whole: dict[str, Tensor] = {}
+    """Write one safetensors file and flush it to the disk."""
+    separate: dict[str, Tensor] = {}  # safetensors refuses tensors that share memory
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        found = _as_stored(tensor.detach().cpu()).contiguous()
-        address = found.untyped_storage().data_ptr()
-        whole[name] = found.clone() if address in seen else found
+        stored = _as_stored(tensor.detach().cpu()).contiguous()
+        address = stored.untyped_storage().data_ptr()
+        separate[name] = stored.clone() if address in seen else stored
         seen.add(address)
     pairs = [name for name, tensor in tensors.items() if tensor.is_complex()]
     header = {"format": "pt", **({_COMPLEX: json.dumps(pairs)} if pairs else {}), **(about or {})}
     try:
-        safetensors.torch.save_file(whole, file, header)
+        safetensors.torch.save_file(separate, file, header)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise InputError(f"trainer.save: safetensors cannot write {file.name} ({error})") from error
     _sync(file)
 
 
 def read_tensor(opened: Any, name: str) -> Tensor:
-    """A tensor of an open file that `write_tensors` wrote, complex again where it was."""
-    found: Tensor = opened.get_tensor(name)
+    """A tensor of an open file that `write_tensors` wrote."""
+    stored: Tensor = opened.get_tensor(name)
     pairs = json.loads((opened.metadata() or {}).get(_COMPLEX, "[]"))
-    return torch.view_as_complex(found) if name in pairs else found
+    return torch.view_as_complex(stored) if name in pairs else stored
 
 
 def _commit(folder: Path, step: int, world: int) -> None:
-    """The index, then the name that says that all is there."""
+    """Write the index, then rename the folder: from then on it is a checkpoint."""
     place = folder / _UNFINISHED
     content = {
         "format": _FORMAT,
@@ -229,9 +229,9 @@ def _commit(folder: Path, step: int, world: int) -> None:
 
 
 def _inventory(place: Path, world: int) -> dict[str, Any]:
-    """Every rank's files and tensors; a tensor that two ranks have written is a mistake."""
+    """All ranks' files with their sizes, and the file of every tensor."""
     files: dict[str, int] = {}
-    homes: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for rank in range(world):
         tensors, plain = f"rank_{rank:05d}.safetensors", f"rank_{rank:05d}.json"
         for name in (tensors, plain):
@@ -243,12 +243,12 @@ def _inventory(place: Path, world: int) -> dict[str, Any]:
             files[name] = (place / name).stat().st_size
         with safe_open(place / tensors, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                if homes.setdefault(name, tensors) != tensors:
+                if file_of.setdefault(name, tensors) != tensors:
                     raise InputError(
-                        f"trainer.save: {homes[name]} and {tensors} both hold {name!r}; every "
+                        f"trainer.save: {file_of[name]} and {tensors} both hold {name!r}; every "
                         "rank must save only what it alone holds"
                     )
-    return {"files": files, "tensors": homes}
+    return {"files": files, "tensors": file_of}
 
 
 def _libraries() -> dict[str, str]:
@@ -260,10 +260,10 @@ def _libraries() -> dict[str, str]:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Remove the oldest; a removal that dies leaves nothing that looks like a checkpoint."""
+    """Remove the oldest: renamed first, so that half a checkpoint never looks like one."""
     for old in sorted(_all(folder), key=_serial)[:-keep]:
         doomed = old.with_name(old.name + _REMOVED)
-        with suppress(OSError):  # the new one is there; the next save tries again
+        with suppress(OSError):  # the next save tries again
             os.rename(old, doomed)
             shutil.rmtree(doomed)
 
@@ -276,7 +276,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """What was written is on the disk, and stays there when the machine goes down."""
+    """Flush a file or folder to the disk, so that it survives a power failure."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened there
     descriptor = os.open(path, os.O_RDONLY)
@@ -296,22 +296,22 @@ def find_checkpoint(place: str | Path) -> Path:
         return place
     if not place.is_dir():
         raise InputError(f"checkpoint: there is no folder {place}; look for a typing mistake")
-    found = sorted(_all(place), key=_serial)
+    complete = sorted(_all(place), key=_serial)
     named = _latest(place)
     if named is not None and not _serial(named):
-        return named  # damaged: whoever reads it says how, instead of going back silently
-    if not found:
+        return named  # damaged: reading it raises, instead of silently using an older one
+    if not complete:
         died = (place / _UNFINISHED).exists()
         raise InputError(
             f"checkpoint: there is no whole checkpoint in {place}"
             + ("; a save began there and did not finish" if died else "")
             + ". Give the folder that trainer.save(folder) wrote to"
         )
-    return found[-1]
+    return complete[-1]
 
 
 def _latest(folder: Path) -> Path | None:
-    """The checkpoint that the file of this name names, if it is there."""
+    """The checkpoint that the file `latest` names, if it is there."""
     named = folder / (_read(folder / _LATEST) or "-")
     return named if _NAME.fullmatch(named.name) and named.is_dir() else None
 
@@ -321,7 +321,7 @@ def _all(folder: Path) -> list[Path]:
 
 
 def _serial(checkpoint: Path) -> int:
-    """How many were saved before it; 0 if its index cannot be read."""
+    """The running number of a checkpoint; 0 if its index cannot be read."""
     try:
         return int(json.loads(_read(checkpoint / _INDEX) or "{}")["serial"])
     except (ValueError, KeyError, TypeError):
@@ -336,7 +336,7 @@ def _read(file: Path) -> str | None:
 
 
 class Checkpoint:
-    """A whole checkpoint; tensors are read when asked for. Nothing is unpickled."""
+    """A complete checkpoint; tensors are read on demand. Nothing is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -368,16 +368,16 @@ class Checkpoint:
 
     @property
     def plain(self) -> list[Any]:
-        """What is not a tensor, rank by rank."""
+        """The JSON values of each rank."""
         return [self._json(f"rank_{rank:05d}.json") for rank in range(self.world)]
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """All tensors whose names begin so; on the CPU, read as they are used."""
-        wanted: dict[str, list[str]] = {}
+        """All tensors whose names begin with `prefix`, on the CPU."""
+        by_file: dict[str, list[str]] = {}
         for name, file in self._index["tensors"].items():
             if name.startswith(prefix):
-                wanted.setdefault(file, []).append(name)
-        return {n: t for file, names in wanted.items() for n, t in self._tensors(file, names)}
+                by_file.setdefault(file, []).append(name)
+        return {n: t for file, names in by_file.items() for n, t in self._tensors(file, names)}
 
     def _tensors(self, file: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         try:

@@ -1,7 +1,7 @@
 """Messages as bytes: a header of a few numbers, a description when it changes, the tensors.
 
 Descriptions are JSON and never unpickled. Tensors arrive with the strides they were sent with:
-kernels choose by them, and results are to be the same to the bit wherever a stage lives.
+kernels are chosen by them, and results must not depend on which rank a stage is on.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from revcompile.runtime.checkpoint.codec import decode, encode
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Message, MessageKind
 
-__all__ = ["HEADER", "Describer", "Description", "Flag", "Form", "Header", "described"]
+__all__ = ["HEADER", "Describer", "Description", "Flag", "Header", "TensorFormat", "describe"]
 
 HEADER: Final = 8
 """How many int64 a header has."""
-_CHANNELS: Final = tuple(MessageKind)
+_KINDS: Final = tuple(MessageKind)
 
 
 class Flag(enum.IntFlag):
@@ -35,13 +35,13 @@ class Flag(enum.IntFlag):
     VOID = 1
     """The micro-batch was lost."""
     DESCRIBED = 2
-    """A description follows; without it, the last one of the channel holds."""
+    """A description follows; without it, the last one of this kind of message holds."""
     END = 4
-    """Nothing comes any more."""
+    """The last message."""
     ABORT = 8
     """The sender stops; the description says why."""
-    APART = 16
-    """The tensors do not come with the header but after it."""
+    SEPARATE = 16
+    """The tensors follow in a packet of their own."""
 
 
 _NONE: Final = Flag(0)
@@ -51,21 +51,19 @@ _NONE: Final = Flag(0)
 class Header:
     """The first part of a message, of fixed size."""
 
-    channel: MessageKind
+    kind: MessageKind
     index: int
     flags: Flag = _NONE
     length: int = 0
     """Bytes of the description."""
     sequence: int = 0
-    """The number of the message on its link."""
+    """The number of the message on its channel."""
     scale: float | None = None
-    """The message's."""
     fingerprint: Fingerprint | None = None
-    """The message's."""
 
     def numbers(self) -> list[int]:
-        """As int64."""
-        code = _CHANNELS.index(self.channel)
+        """The header as `HEADER` numbers of int64."""
+        code = _KINDS.index(self.kind)
         (scale,) = struct.unpack("q", struct.pack("d", self.scale or 0.0))
         data = self.fingerprint or Fingerprint()
         plain = [code, self.index, int(self.flags), self.length, self.sequence, scale]
@@ -77,36 +75,39 @@ class Header:
         code, index, flags, length, sequence, bits, inputs, target = numbers
         (scale,) = struct.unpack("d", struct.pack("q", bits))
         data = Fingerprint(inputs, target) if inputs or target else None
-        return cls(_CHANNELS[code], index, Flag(flags), length, sequence, scale or None, data)
+        return cls(_KINDS[code], index, Flag(flags), length, sequence, scale or None, data)
 
 
 @dataclass(frozen=True)
-class Form:
-    """Everything about a tensor but its elements."""
+class TensorFormat:
+    """Everything about a tensor but its elements.
+
+    Of an expanded tensor (stride 0) the repeated elements are sent once: `core` is its shape
+    without the repetition.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     on_host: bool = False
-    """A tensor in the CPU's memory although the stage computes elsewhere."""
+    """Is it on the CPU although the stage computes on another device?"""
 
     @classmethod
-    def of(cls, tensor: Tensor, device: torch.device) -> Form:
-        """A tensor's form, as seen from a stage's device."""
+    def of(cls, tensor: Tensor, device: torch.device) -> TensorFormat:
+        """The format of a tensor of a stage on `device`."""
         if tensor.layout is not torch.strided:
             raise InputError(
                 f"a value of layout {tensor.layout} crosses from one rank to another; only dense "
-                "tensors do: place both stages on one rank with places=, or use .to_dense()"
+                "tensors do: put both stages on one rank with stage_to_rank=, or use .to_dense()"
             )
         on_host = tensor.device.type == "cpu" and device.type != "cpu"
         stride = tuple(tensor.stride())
-        if not _apart(_core(tensor.shape, stride), stride):  # a sliding window, say
+        if not _is_injective(_core(tensor.shape, stride), stride):  # a sliding window, say
             stride = torch.empty(tensor.shape, device="meta").stride()
         return cls(tensor.dtype, tuple(tensor.shape), stride, on_host)
 
     @property
     def core(self) -> tuple[int, ...]:
-        """The shape of what is there only once, however often it is repeated."""
         return _core(self.shape, self.stride)
 
     @property
@@ -114,8 +115,8 @@ class Form:
         """Elements to send."""
         return math.prod(self.core)
 
-    def flat(self, tensor: Tensor) -> Tensor:
-        """The bytes to send, without a copy where the elements lie without gaps."""
+    def to_bytes(self, tensor: Tensor) -> Tensor:
+        """The bytes to send; not copied if the elements are without gaps in memory."""
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tuple(tensor.stride()) == self.stride:
             core = tensor.as_strided(self.core, self.stride)
@@ -124,13 +125,13 @@ class Form:
             tensor = core
         return tensor.contiguous().reshape(-1).view(torch.uint8)
 
-    def room(self, device: torch.device) -> Tensor:
-        """Where the bytes go."""
+    def empty_bytes(self, device: torch.device) -> Tensor:
+        """A buffer for the bytes to receive."""
         return torch.empty(self.numel, dtype=self.dtype, device=device).view(torch.uint8)
 
-    def filled(self, room: Tensor) -> Tensor:
-        """The tensor, from its bytes."""
-        elements = room.view(self.dtype)
+    def from_bytes(self, buffer: Tensor) -> Tensor:
+        """The tensor whose bytes `to_bytes` gave."""
+        elements = buffer.view(self.dtype)
         if self.on_host:
             elements = elements.cpu()
         if not self._dense:
@@ -145,21 +146,21 @@ class Form:
 
 
 def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions along which nothing moves in memory count once."""
+    """The shape with every dimension of stride 0 as 1."""
     return tuple(
         min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)
     )
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last."""
+    """How many elements of memory a tensor reaches over."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def _apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Is every element at a place of its own?"""
+def _is_injective(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Does every element have a memory location of its own?"""
     reach = 0
     for step, size in sorted((p, s) for s, p in zip(shape, stride, strict=True) if s > 1):
         if step <= reach:
@@ -168,101 +169,104 @@ def _apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def described(message: Message, device: torch.device) -> tuple[bytes, list[tuple[Form, Tensor]]]:
-    """A message's description, and its tensors in the order it names them."""
-    tensors: list[tuple[Form, Tensor]] = []
+def describe(
+    message: Message, device: torch.device
+) -> tuple[bytes, list[tuple[TensorFormat, Tensor]]]:
+    """A message's description, and its tensors in the order of the description."""
+    tensors: list[tuple[TensorFormat, Tensor]] = []
 
     def special(value: Any) -> dict[str, Any] | None:
         if not isinstance(value, Tensor):
             return None
-        form = Form.of(value, device)
+        form = TensorFormat.of(value, device)
         tensors.append((form, value))
         dtype = str(form.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(form.shape), list(form.stride), form.on_host]}
 
     try:
-        found = [encode(dict(part), special) for part in (message.values, message.gradients)]
+        parts = [encode(dict(part), special) for part in (message.values, message.gradients)]
     except InputError as error:
         raise InputError(
-            f"{error} crosses from one rank to another; only tensors and plain values do: place "
-            "both stages on one rank with places="
+            f"{error} crosses from one rank to another; only tensors and plain values do: put "
+            "both stages on one rank with stage_to_rank="
         ) from None
-    return json.dumps(found).encode(), tensors
+    return json.dumps(parts).encode(), tensors
 
 
 class Describer:
-    """Descriptions of one channel's messages, each written once and told when it changes."""
+    """Describes messages of one kind; a description is sent only when it changes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last = b""
-        self._outline: tuple[Any, ...] | None = None
-        self._forms: list[Form] = []
+        self._signature: tuple[Any, ...] | None = None
+        self._formats: list[TensorFormat] = []
 
-    def describe(self, message: Message) -> tuple[bytes, list[tuple[Form, Tensor]]]:
-        """A description if it is another than the last one, and the message's tensors."""
-        outline = _outline(message)
-        if outline is not None and outline == self._outline:
+    def describe(self, message: Message) -> tuple[bytes, list[tuple[TensorFormat, Tensor]]]:
+        """The description, empty if it is the last one, and the message's tensors."""
+        signature = _signature(message)
+        if signature is not None and signature == self._signature:
             parts = (message.values, message.gradients)
-            found = [v for part in parts for v in part.values() if isinstance(v, Tensor)]
-            return b"", list(zip(self._forms, found, strict=True))
-        text, tensors = described(message, self._device)
-        self._outline, self._forms = outline, [form for form, _ in tensors]
+            tensors = [v for part in parts for v in part.values() if isinstance(v, Tensor)]
+            return b"", list(zip(self._formats, tensors, strict=True))
+        text, described = describe(message, self._device)
+        self._signature, self._formats = signature, [form for form, _ in described]
         if text == self._last:
-            return b"", tensors
+            return b"", described
         self._last = text
-        return text, tensors
+        return text, described
 
 
-def _outline(message: Message) -> tuple[Any, ...] | None:
-    """What a message's description depends on, as far as this can be told without writing it."""
-    found: list[Any] = []
+def _signature(message: Message) -> tuple[Any, ...] | None:
+    """A cheap key of a message's description; None for nested values, which have none."""
+    key: list[Any] = []
     for part in (message.values, message.gradients):
         for name, value in part.items():
             if isinstance(value, Tensor) and value.layout is torch.strided:
-                found += (name, value.dtype, value.shape, value.stride(), value.device)
+                key += (name, value.dtype, value.shape, value.stride(), value.device)
             elif value is None or type(value) in (bool, int):
-                found += (name, type(value), value)
+                key += (name, type(value), value)
             else:
                 return None
-        found.append(None)
-    return tuple(found)
+        key.append(None)
+    return tuple(key)
 
 
 class Description:
-    """What a message will hold: parsed once, used for every message of the same form."""
+    """A received description: parsed once, used for every message that follows it."""
 
     def __init__(self, text: bytes) -> None:
         self._parts = json.loads(text)
-        self.forms = tuple(_forms(self._parts))
+        self.formats = tuple(_formats(self._parts))
 
-    def message(self, header: Header, rooms: Sequence[Tensor], device: torch.device) -> Message:
+    def message(self, header: Header, buffers: Sequence[Tensor], device: torch.device) -> Message:
         """The message, from the bytes of its tensors."""
-        left = iter(zip(self.forms, rooms, strict=True))
+        pairs = iter(zip(self.formats, buffers, strict=True))
 
-        def tensor(_: Any) -> Tensor:
-            form, room = next(left)
-            return form.filled(room).data  # a version of its own: tensors may share a packet
+        def next_tensor(_: Any) -> Tensor:
+            form, buffer = next(pairs)
+            # .data: a version counter of its own, because tensors share a packet's memory
+            return form.from_bytes(buffer).data
 
-        def here(name: str) -> torch.device:
+        def device_here(name: str) -> torch.device:
             return torch.device("cpu") if torch.device(name).type == "cpu" else device
 
-        special = {"tensor": tensor, "device": here}
+        special = {"tensor": next_tensor, "device": device_here}
         values, gradients = (decode(part, special) for part in self._parts)
         return Message(
             header.index, values, gradients, scale=header.scale, fingerprint=header.fingerprint
         )
 
 
-def _forms(part: Any) -> Iterator[Form]:
-    """The forms of the tensors in a description, in the order they are read."""
+def _formats(part: Any) -> Iterator[TensorFormat]:
+    """The tensors of a description, in the order in which they are read."""
     if isinstance(part, list):
         for item in part:
-            yield from _forms(item)
+            yield from _formats(item)
     elif isinstance(part, dict):
         for tag, content in part.items():
             if tag == "tensor":
                 dtype, shape, stride, on_host = content
-                yield Form(getattr(torch, dtype), tuple(shape), tuple(stride), on_host)
+                yield TensorFormat(getattr(torch, dtype), tuple(shape), tuple(stride), on_host)
             else:
-                yield from _forms(content)
+                yield from _formats(content)

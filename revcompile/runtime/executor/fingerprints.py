@@ -1,13 +1,13 @@
-"""Do inputs and targets of a micro-batch belong together? A fingerprint of what a rank was given.
+"""Fingerprints of batches: do the inputs on one rank and the targets on another belong together?
 
-The rank of the first stage reads inputs, that of the last stage targets. Each is usually given
-both: the first sends a fingerprint of its target with the micro-batch, and the last compares it
-with the target it is about to use. Without a target at the first rank, inputs are compared instead.
+The rank of the first stage uses the inputs, that of the last stage the targets. Each is usually
+given both: the first sends a fingerprint of its target with the micro-batch, and the last compares
+it with the target it is about to use. Without a target on the first rank, inputs are compared.
 
-A fingerprint covers types, shapes and a sample of at most a few thousand elements, which reaches
-every sample of a micro-batch of up to 128. It depends on their order, and is the same on every
-device and in every process. Tensors on a GPU would make the host wait for the device: of these only
-the first micro-batches and then every 64th are looked at.
+A fingerprint covers types, shapes and at most a few thousand elements, some of each of the first
+128 samples. It depends on the order of the samples, and is the same on every device and in every
+process. Reading tensors on a GPU makes the host wait: of these only the first few micro-batches and
+then every 64th are compared.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ELEMENTS: Final = _ROWS * _COLUMNS
 _FIRST: Final = 8
 _EVERY: Final = 64
 _MASK: Final = (1 << 63) - 1
-_WHOLE_NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of the data of a micro-batch, as its first stage was given it; 0 for what is not known."""
+    """Of the data of a micro-batch, as its first stage was given it; 0: not compared."""
 
     inputs: int = 0
     target: int = 0
@@ -45,15 +45,18 @@ class Fingerprint:
     @classmethod
     def of(cls, inputs: Any, target: Any, microbatch: int) -> Fingerprint:
         """Of the target; of the inputs where there is none."""
-        found = fingerprint(target, microbatch)
-        return cls(target=found) if found else cls(inputs=fingerprint(inputs, microbatch))
+        of_target = fingerprint(target, microbatch)
+        return cls(target=of_target) if of_target else cls(inputs=fingerprint(inputs, microbatch))
 
 
 def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> str | None:
-    """What was given to the last stage and is not what came with the micro-batch, or None.
+    """Compare what the last stage was given with the fingerprint from the first stage.
 
-    A loss without a target cannot be given a wrong one. Random augmentation may change inputs on
-    every rank in its own way as long as the targets agree: those of other ranks are not used.
+    Inputs are compared only without a target: random augmentation may change them on every rank in
+    its own way, and only those of the first rank are used.
+
+    Returns:
+        "targets" or "inputs" if they differ, else None. A loss without target is always right.
     """
     if target is None:
         return None
@@ -65,7 +68,7 @@ def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> st
 
 
 def mixed_up(where: str, what: str, first: str, last: str) -> InputError:
-    """What to say where two ranks were given data of different samples."""
+    """The error if two ranks were given data of different samples."""
     return InputError(
         f"{where}: {last} was given other {what} than {first}, which reads the inputs: the model "
         "would see inputs with the targets of other samples. The ranks of one pipeline need the "
@@ -76,7 +79,7 @@ def mixed_up(where: str, what: str, first: str, last: str) -> InputError:
 
 
 def fingerprint(tree: Any, microbatch: int) -> int:
-    """A positive number; 0 where there is nothing to look at, or nothing to be looked at now."""
+    """A positive number; 0 for an empty tree, or where reading a GPU's memory is not due."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     is_due = microbatch < _FIRST or microbatch % _EVERY == 0
@@ -102,28 +105,28 @@ def _of_leaf(leaf: Any) -> int:
 
 
 def _of_elements(tensor: Tensor) -> int:
-    """A weighted sum of the sampled elements' bits: of whole numbers, so the same everywhere."""
-    found = _sample(tensor).resolve_conj().resolve_neg().contiguous()
-    if found.is_complex():
-        found = torch.view_as_real(found)
-    bits = found.reshape(-1).view(_WHOLE_NUMBERS[found.element_size()]).to(torch.int64)
+    """A weighted sum of the bits of some elements, as integers: the same on every device."""
+    elements = _sample(tensor).resolve_conj().resolve_neg().contiguous()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements)
+    bits = elements.reshape(-1).view(_INTEGERS[elements.element_size()]).to(torch.int64)
     return int((bits * _weights(bits.numel(), bits.device)).sum())
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Elements from all over a tensor, by their indices: however it is laid out in memory."""
+    """Elements from all over a tensor; which ones does not depend on its strides."""
     if tensor.numel() <= _ELEMENTS:
         return tensor
     columns = _columns(tuple(tensor.shape[1:]), tensor.device)
     rows = _ELEMENTS if not columns else _ELEMENTS // len(columns[0])
     step = -(-tensor.shape[0] // rows)
-    places: tuple[slice | Tensor, ...] = (slice(None), *columns)
-    return tensor[::step][places]
+    indices: tuple[slice | Tensor, ...] = (slice(None), *columns)
+    return tensor[::step][indices]
 
 
 @functools.lru_cache(maxsize=64)
 def _columns(shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """Places within a sample, drawn once and for all: borders and padding are often constant."""
+    """Random indices into a sample, always the same: its first elements are often constant."""
     if not shape:
         return ()
     size = torch.Size(shape).numel()
@@ -135,5 +138,5 @@ def _columns(shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
 @functools.lru_cache(maxsize=64)
 def _weights(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    found = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator)
-    return (2 * found + 1).to(device)
+    numbers = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator)
+    return (2 * numbers + 1).to(device)  # odd, so that no bit of an element is lost

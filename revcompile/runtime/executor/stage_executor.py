@@ -1,7 +1,21 @@
-"""Performing actions: one stage's list in its own order, several stages in turn.
+"""Performs the actions of a schedule: one stage's list in its order, several stages in turn.
 
-There is one dispatcher. It knows actions, messages and stages; where messages come from is the
-transport's business.
+What one stage does with micro-batch m, in a full pipeline; its backward pass is of an older one, d:
+
+      from stage j-1                                         to stage j+1
+    RECV_X m --> inputs --> FORWARD m --> outputs --------> SEND_Y m
+                              | keeps activations of m
+                              v
+                         stage.in_flight
+                              | takes those of d
+                              v
+    SEND_DX d <- outgoing <- BACKWARD d <-- incoming <------ RECV_DY d
+                              | adds to the stage's gradients; after `accumulate` micro-batches:
+                              v
+                            UPDATE
+
+An action that lacks a message is not performed, and tried again later. Where messages come from is
+the transport's business.
 """
 
 from __future__ import annotations
@@ -16,43 +30,38 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.trace import Recorder
+from revcompile.runtime.executor.trace import TraceRecorder
 from revcompile.runtime.executor.transport import Message, MessageKind, Transport
-from revcompile.runtime.reversible.replay import Snapshot
-from revcompile.runtime.stage.finite import all_finite
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Op, Order
 
-__all__ = ["LocalScheduler", "StageExecutor", "put_back"]
+__all__ = ["LocalScheduler", "StageExecutor", "needed_in_flight", "restore"]
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
-Objective = Callable[[int, Mapping[str, Any], float | None], dict[str, Tensor | None]]
-"""From a micro-batch, the last stage's outputs and a scale to the gradients of these."""
-
-
-_DOES: Final = {
-    Op.RECV_X: "_receive_x",
-    Op.FORWARD: "_forward",
-    Op.SEND_Y: "_send_y",
-    Op.RECV_DY: "_receive_dy",
-    Op.BACKWARD: "_backward",
-    Op.SEND_DX: "_send_dx",
-    Op.UPDATE: "_update",
-    Op.TRAIN: "_train",
-    Op.SEND_TIED_GRAD: "_send_tied_grad",
-    Op.RECV_TIED_GRAD: "_receive_tied_grad",
-    Op.SEND_TIED_WEIGHT: "_send_tied_weight",
-    Op.RECV_TIED_WEIGHT: "_receive_tied_weight",
-}
-"""The method of an executor that performs each kind of action."""
-
 
 class StageExecutor:
-    """One stage, its optimizer and its mail."""
+    """Performs the actions of one stage.
+
+    Args:
+        stage: Its numerics: forward, backward, gradients.
+        updater: Its optimizer.
+        transport: Carries its messages.
+        loss_head: At the last stage: computes the loss, with whose gradient backward begins.
+        gradient_predictor: Where the method predicts gradients instead of waiting for them.
+        clip_grad_norm: The largest norm of the gradient.
+        tied_owners: Of parameters shared with other stages, the names of those that other stages
+            own and this one has replicas of, by owner.
+        tied_replicas: The names of those that this stage owns, by the stage with the replicas.
+        skip_on_error: A forward pass that fails loses its micro-batch, and does not raise.
+        scaling: Its part in scaling the loss.
+    """
 
     def __init__(
         self,
@@ -60,47 +69,45 @@ class StageExecutor:
         updater: Updater,
         transport: Transport,
         *,
-        objective: Objective | None = None,
+        loss_head: LossHead | None = None,
         gradient_predictor: GradientPredictor | None = None,
         clip_grad_norm: float | None = None,
-        held: Mapping[int, tuple[str, ...]] | None = None,
-        owned: Mapping[int, tuple[str, ...]] | None = None,
-        guarded: bool = False,
+        tied_owners: Mapping[int, tuple[str, ...]] | None = None,
+        tied_replicas: Mapping[int, tuple[str, ...]] | None = None,
+        skip_on_error: bool = False,
         scaling: Scaling | None = None,
     ) -> None:
         self.stage, self.updater, self.transport = stage, updater, transport
-        self.objective, self.gradient_predictor, self.scaling = (
-            objective,
-            gradient_predictor,
-            scaling,
-        )
-        self.clip_grad_norm = clip_grad_norm
-        self.held, self.owned = held or {}, owned or {}
-        self.guarded = guarded
-        """Does a forward pass that fails lose its micro-batch, instead of raising at once?"""
+        self.loss_head, self.scaling = loss_head, scaling
+        self.gradient_predictor = gradient_predictor
+        self.clip_grad_norm, self.skip_on_error = clip_grad_norm, skip_on_error
+        self.tied_owners, self.tied_replicas = tied_owners or {}, tied_replicas or {}
+        # Between two actions, by micro-batch. None: the micro-batch was lost.
         self.inputs: dict[int, Mapping[str, Any] | None] = {}
         self.outputs: dict[int, Mapping[str, Any] | None] = {}
-        """None: the micro-batch was lost."""
         self.incoming: dict[int, Message] = {}
         self.outgoing: dict[int, Message] = {}
+        self.fingerprints: dict[int, Fingerprint] = {}
+        """Where the pipeline has several ranks."""
         self.gradients: dict[str, Tensor] | None = None
+        """The mean gradient of an update that has begun."""
         self._sums: dict[str, Tensor] | None = None
         self.contributed = 0
+        """How many micro-batches are in the accumulated gradient."""
         self.failures: list[NonFiniteError] = []
-        self.refused: list[Exception] = []
-        """Why micro-batches were lost in forward passes here."""
-        self.fingerprints: dict[int, Fingerprint] = {}
-        """Of micro-batches on their way through a pipeline of several ranks."""
+        """Of backward passes whose micro-batch was left out."""
+        self.forward_errors: list[Exception] = []
+        """Of forward passes whose micro-batch was left out."""
         self.check_data: Callable[[int, Fingerprint], None] | None = None
-        """Raises where the target given here is not that of the micro-batch's inputs."""
+        """Raises if the target given here is not that of the micro-batch's inputs."""
         self.measured: set[int] = set()
-        self.observer: Recorder | None = None
-        """Who notes when actions begin and end, if anybody."""
-        self._bookmark: tuple[int, Sequence[Snapshot]] = (-1, ())
+        """Micro-batches whose reconstruction error is to be measured."""
+        self.observer: TraceRecorder | None = None
+        self._last_snapshot: tuple[int, Sequence[BufferSnapshot]] = (-1, ())
+        """The latest micro-batch, and buffers as they were before its forward pass."""
 
     @property
     def program(self) -> StageProgram:
-        """What the stage runs."""
         return self.stage.program
 
     @property
@@ -109,25 +116,44 @@ class StageExecutor:
         return self.stage.program.index
 
     def perform(self, action: Action) -> bool:
-        """Do it; False if it has to wait for somebody."""
+        """Call the method named after the action's op; False if it has to wait for a message."""
         observer = self.observer
         if observer is not None:
             observer.begins(self.index, action)
-        done: bool = getattr(self, _DOES[action.op])(action)
+        done: bool = getattr(self, f"_{action.op.name.lower()}")(action)
         if observer is not None:
             observer.ends(self.index, action, done)
         return done
 
+    def take_failures(self) -> list[NonFiniteError]:
+        """Bad gradients since the last call."""
+        failures, self.failures = self.failures, []
+        return failures
+
+    def take_forward_errors(self) -> list[Exception]:
+        """Why micro-batches were skipped in forward passes, since the last call."""
+        errors, self.forward_errors = self.forward_errors, []
+        return errors
+
     def forget(self, microbatch: int) -> None:
-        """Undo the forward pass of a micro-batch."""
+        """Drop everything of a micro-batch."""
         self.stage.drop(microbatch)
-        for mail in (self.inputs, self.outputs, self.incoming, self.outgoing):
-            mail.pop(microbatch, None)
-        self.fingerprints.pop(microbatch, None)
+        for messages in self._messages():
+            messages.pop(microbatch, None)
+
+    def clear(self) -> None:
+        """Drop all micro-batches, and the gradient accumulated so far."""
+        self.stage.clear()
+        for messages in self._messages():
+            messages.clear()
+        self.gradients, self._sums, self.contributed = None, None, 0
+
+    def _messages(self) -> tuple[dict[int, Any], ...]:
+        return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
 
     # -- forward ------------------------------------------------------------------------------
 
-    def _receive_x(self, action: Action) -> bool:
+    def _recv_x(self, action: Action) -> bool:
         message = self._receive(self.index - 1, MessageKind.X, action)
         if message is None:
             return False
@@ -137,15 +163,15 @@ class StageExecutor:
             if self.check_data is not None:
                 self.check_data(action.index, self.fingerprints.pop(action.index))
         if self.scaling is not None:
-            self.scaling.hear(message.scale)
+            self.scaling.record_overflow(message.scale)
         return True
 
     def _forward(self, action: Action) -> bool:
         inputs = self.inputs.pop(action.index)
         if inputs is None:
-            self._lose(action.index)
-        elif self.guarded:
-            self._try(action.index, inputs)
+            self._skip(action.index)
+        elif self.skip_on_error:
+            self._run_or_skip(action.index, inputs)
         else:
             self._run(action.index, inputs)
         return True
@@ -153,51 +179,56 @@ class StageExecutor:
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         measure = microbatch in self.measured
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
-        if self.objective is not None:
-            scale = None if self.scaling is None else self.scaling.settle()
-            gradients = self.objective(microbatch, outputs, scale)
+        if self.loss_head is not None:
+            scale = None if self.scaling is None else self.scaling.next_scale()
+            gradients = self.loss_head(microbatch, outputs, scale)
             self.incoming[microbatch] = Message(microbatch, {}, gradients, scale=scale)
         else:
             self.outputs[microbatch] = outputs
 
-    def _try(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+    def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         """Run it; if that fails everything here is as before, and the micro-batch is lost."""
-        before = self.stage.snapshot()
-        self._bookmark = (microbatch, before)
+        snapshot = self.stage.snapshot()
+        self._last_snapshot = (microbatch, snapshot)
         try:
             self._run(microbatch, inputs)
-            if before and self.objective is None:
+            if snapshot and self.loss_head is None:
                 _check_finite(self.stage, microbatch, self.outputs[microbatch] or {})
         except Exception as error:
-            self._lose(microbatch)
-            self.refused.append(error)
+            self._skip(microbatch)
+            self.forward_errors.append(error)
 
-    def _lose(self, microbatch: int) -> None:
+    def _skip(self, microbatch: int) -> None:
+        """Have a message say that the micro-batch is lost, where its values would have been."""
         self._undo(microbatch)
-        if self.objective is not None:
+        if self.loss_head is not None:
             self.incoming[microbatch] = Message(microbatch, void=True)
         else:
             self.outputs[microbatch] = None
 
     def _undo(self, microbatch: int) -> None:
-        """Forget a lost micro-batch; statistics go back unless others have moved them since."""
+        """Drop a lost micro-batch; restore buffers unless later ones have changed them since."""
         self.stage.drop(microbatch)
-        latest, before = self._bookmark
+        latest, snapshot = self._last_snapshot
         if latest == microbatch:
-            put_back(before)
+            restore(snapshot)
 
     def _send_y(self, action: Action) -> bool:
         keep = self.gradient_predictor is not None
         outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
-        lost, heard = outputs is None, None if self.scaling is None else self.scaling.tell()
-        data = self.fingerprints.pop(action.index, None)
-        message = Message(action.index, outputs or {}, void=lost, scale=heard, fingerprint=data)
+        message = Message(
+            action.index,
+            outputs or {},
+            void=outputs is None,
+            scale=None if self.scaling is None else self.scaling.take_overflow(),
+            fingerprint=self.fingerprints.pop(action.index, None),
+        )
         self._send(self.index + 1, MessageKind.X, message)
         return True
 
     # -- backward -----------------------------------------------------------------------------
 
-    def _receive_dy(self, action: Action) -> bool:
+    def _recv_dy(self, action: Action) -> bool:
         message = self._receive(self.index + 1, MessageKind.DY, action)
         if message is None:
             return False
@@ -218,12 +249,12 @@ class StageExecutor:
         return True
 
     def _differentiate(self, message: Message) -> Message:
-        """What goes back; a micro-batch that is lost here or was lost before goes back void."""
+        """The message for the stage before; void if the micro-batch is lost here, or was before."""
         index, scale = message.index, message.scale
         if message.void:
             if scale is None:
                 self._undo(index)
-            else:  # only its gradient is missing: what its forward pass moved stays
+            else:  # its gradient has overflowed, its forward pass was right: buffers stay
                 self.stage.drop(index)
             return message
         try:
@@ -258,27 +289,26 @@ class StageExecutor:
             squared = _squared_norm(gradients, self.stage)
             if self.program.method.order is not Order.CONTINUOUS:
                 # All stages update with the same micro-batches: clip the norm over all of them.
-                total = self.transport.share(self.index, action.index, squared)
+                total = self.transport.sum_squared_norms(self.index, action.index, squared)
                 if total is None:
                     return False
                 squared = total
-            limit = self.clip_grad_norm / (squared.sqrt() + 1e-6)
-            scale = limit.clamp(max=1.0)
+            scale = (self.clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
         self.updater.apply(gradients, scale)
-        if self.scaling is not None and self.objective is not None and self.contributed:
+        if self.scaling is not None and self.loss_head is not None and self.contributed:
             self.scaling.updated()
         self.gradients, self.contributed = None, 0
         self.stage.updated()
         return True
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
-        """Once per update: the mean of what was gathered; None while other copies are missing."""
+        """Once per update: the accumulated gradient's mean; None while other replicas compute."""
         if self.gradients is None:
             if self._sums is None:
                 self._sums = self.stage.take_gradients()
-            found = self.transport.mean(self.index, self._sums, self.contributed)
-            if found is not None:
-                self.gradients, self._sums = found, None
+            self.gradients = self.transport.mean(self.index, self._sums, self.contributed)
+            if self.gradients is not None:
+                self._sums = None
         return self.gradients
 
     # -- tied parameters ----------------------------------------------------------------------
@@ -288,12 +318,12 @@ class StageExecutor:
         gradients = self._mean_gradients()
         if gradients is None:
             return False
-        names = self.held[action.peer]
+        names = self.tied_owners[action.peer]
         sent = {name: gradients.pop(name) for name in names if name in gradients}
         self._send(action.peer, MessageKind.TIED_GRAD, Message(action.index, {}, sent))
         return True
 
-    def _receive_tied_grad(self, action: Action) -> bool:
+    def _recv_tied_grad(self, action: Action) -> bool:
         assert action.peer is not None
         gradients = self._mean_gradients()
         if gradients is None:
@@ -303,19 +333,18 @@ class StageExecutor:
             return False
         for name, gradient in message.gradients.items():
             if gradient is not None:
-                mine = gradients.get(name)
-                gradients[name] = gradient if mine is None else mine + gradient
+                own = gradients.get(name)
+                gradients[name] = gradient if own is None else own + gradient
         return True
 
     def _send_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None
-        values = {
-            name: self.stage.parameters[name].detach().clone() for name in self.owned[action.peer]
-        }
+        names = self.tied_replicas[action.peer]
+        values = {name: self.stage.parameters[name].detach().clone() for name in names}
         self._send(action.peer, MessageKind.TIED_WEIGHT, Message(action.index, values))
         return True
 
-    def _receive_tied_weight(self, action: Action) -> bool:
+    def _recv_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None
         message = self._receive(action.peer, MessageKind.TIED_WEIGHT, action)
         if message is None:
@@ -326,19 +355,83 @@ class StageExecutor:
         self.stage.updated()
         return True
 
-    # -- mail ---------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------
 
-    def _send(self, target: int, channel: MessageKind, message: Message) -> None:
-        self.transport.send(self.index, target, channel, message)
+    def reset(self, seed: int, weights: Mapping[str, Tensor]) -> None:
+        """Forget everything in flight; copies of tied parameters take over `weights`."""
+        self.clear()
+        self.stage.reset(seed)
+        self.failures, self.forward_errors = [], []
+        if self.scaling is not None:
+            self.scaling.load_state_dict(None)
+        self._load_replicas(weights)
 
-    def _receive(self, source: int, channel: MessageKind, action: Action) -> Message | None:
-        message = self.transport.receive(source, self.index, channel)
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        """Everything of this stage but its parameters and optimizer, which are saved by name."""
+        replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self._replicas}
+        # Updates that wait will be received before the replicas are read again.
+        for message in self.transport.queued(self.index, MessageKind.TIED_WEIGHT):
+            replicas |= message.values
+        state = {
+            **self.stage.state_dict(copy),
+            "contributed": self.contributed,
+            "needs": needed_in_flight(self.program),
+            "replicas": copy(replicas),
+            "incoming": [message.state_dict(copy) for message in self.incoming.values()],
+            "outputs": [
+                [m, None if values is None else copy(dict(values))]
+                for m, values in self.outputs.items()
+            ],
+            "scaling": None if self.scaling is None else self.scaling.state_dict(),
+        }
+        if self.gradient_predictor is not None:
+            state["gradient_predictor"] = self.gradient_predictor.state_dict(copy)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same stage; `reset` first."""
+        self.stage.load_state_dict(state)
+        self.contributed = state["contributed"]
+        self._load_replicas(state["replicas"])
+        messages = map(Message.from_state_dict, state["incoming"])
+        self.incoming = {message.index: message for message in messages}
+        self.outputs = {m: clone_tree(values) for m, values in state["outputs"]}
+        if self.scaling is not None:
+            self.scaling.load_state_dict(state.get("scaling"))
+        if self.gradient_predictor is not None:
+            self.gradient_predictor.load_state_dict(state["gradient_predictor"])
+
+    @property
+    def _replicas(self) -> list[str]:
+        """Tied parameters that another stage owns and this one has a copy of."""
+        return [name for names in self.tied_owners.values() for name in names]
+
+    def _load_replicas(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name in self._replicas:
+                self.stage.parameters[name].copy_(weights[name])
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _send(self, target: int, kind: MessageKind, message: Message) -> None:
+        self.transport.send(self.index, target, kind, message)
+
+    def _receive(self, source: int, kind: MessageKind, action: Action) -> Message | None:
+        message = self.transport.receive(source, self.index, kind)
         if message is not None and message.index != action.index:
             raise VerificationError(
-                f"stage {self.index}: expected {channel.value} of {action.index} from stage "
+                f"stage {self.index}: expected {kind.value} of {action.index} from stage "
                 f"{source}, got that of {message.index}"
             )
         return message
+
+
+def needed_in_flight(program: StageProgram) -> list[str]:
+    """The values of a micro-batch in flight that a stage's backward pass needs.
+
+    They depend on the memory budget: a state in flight fits only stages that need the same.
+    """
+    return [*program.kept, *program.wanted]
 
 
 def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
@@ -348,15 +441,19 @@ def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def put_back(snapshot: Sequence[Snapshot]) -> None:
-    """Buffers as they were, as quietly as batch norm writes them: graphs are in flight."""
-    for module, name, buffer, _, copy in snapshot:
-        buffer.data.copy_(copy)
-        module._buffers[name] = buffer
+def restore(snapshot: Sequence[BufferSnapshot]) -> None:
+    """Buffers as they were.
+
+    Written to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
+    autograd would refuse to use them after a write that it sees.
+    """
+    for saved in snapshot:
+        saved.buffer.data.copy_(saved.copy)
+        saved.module._buffers[saved.name] = saved.buffer
 
 
 def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> None:
-    """Statistics have moved in this pass: what cannot be trained on must not stay in them."""
+    """Raise if a forward pass that has moved running statistics computed something not finite."""
     floats = [
         value
         for value in outputs.values()
@@ -374,17 +471,21 @@ def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> 
 
 
 class LocalScheduler:
-    """Several stages in one process, each at its own place in its list."""
+    """Performs the lists of several stages in one process, each stage at its own pace."""
 
     def __init__(self, executors: Sequence[StageExecutor]) -> None:
         self.executors = list(executors)
 
     def own(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
-        """What its stages have to do, from the lists of all stages."""
+        """The lists of this process's stages, from those of all stages."""
         return [deque(lists[executor.index]) for executor in self.executors]
 
     def forward(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
-        """The forward part of a round, first stage to last; returns what is left to do."""
+        """Perform the forward part of a step, first stage to last.
+
+        Returns:
+            The actions that are left to do, by stage.
+        """
         rest = self.own(lists)
         for executor, actions in zip(self.executors, rest, strict=True):
             while actions and actions[0].op in _BEFORE_BACKWARD:
@@ -394,20 +495,22 @@ class LocalScheduler:
                     executor.transport.wait(f"stage {executor.index} at {actions[0]}")
         return rest
 
-    def finish(self, rest: Sequence[deque[Action]], ahead: bool = False) -> None:
-        """Everything else, last stage to first, until all is done.
+    def finish(self, rest: Sequence[deque[Action]], first_to_last: bool = False) -> None:
+        """Perform all other actions, until nothing is left to do.
 
-        `ahead`: first stage to last. What a stage sends back then finds its reader done with
-        what was sent before.
+        Args:
+            rest: What `forward` returned.
+            first_to_last: In this order of the stages instead of last to first. In a full pipeline
+                a stage has then read its message before the next stage overwrites the buffer.
         """
         waiting = list(zip(self.executors, rest, strict=True))
         while waiting:
-            moved = False
-            for executor, actions in waiting if ahead else reversed(waiting):
+            progress = False
+            for executor, actions in waiting if first_to_last else reversed(waiting):
                 while actions and executor.perform(actions[0]):
                     actions.popleft()
-                    moved = True
+                    progress = True
             waiting = [(executor, actions) for executor, actions in waiting if actions]
-            if waiting and not moved:
-                listed = "; ".join(f"stage {a.index} at {actions[0]}" for a, actions in waiting)
-                waiting[0][0].transport.wait(listed)
+            if waiting and not progress:
+                blocked = (f"stage {e.index} at {actions[0]}" for e, actions in waiting)
+                waiting[0][0].transport.wait("; ".join(blocked))

@@ -1,6 +1,6 @@
-"""Recording a real run: when each stage did what, without making it wait.
+"""Traces of a real run: when each stage performed which action.
 
-On a GPU times are CUDA events, resolved at the end, so that nothing is synchronised meanwhile.
+On a GPU times are CUDA events that are read at the end, so that tracing never synchronises.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from revcompile.arguments import file_path
 from revcompile.errors import InputError
 from revcompile.schedule import Action
-from revcompile.schedule.chrome import Happening, Process, busy_shares, chrome_trace
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
-__all__ = ["Recorder", "Trace", "Traced"]
+__all__ = ["Trace", "TraceRecorder", "Traced"]
 
 _HANDSHAKES: Final = 5
 
@@ -29,36 +30,36 @@ Everyone = Callable[[Any], Sequence[Any]]
 """From a plain value of this process to those of all, in the order of the ranks."""
 
 
-class Recorder:
-    """Notes when actions begin and end; the observer of a process's stages."""
+class TraceRecorder:
+    """Records when the actions of a process's stages begin and end."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._tried: dict[tuple[int, Action], Any] = {}
+        self._first_tried: dict[tuple[int, Action], Any] = {}
         self._began: Any = None
-        self._noted: list[tuple[int, Action, Any, Any, Any]] = []
+        self._records: list[tuple[int, Action, Any, Any, Any]] = []
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._origin, self._host = self._now(), time.perf_counter()
 
     def begins(self, stage: int, action: Action) -> None:
-        """An action is tried, perhaps again."""
+        """An action is tried, perhaps again after it had to wait."""
         self._began = self._now()
-        self._tried.setdefault((stage, action), self._began)
+        self._first_tried.setdefault((stage, action), self._began)
 
     def ends(self, stage: int, action: Action, done: bool) -> None:
-        """It is done, or has to wait."""
+        """The action is done, or has to wait."""
         if done:
-            tried = self._tried.pop((stage, action))
-            self._noted.append((stage, action, tried, self._began, self._now()))
+            tried = self._first_tried.pop((stage, action))
+            self._records.append((stage, action, tried, self._began, self._now()))
 
-    def happenings(self) -> tuple[Happening, ...]:
-        """All that was noted, in seconds of this process's clock."""
+    def events(self) -> tuple[TraceEvent, ...]:
+        """All records, in seconds of this process's clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return tuple(
-            Happening(stage, action, *map(self._seconds, times))
-            for stage, action, *times in self._noted
+            TraceEvent(stage, action, *map(self._seconds, times))
+            for stage, action, *times in self._records
         )
 
     def _now(self) -> Any:
@@ -71,48 +72,39 @@ class Recorder:
     def _seconds(self, moment: Any) -> float:
         if isinstance(moment, float):
             return moment
-        passed: float = self._origin.elapsed_time(moment)
-        return self._host + 1e-3 * passed
+        milliseconds: float = self._origin.elapsed_time(moment)
+        return self._host + 1e-3 * milliseconds
 
 
 class Traced(Protocol):
-    """What is traced: a trainer."""
+    """What a trace needs of a trainer."""
 
     @property
-    def executors(self) -> Sequence[Any]:
-        """Its stages in this process."""
-        ...
-
+    def executors(self) -> Sequence[Any]: ...
     @property
-    def rank(self) -> int:
-        """Which of the processes this is."""
-        ...
-
+    def rank(self) -> int: ...
     @property
-    def replica(self) -> int:
-        """Which copy of the pipeline its stages belong to."""
-        ...
-
-    def everyone(self, value: Any) -> Sequence[Any]:
-        """The values of all processes."""
-        ...
-
-    def untraced(self) -> None:
-        """Its trace has ended."""
-        ...
+    def replica(self) -> int: ...
+    def everyone(self, value: Any) -> Sequence[Any]: ...
+    def untraced(self) -> None: ...
 
 
 class Trace:
-    """A recording that has begun. It is written when the `with` block or the last step ends.
+    """A trace that has begun. It is written when the `with` block or the last step ends.
 
-    Every rank begins and ends together; rank 0 writes the file. `busy` then tells which share of
-    the time each rank computed.
+    Every rank begins and ends it together; rank 0 writes the file.
+
+    Args:
+        trainer: What is traced.
+        path: The file to write, for chrome://tracing or Perfetto.
+        steps: After how many steps it ends by itself.
+        title: Shown in the trace.
     """
 
     def __init__(
         self, trainer: Traced, path: str | Path, steps: int | None = None, title: str = ""
     ) -> None:
-        self.path = Path(path)
+        self.path = file_path("trainer.trace", path, "run.json")
         if not self.path.absolute().parent.is_dir():
             raise InputError(f"trainer.trace: there is no folder {self.path.absolute().parent}")
         if steps is not None and steps < 1:
@@ -120,15 +112,15 @@ class Trace:
         self._trainer, self._left = trainer, steps
         self._rank, self._title = trainer.rank, title
         self.busy: tuple[float, ...] | None = None
-        """By rank, once the trace has ended."""
-        self._behind = _clock_offset(trainer.everyone)
-        self._recorder: Recorder | None = Recorder(trainer.executors[0].stage._device())
+        """The share of the time that each rank computed, once the trace has ended."""
+        self._clock_offset = _clock_offset(trainer.everyone)
+        device = trainer.executors[0].stage._device()
+        self._recorder: TraceRecorder | None = TraceRecorder(device)
         for executor in trainer.executors:
             executor.observer = self._recorder
 
     @property
     def running(self) -> bool:
-        """Is it still recording?"""
         return self._recorder is not None
 
     def stepped(self) -> None:
@@ -139,14 +131,14 @@ class Trace:
                 self.stop()
 
     def stop(self) -> None:
-        """End the recording and write it. Every rank calls it."""
-        mine = self._end()
-        if mine is None:
+        """End the trace and write it. Every rank has to call this."""
+        process = self._end()
+        if process is None:
             return
-        found = [_unpacked(one) for one in self._trainer.everyone(_packed(mine))]
-        self.busy = busy_shares(found)
+        processes = [_unpacked(packed) for packed in self._trainer.everyone(_packed(process))]
+        self.busy = busy_shares(processes)
         if self._rank == 0:
-            _write(self.path, found, self._title)
+            _write(self.path, processes, self._title)
 
     def __enter__(self) -> Trace:
         return self
@@ -160,25 +152,26 @@ class Trace:
         if error is None:
             self.stop()
             return
-        mine = self._end()  # the others may not come any more: each rank saves what it has
-        if mine is not None:
-            own = f"{self.path.stem}.rank{self._rank}{self.path.suffix}"
-            _write(self.path.with_name(own), [mine], self._title)
+        process = self._end()  # other ranks may have failed: each writes a file of its own
+        if process is not None:
+            name = f"{self.path.stem}.rank{self._rank}{self.path.suffix}"
+            _write(self.path.with_name(name), [process], self._title)
 
     def _end(self) -> Process | None:
-        """What this process did; None if that was asked before."""
+        """What this process did; None if the trace has ended before."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return None
         for executor in self._trainer.executors:
             executor.observer = None
         self._trainer.untraced()
-        moved = tuple(
-            Happening(h.stage, h.action, *(t - self._behind for t in (h.tried, h.start, h.end)))
-            for h in recorder.happenings()
+        offset = self._clock_offset
+        on_one_clock = tuple(
+            TraceEvent(h.stage, h.action, *(t - offset for t in (h.tried, h.start, h.end)))
+            for h in recorder.events()
         )
         name = f"rank {self._rank} ({socket.gethostname()})"
-        return Process(self._rank, moved, self._trainer.replica, name)
+        return Process(self._rank, on_one_clock, self._trainer.replica, name)
 
 
 def _write(path: Path, processes: Sequence[Process], title: str) -> None:
@@ -186,12 +179,12 @@ def _write(path: Path, processes: Sequence[Process], title: str) -> None:
 
 
 def _packed(process: Process) -> list[Any]:
-    """As plain values; times as whole nanoseconds."""
+    """As plain values, with times in whole nanoseconds."""
     happened = [
         [h.stage, str(h.action), *(round(1e9 * t) for t in (h.tried, h.start, h.end))]
-        for h in process.happenings
+        for h in process.events
     ]
-    return [process.rank, process.copy, process.name, happened]
+    return [process.rank, process.replica, process.name, happened]
 
 
 def _unpacked(packed: Sequence[Any]) -> Process:
@@ -199,7 +192,7 @@ def _unpacked(packed: Sequence[Any]) -> Process:
     return Process(
         rank,
         tuple(
-            Happening(stage, Action.parse(action), *(1e-9 * t for t in times))
+            TraceEvent(stage, Action.parse(action), *(1e-9 * t for t in times))
             for stage, action, *times in happened
         ),
         copy,
@@ -210,8 +203,8 @@ def _unpacked(packed: Sequence[Any]) -> Process:
 def _clock_offset(everyone: Everyone) -> float:
     """How much later this process's clock is than rank 0's.
 
-    Processes of one machine share a clock. Between machines: an exchange ends for all at about the
-    same time, so the clocks right after a few of them are compared.
+    Processes of one machine share a clock. Between machines, a collective ends for all ranks at
+    about the same time: the clocks are compared right after a few of them.
     """
     machines = everyone(_machine())
     if all(machine == machines[0] for machine in machines):
@@ -223,11 +216,11 @@ def _clock_offset(everyone: Everyone) -> float:
     first: list[float] = everyone(clocks)[0]
     if _machine() == machines[0]:
         return 0.0
-    return statistics.median(mine - theirs for mine, theirs in zip(clocks, first, strict=True))
+    return statistics.median(here - there for here, there in zip(clocks, first, strict=True))
 
 
 def _machine() -> str:
-    """What processes of one machine, since it was started, have in common."""
+    """The same text for all processes of one machine, until it is rebooted."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    started = boot.read_text(encoding="utf-8").strip() if boot.exists() else ""
-    return f"{socket.gethostname()} {started} {os.name}"
+    boot_id = boot.read_text(encoding="utf-8").strip() if boot.exists() else ""
+    return f"{socket.gethostname()} {boot_id} {os.name}"

@@ -1,12 +1,12 @@
-"""What a graph finds in the module tree when it runs, and keeps to when it runs again.
+"""What a graph reads of the module tree when it runs, and again when it runs a second time.
 
-Graphs name modules and parameters; which objects those names mean is looked up at every call.
+Graphs name modules and parameters; which objects the names mean is looked up at every call.
 Parameters may be replaced, sharded or swapped (`functional_call`) between calls, layers wrapped or
-reparametrized: `Bindings.change` says cheaply whether what was derived from the modules still
-holds. A branch that runs a second time has to run on what it found the first time (`Bound`):
+reparametrized: `Bindings.change` tells cheaply whether what was derived from the modules is still
+right. The second run of a branch must read what the first one read (`Bound`):
 
-    tensors in the modules' slots    put back if others are there now; written to: an error
-    training modes, plain settings   put back (a dropout rate, a counter)
+    parameters and buffers           restored if replaced; written to in place: an error
+    training modes, plain settings   restored (a dropout rate, a counter)
     forward hooks                    only those that took part in the computation run again
 """
 
@@ -21,15 +21,22 @@ from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import child_path
-from revcompile.runtime.reversible.hooks import FORWARD_HOOKS, HookRecord, recorded, replayed
+from revcompile.runtime.reversible.hooks import (
+    FORWARD_HOOKS,
+    HookRecord,
+    record_hooks,
+    replay_hooks,
+)
 
-__all__ = ["Bindings", "Bound", "form_of"]
+__all__ = ["Bindings", "Bound"]
 
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
-"""What torch keeps in every module: looked at in other ways."""
+"""Attributes of every module: compared in other ways."""
 _PLAIN: Final = (bool, int, float, str, tuple)
-"""Settings of layers that are put back. Tensors are not: they would be held until backward."""
+"""Types of settings that are restored. Tensors are not: they would be held until backward."""
+_MEMBERS: Final = ("_modules", "_parameters", "_buffers")
 _Slot = tuple[dict[str, Any], str]
+"""A dict of a module (`_parameters`, `_buffers`, `__dict__`) and a key."""
 
 
 class Bindings:
@@ -38,12 +45,13 @@ class Bindings:
     def __init__(self, graph: fx.Graph | None = None, root: nn.Module | None = None) -> None:
         self.modules: dict[nn.Module, str] = {}
         """Every module that runs, those inside others included, and its path."""
-        self.around: dict[nn.Module, str] = {}
-        """Modules on the way to those, whose own forward does not run."""
+        self.enclosing: dict[nn.Module, str] = {}
+        """Modules that contain those, and whose own forward does not run."""
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
         self._root = root
         self._edges: dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]] = {}
+        """Every member access on the way to a module: where, name, and the module found there."""
         self._slots: dict[tuple[int, str], _Slot] = {}
         self._buffers: dict[tuple[int, str], _Slot] = {}
         self._settings: dict[tuple[int, str], _Slot] = {}
@@ -53,28 +61,29 @@ class Bindings:
                 self._add_module(self._walk(path), path)
             elif node.op == "get_attr":
                 self._add_attribute(path)
-        self.around = {m: path for m, path in self.around.items() if m not in self.modules}
-        watched = {**self.around, **self.modules}
-        self._forms = [(m, m.__class__, form_of(m), path) for m, path in watched.items()]
+        self.enclosing = {m: path for m, path in self.enclosing.items() if m not in self.modules}
         self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
-        self.edges = tuple(self._edges.values())
-        # The same in columns: this is looked at in every call, for every block.
-        self._watched = list(watched)
-        self._kinds = list(map(type, self._watched))
-        own = list(map(vars, self._watched))
-        members = ("_modules", "_parameters", "_buffers")
-        self._members = [d[name] for d in own for name in members]
-        self._hooks = [d[name] for d in own for name in FORWARD_HOOKS]
-        self._sizes = list(map(len, self._members)), list(map(len, self._hooks))
-        self._own = own
-        self._has_forward = ["forward" in d for d in own]
-        self._children = [children for children, _, _ in self.edges]
-        self._names = [name for _, name, _ in self.edges]
-        self._targets = [module for _, _, module in self.edges]
+        self._remember()
         self.slots = tuple(self._slots.values())
         self.buffers = tuple(self._buffers.values())
         self.settings = tuple(self._settings.values())
         self._latest: list[Any] = []
+
+    def _remember(self) -> None:
+        """What `change` compares, in columns: it runs in every call, for every block."""
+        watched = {**self.enclosing, **self.modules}
+        self._watched, self._paths = list(watched), list(watched.values())
+        self._classes = list(map(type, self._watched))
+        self._dicts = list(map(vars, self._watched))
+        self._members = [own[name] for own in self._dicts for name in _MEMBERS]
+        self._hooks = [own[name] for own in self._dicts for name in FORWARD_HOOKS]
+        self._member_counts = list(map(len, self._members))
+        self._hook_counts = list(map(len, self._hooks))
+        self._has_forward = ["forward" in own for own in self._dicts]
+        edges = self._edges.values()
+        self._children = [children for children, _, _ in edges]
+        self._names = [name for _, name, _ in edges]
+        self._targets = [module for _, _, module in edges]
 
     # -- what the names mean now --------------------------------------------------------------
 
@@ -91,7 +100,7 @@ class Bindings:
             self._edges[id(module), name] = module._modules, name, child
             module = child
             around = child_path(around, name)
-            self.around[module] = around
+            self.enclosing[module] = around
         return module
 
     def _add_module(self, module: nn.Module, path: str) -> None:
@@ -124,7 +133,7 @@ class Bindings:
     def _add_attribute(self, path: str) -> None:
         outer, _, name = path.rpartition(".")
         owner = self._walk(outer)
-        self.around.setdefault(owner, outer)
+        self.enclosing.setdefault(owner, outer)
         parametrized = child_path(outer, "parametrizations")
         if name in owner._parameters:
             self._add_slot(owner, name, outer)
@@ -139,99 +148,80 @@ class Bindings:
             self._add_module(self._walk(inner), inner)
 
     def parameters(self) -> list[Any]:
-        """What the parameter slots hold now."""
-        return [place.get(name) for place, name in self.slots]
+        """The present parameters, in the order of `labels`."""
+        return [owner.get(name) for owner, name in self.slots]
 
     def change(self, with_hooks: bool = True) -> str | None:
-        """The path of a module that was replaced or has another form now; None if there is none.
+        """The path of a module that was replaced, or is run differently now; None if there is none.
 
-        Parameters are not looked at: those are found anew in every run. Without hooks, it is
-        another form only if the module has other members or another class.
+        Differently: another class, other members, and, `with_hooks`, other hooks or a `forward` of
+        its own. Parameters are not compared: those are looked up anew in every run.
         """
-        if self._is_as_it_was(with_hooks):
+        # Whole columns are compared, without a loop in Python; what differs is found afterwards.
+        if not all(map(is_, map(dict.get, self._children, self._names), self._targets)):
+            return self._replaced_path()
+        if (counts := list(map(len, self._members))) != self._member_counts:
+            return self._first_path(counts, self._member_counts)
+        if (classes := list(map(type, self._watched))) != self._classes:
+            return self._first_path(classes, self._classes)
+        if not with_hooks:
             return None
-        for children, name, module in self.edges:
-            if children.get(name) is not module:
-                return self._path_of(children, name)
-        for module, kind, form, path in self._forms:
-            now = form_of(module)
-            is_same = now == form if with_hooks else now[:3] == form[:3]
-            if module.__class__ is not kind or not is_same:
-                return path or "the model"
+        if (counts := list(map(len, self._hooks))) != self._hook_counts:
+            return self._first_path(counts, self._hook_counts)
+        if (forwards := ["forward" in own for own in self._dicts]) != self._has_forward:
+            return self._first_path(forwards, self._has_forward)
         return None
 
-    def _is_as_it_was(self, with_hooks: bool) -> bool:
-        """Whether `change` has anything to look for, without a loop in Python."""
-        return (
-            all(map(is_, map(dict.get, self._children, self._names), self._targets))
-            and list(map(len, self._members)) == self._sizes[0]
-            and list(map(type, self._watched)) == self._kinds
-            and (
-                not with_hooks
-                or (
-                    list(map(len, self._hooks)) == self._sizes[1]
-                    and ["forward" in own for own in self._own] == self._has_forward
-                )
-            )
-        )
+    def _first_path(self, now: Sequence[Any], before: Sequence[Any]) -> str:
+        """The path of the first module whose entries in a column differ."""
+        entry = next(i for i, (new, old) in enumerate(zip(now, before, strict=True)) if new != old)
+        return self._paths[entry * len(self._paths) // len(now)] or "the model"
 
-    def _path_of(self, children: dict[str, Any], name: str) -> str:
+    def _replaced_path(self) -> str:
         assert self._root is not None
+        edges = zip(self._children, self._names, self._targets, strict=True)
+        children, name = next((c, name) for c, name, target in edges if c.get(name) is not target)
         for path, module in self._root.named_modules(remove_duplicate=False):
             if module._modules is children:
                 return child_path(path, name)
         return name
 
     def settings_now(self) -> list[Any]:
-        """The settings; one list for all runs in which they are the same."""
-        found = [place.get(name) for place, name in self.settings]
-        if len(found) != len(self._latest) or not all(map(is_, found, self._latest)):
-            self._latest = found
+        """The present settings; the same list for all runs in which they are the same."""
+        now = [owner.get(name) for owner, name in self.settings]
+        if len(now) != len(self._latest) or not all(map(is_, now, self._latest)):
+            self._latest = now
         return self._latest
 
 
-def form_of(module: nn.Module) -> tuple[Any, ...]:
-    """What decides how a module is run, besides its settings: members, hooks, its own forward."""
-    own = vars(module)
-    return (
-        len(own["_modules"]),
-        len(own["_parameters"]),
-        len(own["_buffers"]),
-        len(own["_forward_pre_hooks"]),
-        len(own["_forward_hooks"]),
-        "forward" in own,
-    )
-
-
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Does a module have forward hooks or pre-hooks of its own?"""
     own = vars(module)
     return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
 
 
 class Bound:
-    """What one run of a branch finds, for its second run."""
+    """What one run of a branch read of the module tree, for its second run."""
 
     def __init__(self, bindings: Bindings) -> None:
         self._bindings = bindings
         self._parameters = bindings.parameters()
         self._versions = _versions(self._parameters)
-        self._buffers = [place.get(name) for place, name in bindings.buffers]
+        self._buffers = [owner.get(name) for owner, name in bindings.buffers]
         self._settings = bindings.settings_now()
         self._hooks: HookRecord = {}
 
     def differentiable(self) -> list[Tensor]:
-        """The parameters that want a gradient, each once."""
-        found = {id(p): p for p in self._parameters if p is not None and p.requires_grad}
-        return list(found.values())
+        """The parameters that require a gradient, each once."""
+        unique = {id(p): p for p in self._parameters if p is not None and p.requires_grad}
+        return list(unique.values())
 
-    def running(self) -> AbstractContextManager[None]:
+    def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
         hooked = self._bindings.hooked
-        return recorded(hooked, self._hooks) if hooked else nullcontext()
+        return record_hooks(hooked, self._hooks) if hooked else nullcontext()
 
     def check(self, block: str) -> None:
-        """Stop if the run cannot be repeated: something was written to or replaced since."""
+        """Raise if the run cannot be repeated: something was written to or replaced since."""
         changed = self._bindings.change(with_hooks=False)
         if changed is not None:
             raise ModifiedError(
@@ -245,41 +235,41 @@ class Bound:
 
     def _refuse_written(self, now: list[int], block: str) -> None:
         pairs = zip(now, self._versions, strict=True)
-        place = next(i for i, (new, old) in enumerate(pairs) if new != old)
-        parameter, label = self._parameters[place], self._bindings.labels[place]
+        index = next(i for i, (new, old) in enumerate(pairs) if new != old)
+        parameter, label = self._parameters[index], self._bindings.labels[index]
         assert parameter is not None
         raise ModifiedError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: parameter {label} {list(parameter.shape)} is at version {now[place]}; "
-            f"expected version {self._versions[place]} instead. The reversible block {block} runs "
+            f"operation: parameter {label} {list(parameter.shape)} is at version {now[index]}; "
+            f"expected version {self._versions[index]} instead. The reversible block {block} runs "
             "again in backward; call backward() before weights are updated or loaded"
         )
 
     def stand_ins(self) -> dict[int, Tensor]:
-        """Leaves in the places of computed parameters, by their ids.
+        """Leaf tensors to use instead of computed parameters, by the ids of those.
 
-        Given to `functional_call`, for one: the second run is not to end in the graph, or in the
-        retained gradient, of what they are computed from.
+        Parameters may be computed (given to `functional_call`): differentiating the second run must
+        not go on into the graph, or the retained gradient, of what they are computed from.
         """
         computed = (p for p in self._parameters if p is not None and not p.is_leaf)
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
-    def repeated(self, stand_ins: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
-        """Around the second run: put back what is not as it was, for the time being."""
+    def restored(self, stand_ins: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
+        """Around the second run: parameters, buffers, settings and hooks of the first."""
         bindings, parameters = self._bindings, self._parameters
         if stand_ins:
             parameters = [stand_ins.get(id(p), p) for p in parameters]
-        places = (
+        replaced = (
             *_different(bindings.slots, parameters),
             *_different(bindings.buffers, self._buffers),
             *_different(bindings.settings, self._settings),
         )
         hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
-        if not places and not hooked:
+        if not replaced and not hooked:
             return nullcontext()
         stack = ExitStack()
-        stack.enter_context(_filled(places))
-        stack.enter_context(replayed(hooked, self._hooks))
+        stack.enter_context(_filled(replaced))
+        stack.enter_context(replay_hooks(hooked, self._hooks))
         return stack
 
 
@@ -290,22 +280,25 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
         return [0 if t is None or t.is_inference() else t._version for t in tensors]
 
 
-def _different(places: tuple[_Slot, ...], values: list[Any]) -> Sequence[tuple[_Slot, Any]]:
-    """The places where something else is now, and what is to be there."""
-    now = [place.get(name) for place, name in places]
+def _different(slots: tuple[_Slot, ...], values: list[Any]) -> Sequence[tuple[_Slot, Any]]:
+    """The slots that hold something else now, each with the value to restore."""
+    now = [owner.get(name) for owner, name in slots]
     if all(map(is_, now, values)):
         return ()
-    pairs = zip(places, now, values, strict=True)
-    return [(place, value) for place, there, value in pairs if there is not value]
+    return [
+        (slot, value)
+        for slot, current, value in zip(slots, now, values, strict=True)
+        if current is not value
+    ]
 
 
 @contextmanager
-def _filled(places: Sequence[tuple[_Slot, Any]]) -> Iterator[None]:
-    before = [(slot, slot[0].get(slot[1])) for slot, _ in places]
-    for (place, name), value in places:
-        place[name] = value
+def _filled(slots: Sequence[tuple[_Slot, Any]]) -> Iterator[None]:
+    before = [(slot, slot[0].get(slot[1])) for slot, _ in slots]
+    for (owner, name), value in slots:
+        owner[name] = value
     try:
         yield
     finally:
-        for (place, name), value in before:
-            place[name] = value
+        for (owner, name), value in before:
+            owner[name] = value

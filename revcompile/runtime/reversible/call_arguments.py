@@ -39,14 +39,14 @@ def bind(
         if not isinstance(leaf, Tensor):
             raise InputError(
                 f"{name}: expected a tensor for {label}, got {_shown(leaf)}; it was one in the "
-                "example: pass a tensor, or make the model anew with an example like this call"
+                "example: pass a tensor, or compile the model again with an example like this call"
             )
         values[placeholder] = leaf
     return values
 
 
 def _fit_defaults(signature: Signature, bound: inspect.BoundArguments) -> None:
-    """Let a call that spells out a default, or leaves it out, match the captured one."""
+    """Make a call with or without an explicit default match the captured one."""
     for name, parameter in signature.forward.parameters.items():
         default = parameter.default
         if default is inspect.Parameter.empty:
@@ -57,13 +57,13 @@ def _fit_defaults(signature: Signature, bound: inspect.BoundArguments) -> None:
             del bound.arguments[name]
 
 
-# -- saying what is wrong --------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------
 
-_ANEW = "or make the model anew with an example like this call"
+_ANEW = "or compile the model again with an example like this call"
 
 
 def _what_differs(signature: Signature, bound: inspect.BoundArguments) -> str:
-    """Why a call's arguments have another structure than the example's."""
+    """How the structure of a call's arguments differs from the example's."""
     now, then = _arguments(signature, bound.arguments), _example(signature)
     for argument in (a for a in now if a not in then):
         cache = _cache_advice(argument, now[argument])
@@ -81,7 +81,7 @@ def _what_differs(signature: Signature, bound: inspect.BoundArguments) -> str:
 
 
 def _example(signature: Signature) -> dict[str, Any]:
-    """The example's arguments, each with marks in the place of its tensors."""
+    """The example's arguments, with a placeholder for each tensor."""
     leaves: list[Any] = [_TENSOR] * signature.in_spec.num_leaves
     for index, value in signature.fixed:
         leaves[index] = value
@@ -100,12 +100,12 @@ _TENSOR = _Tensor()
 
 
 def _arguments(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names a user knows: those in `**kwargs` stand for themselves."""
-    found: dict[str, Any] = {}
+    """Arguments by the names a user knows, those in `**kwargs` included."""
+    by_name: dict[str, Any] = {}
     for name, value in given.items():
         is_rest = signature.forward.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        found |= value if is_rest else {name: value}
-    return found
+        by_name |= value if is_rest else {name: value}
+    return by_name
 
 
 def _cache_advice(argument: str, value: Any) -> str:

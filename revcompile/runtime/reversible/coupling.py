@@ -1,50 +1,142 @@
-"""The coupling and its chain: the mathematics everything else stands on.
+"""The coupling and chains of couplings: the mathematics everything else builds on.
 
-    forward   (a, b) -> (b, a + F(b))                     PETRA, Fig. 2b
-    inverse   (b, y) -> (y - F(b), b)                     PETRA, Fig. 2c
+    forward   (a, b) -> (b, y)   with y = a + F(b)        PETRA, Fig. 2b
+    inverse   (b, y) -> (a, b)   with a = y - F(b)        PETRA, Fig. 2c
 
-A chain keeps nothing but its output. Its backward walks from the last block to the first: it
-reconstructs a block's input *keeping the graph of F*, and takes the gradient through that very
-graph (4N work, not 5N). Each block is an autograd node of its own, so that a parameter's gradient
-is accumulated (and, under DDP, sent) as soon as it is there, instead of all waiting for the chain's
-first block. Randomness, autocast and buffers are replayed as they were (`replay`).
+A chain keeps nothing but its output. Its backward pass walks from the last block to the first: it
+rebuilds a block's input *keeping the graph of F*, and differentiates that very graph, so that F
+runs once more and not twice (4N work, not 5N):
 
-With `overlap` the block before is rebuilt ahead, while a block is differentiated: that needs the
-reconstructed input, not its gradient.
+    output (b, y) -> rebuild block n: run F(b) with a graph; a = y - F(b)
+                     differentiate  : grad b += F'(b)^T grad y, and gradients of the parameters
+                  -> (a, b) is the output of block n-1, and so on
 
-Where branches compute in low precision, addends are rounded to a grid on which float32 sums are
-exact, and so is the reconstruction (`grid`).
+Each block is an autograd node of its own, so that a parameter's gradient is accumulated (and sent,
+under DDP) as soon as it is computed instead of after the chain's first block. Random numbers,
+autocast and buffers are those of the forward pass (`replay`). With `overlap`, block n-1 is rebuilt
+while block n is differentiated: that needs the rebuilt input, not its gradient. Where branches
+compute in low precision, addends are rounded to a grid on which float32 sums are exact, and so is
+the inverse (`kernels.exact_sum`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from revcompile.ir.ops import as_read
 from revcompile.ir.stage_ops import laid_out_like
-from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded, sum_up
+from revcompile.kernels.exact_sum import add_or_subtract, grid_for, rounded, subtract
 from revcompile.kernels.gradient_sum import GradientSum
-from revcompile.runtime.reversible.bindings import Bound
-from revcompile.runtime.reversible.block import Block, couple, rearranged, run_branch, uncouple
-from revcompile.runtime.reversible.hooks import gradient_hooks_silenced
-from revcompile.runtime.reversible.overlap import Overlap, side_by_side
-from revcompile.runtime.reversible.probes import (
-    Tolerance,
-    compare,
-    probe,
-    relative_error,
-    tolerance_for,
+from revcompile.runtime.reversible.bindings import Bindings, Bound
+from revcompile.runtime.reversible.hooks import (
+    ShardedModule,
+    gradient_hooks_silenced,
+    reshard,
+    unshard,
 )
-from revcompile.runtime.reversible.replay import Replay, is_recorded
-from revcompile.runtime.reversible.sharding import enter, leave
+from revcompile.runtime.reversible.overlap import Overlap, two_streams
+from revcompile.runtime.reversible.reconstruction import (
+    ReconstructionCheck,
+    Samples,
+    Tolerance,
+    relative_error,
+)
+from revcompile.runtime.reversible.replay import Replay, ReplayContext, is_capturing
 from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
-__all__ = ["Block", "Chain", "couple", "uncouple"]
+__all__ = ["Block", "Chain"]
+
+
+# -- one coupling ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """An executable coupling."""
+
+    name: str
+    branch: Callable[..., Any]
+    """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
+    sides: tuple[int, ...] = ()
+    """Positions of the block's side values among those of the chain."""
+    has_extras: bool = False
+    """Does F also return values that are read outside the block? Only a chain's last block may."""
+    rearrange: Callable[..., tuple[Tensor, Any]] | None = None
+    """`rearrange(root, stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
+    undo_rearrange: Callable[..., Tensor] | None = None
+    """`undo_rearrange(root, stream, shapes) -> stream`."""
+    rearrange_sides: tuple[int, ...] = ()
+    """Positions of the sizes that `rearrange` takes."""
+    bindings: Bindings = field(default_factory=Bindings)
+    """What F reads of the module tree."""
+    replay_context: ReplayContext = field(default_factory=ReplayContext)
+    has_autocast_consumer: bool = False
+    """Is the only reader of `b` in F a layer whose input autocast casts?"""
+    sharded: tuple[ShardedModule, ...] = ()
+    """FSDP2 modules that its layers belong to, outermost first."""
+
+
+class _Coupled(NamedTuple):
+    b: Tensor
+    y: Tensor
+    shapes: Any
+    """For `Block.undo_rearrange`."""
+    extras: tuple[Tensor, ...]
+    addend_dtype: torch.dtype
+    cast_copy: Tensor | None
+    """`y` in the dtype of autocast, if that was asked for and one kernel wrote both."""
+
+
+def _couple(
+    root: nn.Module,
+    block: Block,
+    a: Tensor,
+    b: Tensor,
+    sides: Sequence[Any],
+    cast: torch.dtype | None,
+    grid: Tensor | None,
+    *,
+    cast_b: Tensor | None = None,
+    with_cast: bool = False,
+) -> _Coupled:
+    """`(a, b) -> (b, a + F(b))`, after the block's rearrangement; F may read a cast copy of b."""
+    shapes: Any = ()
+    if block.rearrange is not None:
+        sizes = [sides[i] for i in block.rearrange_sides]
+        a, shapes = block.rearrange(root, a, *sizes)
+        b, _ = block.rearrange(root, b, *sizes)
+    read = b if cast_b is None else cast_b
+    addend, extras = _run_branch(root, block, read, [sides[i] for i in block.sides], cast)
+    y, cast_copy = add_or_subtract(a, addend, grid, False, with_cast)
+    return _Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
+
+
+def _run_branch(
+    root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """F(b) and the extras; `cast` is the model's own dtype where streams have more bits."""
+    result = block.branch(root, b if cast is None else b.to(cast), *sides)
+    return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
+
+
+def _undo_rearrange(
+    root: nn.Module, block: Block, shapes: Any, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Values, or gradients of them, as they were before a block's rearrangement.
+
+    It permutes elements, so a gradient goes back the way the values do.
+    """
+    if block.undo_rearrange is None:
+        return tensors
+    return tuple(block.undo_rearrange(root, tensor, shapes) for tensor in tensors)
+
+
+# -- chains ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -56,16 +148,14 @@ class Chain:
     check_every: int = 50
     convolves: bool = False
     overlap: Overlap = Overlap.OFF
-    _calls: int = 0
+    failures_allowed: int = 0
+    """Consecutive calls that may rebuild their input wrongly without an error."""
+    check: ReconstructionCheck = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """Its first block and its last."""
-        return f"{self.blocks[0].name} .. {self.blocks[-1].name}"
-
-    def grid(self, a: Tensor, b: Tensor, cast: torch.dtype | None) -> Tensor | None:
-        """The grid for one run, where branches need one."""
-        return make_grid(a, b) if is_imprecise(a, cast, self.convolves) else None
+    def __post_init__(self) -> None:
+        name = f"{self.blocks[0].name} .. {self.blocks[-1].name}"
+        settings = self.tolerance, self.check_every, self.failures_allowed
+        self.check = ReconstructionCheck(name, *settings)
 
     def plain(
         self,
@@ -76,13 +166,13 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
-        grid = self.grid(a, b, cast) if root.training else None
+        grid = grid_for(a, b, cast, self.convolves) if root.training else None
         a, b = rounded(a, grid), rounded(b, grid)
         extras: tuple[Tensor, ...] = ()
         for block in self.blocks:
-            (b,) = enter(block.units, (b,))
-            a, b, _, extras = couple(root, block, a, b, sides, cast, grid)
-            (b,) = leave(block.units, (b,))
+            (b,) = unshard(block.sharded, (b,))
+            a, b, _, extras, *_ = _couple(root, block, a, b, sides, cast, grid)
+            (b,) = reshard(block.sharded, (b,))
         return a, b, *extras
 
     def reversible(
@@ -100,13 +190,9 @@ class Chain:
         """
         if is_transformed():
             return self.plain(root, a, b, sides, cast)
-        # A block that is rebuilt ahead would find its weights sharded.
-        ahead = self.overlap.applies_to(a) and not any(block.units for block in self.blocks)
-        call = _Call(self, root, cast, self.grid(a, b, cast), ahead)
-        is_due = self.tolerance is not None and self._calls % self.check_every == 0
-        if is_due and not is_recorded(a.device):
-            call.probe = probe(a), probe(b)
-        self._calls += 1
+        # A block that is rebuilt early would find its weights sharded.
+        overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
+        call = _Call(self, root, cast, grid_for(a, b, cast, self.convolves), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
@@ -119,41 +205,50 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
-        states, replays, shapes_of = [], [], []
-        extras: tuple[Tensor, ...] = ()
-        grid = self.grid(a, b, cast)
+        grid = grid_for(a, b, cast, self.convolves)
         with torch.no_grad():
             a, b = rounded(a, grid), rounded(b, grid)
+            inputs, replays, outputs = [], [], list[_Coupled]()
             for block in self.blocks:
                 replay = Replay(block.replay_context, a)
-                states.append((a, b))
-                enter(block.units, (b,))
-                a, b, shapes, extras = couple(root, block, a, b, sides, cast, grid)
-                leave(block.units, (b,))
-                replays.append(replay.settle())
-                shapes_of.append(shapes)
-            x, y, errors = a, b, []
-            for block, replay, shapes, (a0, b0) in zip(
-                *map(reversed, (self.blocks, replays, shapes_of, states)), strict=True
+                inputs.append((a, b))
+                unshard(block.sharded, (b,))
+                outputs.append(_couple(root, block, a, b, sides, cast, grid))
+                a, b = outputs[-1][:2]
+                reshard(block.sharded, (b,))
+                replays.append(replay.finish())
+            result = (a, b, *outputs[-1].extras)
+            errors = []
+            for block, (a0, b0), replay, output in zip(
+                *map(reversed, (self.blocks, inputs, replays, outputs)), strict=True
             ):
-                enter(block.units, (y,))
+                unshard(block.sharded, (b,))
                 with replay.replay():
-                    x, y = uncouple(root, block, x, y, sides, shapes, cast, grid)
-                leave(block.units, (y,))
-                errors.append((block.name, max(relative_error(a0, x), relative_error(b0, y))))
-        return (a, b, *extras), list(reversed(errors))
+                    used = [sides[i] for i in block.sides]
+                    addend, _ = _run_branch(root, block, a, used, cast)
+                    rebuilt = subtract(b, addend, grid), a
+                a, b = _undo_rearrange(root, block, output.shapes, *rebuilt)
+                reshard(block.sharded, (b,))
+                errors.append((block.name, max(relative_error(a0, a), relative_error(b0, b))))
+        return result, list(reversed(errors))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Tensor, ...]:
     extras: tuple[Tensor, ...] = ()
+    check = call.chain.check
+    is_checked = check.is_on and not is_capturing(a.device)
     for index, block in enumerate(call.chain.blocks):
         tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
-        (b,) = enter(block.units, (b,))
+        (b,) = unshard(block.sharded, (b,))
         bound = Bound(block.bindings)
         parameters = bound.differentiable()
+        if is_checked and (parameters or any(t.requires_grad for t in (a, b, *tensors))):
+            # The backward pass ends here: blocks before this one have nothing to train.
+            call.first, call.samples = index, check.start(a, b)
+            is_checked = False
         a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *parameters)
-        (b,) = leave(block.units, (b,))
+        (b,) = reshard(block.sharded, (b,))
     return a, b, *extras
 
 
@@ -165,52 +260,58 @@ class _Call:
     root: nn.Module
     cast: torch.dtype | None
     grid: Tensor | None
-    ahead: bool = False
-    """In backward: is the block before rebuilt while a block is differentiated?"""
-    probe: tuple[Tensor, Tensor] | None = None
-    copy: Tensor | None = None
-    """In forward: the latest sum as the next branch reads it, if that is there."""
-    handed_on: _Output | None = None
-    """In backward: a block's input as reconstructed, which is the output of the block before."""
+    overlaps: bool = False
+    """In backward: is the previous block rebuilt while a block is differentiated?"""
+    first: int = 0
+    """The first block that is differentiated."""
+    samples: tuple[bool, Samples] | None = None
+    """Of what that block was given, if the reconstruction is checked."""
+    cast_copy: Tensor | None = None
+    """In forward: the latest sum in the dtype of autocast, if a kernel wrote that too."""
+    output: _Output | None = None
+    """In backward: a block's output, which the next block has just rebuilt as its input."""
     rebuilt: _Rebuilt | None = None
-    """In backward: the block before, rebuilt ahead."""
-    seed: tuple[Tensor, Tensor] | None = None
-    """In backward: a gradient, and the same in the type of the branch that it goes into next."""
+    """In backward, with overlap: the previous block, already rebuilt."""
+    cast_gradient: tuple[Tensor, Tensor] | None = None
+    """In backward: a gradient, and the same in the dtype of the branch that it enters next."""
 
-    def is_read_cast(self, index: int, way: int) -> bool:
-        """Does the branch one block on, or back, read a block's sum as autocast casts it?"""
-        blocks, next_to = self.chain.blocks, index + way
-        if self.cast is not None or not 0 <= next_to < len(blocks):
+    def wants_cast(self, index: int, step: int) -> bool:
+        """Does autocast cast a block's sum for its reader, the branch of block `index + step`?"""
+        blocks, reader = self.chain.blocks, index + step
+        if self.cast is not None or not 0 <= reader < len(blocks):
             return False
-        return blocks[next_to].casts_on_read and blocks[max(index, next_to)].rearrange is None
+        return blocks[reader].has_autocast_consumer and blocks[max(index, reader)].rearrange is None
 
 
 _Output = tuple[Tensor, Tensor, Tensor | None]
-"""A block's output `(b, y)`; `b` also as the block's branch reads it, if that is there."""
+"""A block's output `(b, y)`, and `b` in the dtype of autocast if a kernel wrote that too."""
 
 
 @dataclass
 class _Rebuilt:
-    """A block computed again: the input it was given, and the graph of its branch."""
+    """A block computed again: its input, and the graph of its branch."""
 
     index: int
     a: Tensor
     b: Tensor
     leaf: Tensor
+    """`b`, or its cast copy, as the beginning of the graph."""
     gradient: GradientSum
-    """Of `b`: its own, and what comes through the branch."""
-    live: list[Tensor]
-    """The block's side tensors, as the graph knows them."""
+    """Of `b`: its own plus that through the branch."""
+    sides: list[Tensor]
+    """The block's side tensors in the graph."""
     parameters: list[Tensor]
-    """Those that want a gradient, as the graph knows them."""
-    ends: tuple[Tensor, ...]
-    copy: Tensor | None
-    """`a` as the block before reads it, if that is there."""
-    lane: int = 0
+    """Those that require a gradient, as they are in the graph."""
+    results: tuple[Tensor, ...]
+    """F(b) and the extras."""
+    cast_copy: Tensor | None
+    """`a` in the dtype of autocast, if a kernel wrote that too."""
+    stream: int = 0
+    """Of the two CUDA streams of `two_streams`, the one it was rebuilt on."""
 
 
 class _Reversible(torch.autograd.Function):
-    """One block. Only the chain's last block keeps its output; the others get it handed on."""
+    """One block. Only the chain's last block saves its output; others get it from the next one."""
 
     @staticmethod
     def forward(
@@ -227,14 +328,15 @@ class _Reversible(torch.autograd.Function):
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
         replay = Replay(block.replay_context, a)
+        cast_b, call.cast_copy = call.cast_copy, None
+        with replay.record(), bound.recording_hooks():
+            b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy = _couple(
+                *(call.root, block, a, b, sides, call.cast, call.grid),
+                cast_b=cast_b,
+                with_cast=call.wants_cast(index, 1),
+            )
+        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.finish()
         used = [sides[i] for i in block.sides]
-        with replay.record(), bound.running():
-            a, b, ctx.shapes = rearranged(call.root, block, a, b, sides)
-            read, call.copy = b if call.copy is None else call.copy, None
-            addend, extras = run_branch(call.root, block, read, used, call.cast)
-            y, call.copy = sum_up(a, addend, call.grid, False, call.is_read_cast(index, 1))
-        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.settle()
-        ctx.addend_type = addend.dtype
         count = sum(isinstance(side, Tensor) for side in used)
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         ctx.parameters = rest[count:]
@@ -252,58 +354,53 @@ class _Reversible(torch.autograd.Function):
             if ctx.index == len(call.chain.blocks) - 1:
                 ctx.outputs = saved[:2]
                 grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
-            rebuilt = _rebuild(ctx, saved, call.handed_on)
-        call.handed_on = None
-        seed, call.seed = call.seed, None
-        seeds = seed[1] if seed and seed[0] is grad_y else grad_y, *grad_extras
-        with side_by_side(grad_y.device, call.ahead) as lanes:
-            earlier = _block_before(ctx) if call.ahead else None
-            if earlier is not None:
-                with lanes.on(1 - rebuilt.lane):
-                    output = _handed_on(ctx, rebuilt)
-                    saved = earlier.saved_tensors
-                    call.rebuilt = _rebuild(earlier, saved, output, 1 - rebuilt.lane)
-            with lanes.differentiating(rebuilt.lane):
-                grad_b, copy, found = _differentiate(ctx, rebuilt, grad_b, seeds)
-                grads = _before_link(ctx, grad_y, grad_b)
-                if copy is not None:
-                    call.seed = grads[1], _before_link(ctx, copy)[0]
-        if ctx.index == 0 and call.probe is not None:
-            rebuilt_input = _before_link(ctx, rebuilt.a, rebuilt.b)
-            limit = tolerance_for(rebuilt.a.dtype, call.chain.tolerance)
-            compare(call.probe, rebuilt_input, call.chain.name, limit)
-        if ctx.index > 0 and earlier is None:
-            call.handed_on = _handed_on(ctx, rebuilt)
-        return None, None, None, None, *grads, *found
+            rebuilt = _rebuild(ctx, saved, call.output)
+        call.output = None
+        known_cast, call.cast_gradient = call.cast_gradient, None
+        is_cast = known_cast is not None and known_cast[0] is grad_y
+        grads = known_cast[1] if known_cast and is_cast else grad_y, *grad_extras
+        with two_streams(grad_y.device, call.overlaps) as streams:
+            previous = _previous_block(ctx) if call.overlaps else None
+            if previous is not None:
+                with streams.on(1 - rebuilt.stream):
+                    output = _previous_output(ctx, rebuilt)
+                    saved = previous.saved_tensors
+                    call.rebuilt = _rebuild(previous, saved, output, 1 - rebuilt.stream)
+            with streams.backward_on(rebuilt.stream):
+                grad_b, cast_grad_b, other_grads = _differentiate(ctx, rebuilt, grad_b, grads)
+                stream_grads = _before_rearrange(ctx, grad_y, grad_b)
+                if cast_grad_b is not None:
+                    call.cast_gradient = stream_grads[1], _before_rearrange(ctx, cast_grad_b)[0]
+        if ctx.index == call.first and call.samples is not None:
+            call.chain.check.finish(call.samples, *_before_rearrange(ctx, rebuilt.a, rebuilt.b))
+        if ctx.index > 0 and previous is None:
+            call.output = _previous_output(ctx, rebuilt)
+        return None, None, None, None, *stream_grads, *other_grads
 
 
-def _block_before(node: Any) -> Any:
-    """The node of the block before, if gradients are wanted that far."""
-    found = node.next_functions[0][0]
-    return found if getattr(found, "call", None) is node.call else None
+def _previous_block(node: Any) -> Any:
+    """The autograd node of the previous block, if that is differentiated too."""
+    previous = node.next_functions[0][0]
+    return previous if getattr(previous, "call", None) is node.call else None
 
 
-def _before_link(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Values, or gradients of them, as they were before a block's rearrange.
-
-    A rearrange permutes elements, so a gradient goes back the way the values do.
-    """
-    unlink = node.call.chain.blocks[node.index].unlink
-    if unlink is None:
-        return tensors
-    return tuple(unlink(node.call.root, tensor, node.shapes) for tensor in tensors)
+def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    call: _Call = node.call
+    return _undo_rearrange(call.root, call.chain.blocks[node.index], node.shapes, *tensors)
 
 
-def _handed_on(node: Any, rebuilt: _Rebuilt) -> _Output:
-    """A rebuilt block's input, for the block before."""
-    b, y = _before_link(node, rebuilt.a, rebuilt.b)
-    return b, y, rebuilt.copy
+def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
+    """A rebuilt block's input, which is the output of the previous block."""
+    b, y = _before_rearrange(node, rebuilt.a, rebuilt.b)
+    return b, y, rebuilt.cast_copy
 
 
-def _rebuild(node: Any, saved: Sequence[Tensor], output: _Output | None, lane: int = 0) -> _Rebuilt:
-    """Reconstruct a block's input (PETRA, Eq. 4) keeping the graph of F.
+def _rebuild(
+    node: Any, saved: Sequence[Tensor], output: _Output | None, stream: int = 0
+) -> _Rebuilt:
+    """Rebuild a block's input from its output (PETRA, Eq. 4), keeping the graph of F.
 
-    The chain's last block has its output itself.
+    The chain's last block has saved its output itself.
     """
     call: _Call = node.call
     bound: Bound = node.bound
@@ -313,55 +410,56 @@ def _rebuild(node: Any, saved: Sequence[Tensor], output: _Output | None, lane: i
     if block is call.chain.blocks[-1]:
         output, tensors = (tensors[0], tensors[1], None), tensors[2:]
     assert output is not None
-    b, y, read = output
+    b, y, cast_b = output
     needs = node.needs_input_grad[6:]
-    live = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
-    sides = iter(live)
-    used = [next(sides) if plain is None else plain[0] for plain in node.plain_sides]
+    sides = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
+    next_side = iter(sides)
+    used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
     stand_ins = bound.stand_ins()
     parameters = [stand_ins.get(id(p), p) for p in node.parameters]
-    with torch.enable_grad(), bound.repeated(stand_ins), node.replay.replay():
-        leaf = _as_read((b if read is None else read).detach(), block, call.cast).requires_grad_()
+    with torch.enable_grad(), bound.restored(stand_ins), node.replay.replay():
+        source = (b if cast_b is None else cast_b).detach()
+        leaf = _cast_like_reader(source, block, call.cast).requires_grad_()
         gradient = GradientSum()
-        # Module hooks (torch's FlopCounterMode, for one) cannot watch a leaf in `autograd.grad`.
-        watched = gradient.awaits(leaf.view_as(leaf))
-        addend, extras = run_branch(call.root, block, watched, used, call.cast)
+        # A view: module hooks (those of torch's FlopCounterMode) fail on a leaf in `autograd.grad`.
+        addend, extras = _run_branch(
+            call.root, block, gradient.attach(leaf.view_as(leaf)), used, call.cast
+        )
         with torch.no_grad():
-            a, copy = sum_up(y, addend.detach(), call.grid, True, call.is_read_cast(node.index, -1))
-    ends = addend, *extras
-    return _Rebuilt(node.index, a, b, leaf, gradient, live, parameters, ends, copy, lane)
+            wants_cast = call.wants_cast(node.index, -1)
+            a, copy = add_or_subtract(y, addend.detach(), call.grid, True, wants_cast)
+    results = addend, *extras
+    return _Rebuilt(node.index, a, b, leaf, gradient, sides, parameters, results, copy, stream)
 
 
-def _as_read(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
-    """`b` in the precision F reads it in.
+def _cast_like_reader(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
+    """`b` in the dtype in which F reads it.
 
-    Its gradient then comes in that precision and is widened on being added, not before.
+    Its gradient then comes in that dtype, and is converted to float32 only when it is added.
     """
     if cast is None:
-        return as_read(b) if block.casts_on_read else b
+        return as_read(b) if block.has_autocast_consumer else b
     return b.to(cast) if b.dtype == torch.float32 else b
 
 
 def _differentiate(
     node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grads: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Gradients of `b`, of sides and of parameters, through the graph of F.
-
-    That of `b` comes in the type of the branch before, too, if that is there.
-    """
-    wanted = [*(t for t in rebuilt.live if t.requires_grad), *rebuilt.parameters]
-    seeds = zip(rebuilt.ends, grads, strict=True)
-    seeded = [(out, seed.to(out.dtype)) for out, seed in seeds if out.requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
-    copy: Tensor | None = None
+    """Differentiate F: the gradient of `b` (also cast, if known), and of sides and parameters."""
+    inputs = [*(t for t in rebuilt.sides if t.requires_grad), *rebuilt.parameters]
+    pairs = zip(rebuilt.results, grads, strict=True)
+    seeded = [(out, seed.to(out.dtype)) for out, seed in pairs if out.requires_grad]
+    input_grads: Sequence[Tensor | None] = [None] * len(inputs)
+    cast_grad_b: Tensor | None = None
     if seeded:
-        ends, starts = zip(*seeded, strict=True)
-        inputs = [rebuilt.leaf, *wanted]
-        of_seed = getattr(_block_before(node), "addend_type", None)
-        rebuilt.gradient.begin(grad_b, of_seed)
+        outputs, seeds = zip(*seeded, strict=True)
+        reader_dtype = getattr(_previous_block(node), "addend_dtype", None)
+        rebuilt.gradient.begin(grad_b, reader_dtype)
         with gradient_hooks_silenced(rebuilt.parameters):
-            of_b, *found = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-        grad_b, copy = rebuilt.gradient.finish(of_b)
-    each = iter(found)
-    of_sides = [next(each) if t.requires_grad else None for t in rebuilt.live]
-    return grad_b, copy, [*of_sides, *each]
+            through_branch, *input_grads = torch.autograd.grad(
+                outputs, [rebuilt.leaf, *inputs], seeds, allow_unused=True
+            )
+        grad_b, cast_grad_b = rebuilt.gradient.finish(through_branch)
+    remaining = iter(input_grads)
+    side_grads = [next(remaining) if t.requires_grad else None for t in rebuilt.sides]
+    return grad_b, cast_grad_b, [*side_grads, *remaining]

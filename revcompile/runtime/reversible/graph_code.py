@@ -15,12 +15,12 @@ _counter = itertools.count()
 
 
 def source_of(graph: fx.Graph) -> str:
-    """The generated code of a graph, readable, with the original module names."""
+    """The generated code of a graph, with the original module names."""
     return graph.python_code("self").src.strip()
 
 
 def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
-    """Compile a graph; tracebacks show the generated lines under the segment's name."""
+    """A function from a graph; tracebacks show the generated lines under the segment's name."""
     code = graph.python_code("self")
     filename = f"<revcompile {name} {next(_counter)}>"
     linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)

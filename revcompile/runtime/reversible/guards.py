@@ -1,9 +1,10 @@
-"""Guards checked at a call: is the captured graph the model for these inputs and attributes?"""
+"""Guards checked at a call: which capture of a model is right for these inputs and attributes?"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -12,33 +13,32 @@ from torch import Tensor, fx, nn
 from revcompile.errors import GuardError
 from revcompile.ir.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
 from revcompile.ir.ops import attribute
-from revcompile.ir.types import TYPE, TensorType
+from revcompile.ir.types import TYPE, Rewired, TensorType
 from revcompile.runtime.reversible.graph_code import compile_graph
 
-__all__ = ["GuardChecker", "Mismatch"]
+__all__ = ["Cases", "GuardChecker", "Mismatch", "Recapture"]
 
 _ABSENT: Final = object()
 
 
 class Mismatch:
-    """A guard that does not hold: what was read, what it was, what it is now, and by which line."""
+    """A guard that fails: the expression, its value when captured and now, and the source line."""
 
     def __init__(self, expression: str, expected: Any, found: Any, source: str) -> None:
         self.expression, self.expected, self.found = expression, expected, found
         self.source = source
 
     def __str__(self) -> str:
-        now = "cannot be told" if self.found is _ABSENT else f"is {self.found!r}"
+        now = "cannot be computed" if self.found is _ABSENT else f"is {self.found!r}"
         return (
             f"{self.expression} was {self.expected!r} when the model was captured and {now} now "
             f"[{self.source}]"
         )
 
     def error(self, where: str, advice: str) -> GuardError:
-        """The mismatch as an error."""
         return GuardError(
-            f"{where}: {self}. The forward pass reads it in Python, so its graph is another one. "
-            + advice,
+            f"{where}: {self}. The forward pass reads it in Python, so the captured graph may be "
+            f"wrong. {advice}",
             expression=self.expression,
             expected=self.expected,
             found=None if self.found is _ABSENT else self.found,
@@ -47,7 +47,7 @@ class Mismatch:
 
 
 class GuardChecker:
-    """Checks the guards of one capture; what needs a run on the meta device is remembered."""
+    """Checks the guards of one capture; results that need a run on the meta device are cached."""
 
     def __init__(self, guards: Guards) -> None:
         self._guards = guards
@@ -62,19 +62,19 @@ class GuardChecker:
         return self._modes[training]
 
     def failing(self, root: nn.Module, values: Mapping[str, Any]) -> Mismatch | None:
-        """The first guard that does not hold for a call, or None.
+        """The first guard that fails for a call, or None.
 
         `values` are the graph's inputs by name, in the order of its placeholders.
         """
         return self._mode(root.training).failing(root, list(values.values()))
 
     def changed(self, root: nn.Module) -> Mismatch | None:
-        """The first attribute or flag that is not what it was, or None."""
+        """The first attribute or flag that has changed, or None."""
         return self._mode(root.training).changed(root)
 
 
 class _ModeChecker:
-    """The guards of one mode, made ready to run."""
+    """The guards of one mode, compiled."""
 
     def __init__(self, mode: ModeGuards, guards: Guards) -> None:
         self._mode, self._skeleton = mode, guards.skeleton
@@ -99,7 +99,7 @@ class _ModeChecker:
             return None
         try:
             values = self._direct(self._skeleton, *inputs)
-        except Exception:  # a guard that does not hold may be what another one relies on
+        except Exception:  # a guard may be computed from another one that fails
             return _first_mismatch(
                 self._mode.direct, _each(self._mode.direct, self._skeleton, inputs)
             )
@@ -202,16 +202,16 @@ class _Sizes:
             return self._extrapolated(node)
 
     def _extrapolated(self, node: fx.Node) -> Any:
-        """What a module that needs real numbers gives: as captured, if only the batch is new."""
+        """The result of a module that needs real data: as captured, but for the batch size."""
         sources = [n for n in node.all_input_nodes if isinstance(n.meta.get(TYPE), TensorType)]
         batches = {_batch(n.meta[TYPE], self._known[n]) for n in sources}
         kind = node.meta.get(TYPE)
         if len(batches) != 1 or None in batches or not isinstance(kind, TensorType):
-            raise ValueError(f"{node.target} needs real numbers")
+            raise ValueError(f"{node.target} needs real data")
         return torch.empty(kind.at(batches.pop() or 0), dtype=kind.dtype, device="meta")
 
     def _reshaped(self, node: fx.Node) -> Any:
-        """What has its shape from its sizes alone: `y.reshape(sizes)` whatever shape y has."""
+        """A result whose shape follows from sizes alone: `y.reshape(sizes)` of any y."""
         name, kind = getattr(node.target, "__name__", node.target), node.meta.get(TYPE)
         if name not in ("reshape", "view") or node.kwargs or not isinstance(kind, TensorType):
             return _ABSENT
@@ -222,7 +222,7 @@ class _Sizes:
         return torch.empty(sizes, dtype=kind.dtype, device="meta")
 
     def _contents(self, node: fx.Node) -> Any:
-        """A tensor made from sizes alone, with its numbers: computed on the CPU."""
+        """The contents of a tensor that is made from sizes alone, computed on the CPU."""
         value = self._known[node]
         if isinstance(value, torch.device):
             return torch.device("cpu")
@@ -245,7 +245,7 @@ def _batch(kind: TensorType, value: Any) -> int | None:
 
 
 class _Tree:
-    """Attributes to compare, arranged as the modules are: one walk a call, no lookup by path."""
+    """Attributes to compare, as a tree like the modules: one walk per call, no lookup by path."""
 
     def __init__(self, mode: ModeGuards) -> None:
         self._guards: list[tuple[str, Any, Any]] = []
@@ -268,3 +268,76 @@ class _Tree:
             if problem is not None:
                 return problem
         return None
+
+
+# -- the captures of one model --------------------------------------------------------------------
+
+
+Recapture = Callable[[nn.Module, tuple[Guards, ...], tuple[Any, ...], Mapping[str, Any]], Rewired]
+"""Captures the model of a root in its present state, for the arguments of a call."""
+
+_MOST: Final = 64
+"""More captures of one model are an accident: a size that is new at every call."""
+
+
+class Cases:
+    """A rewired model for each combination of sizes, flags and attributes seen so far.
+
+    The first is the one that was compiled; the others are captured when a call needs them.
+    """
+
+    def __init__(self, first: Rewired, recapture: Recapture | None = None) -> None:
+        self.recapture = recapture
+        self._cases = [(first, GuardChecker(first.guards))]
+        self._last = self._cases[0]
+
+    def matching(
+        self,
+        root: nn.Module,
+        values: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Rewired:
+        problem = self._last[1].failing(root, values)
+        if problem is None:
+            return self._last[0]
+        for case in self._cases:
+            if case[1].failing(root, values) is None:
+                self._last = case
+                return case[0]
+        return self._recapture(problem, root, values, args, kwargs)
+
+    def _recapture(
+        self,
+        problem: Mismatch,
+        root: nn.Module,
+        values: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Rewired:
+        name = self._cases[0][0].name
+        if self.recapture is None:
+            raise problem.error(name, "Compile the model again for this case.")
+        if len(self._cases) >= _MOST:
+            raise problem.error(
+                name,
+                f"It has been captured for {_MOST} cases already; give it inputs of fewer sizes "
+                "(pad them), or keep the module that reads this with leaf_modules=[...].",
+            )
+        try:
+            rewired = self.recapture(root, tuple(r.guards for r, _ in self._cases), args, kwargs)
+        except Exception as error:
+            raise problem.error(
+                name,
+                f"Capturing the model for this case failed: {error}\nCompile it again with "
+                "example inputs of this case, or keep the module that reads this as one piece with "
+                "leaf_modules=[...].",
+            ) from error
+        rewired = replace(rewired, root=root)
+        case = rewired, GuardChecker(rewired.guards)
+        remaining = case[1].failing(root, values)
+        if remaining is not None:
+            raise remaining.error(name, "Compile it again with example inputs of this case.")
+        self._cases.append(case)
+        self._last = case
+        return rewired

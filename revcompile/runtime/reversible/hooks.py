@@ -1,46 +1,128 @@
-"""Hooks of layers and parameters while a branch runs for a second time.
+"""Module hooks where a module's forward is part of a captured graph, or runs a second time.
 
-A module's forward hooks and pre-hooks run in the forward pass. In the rebuild those run again that
+A module's forward hooks and pre-hooks run in the forward pass. In a rebuild those run again that
 took part in the computation: they returned something, or changed their module (weight norm sets a
-weight) or a tensor they were given. The others only look on, and see every call once. Hooks on
-gradients (`Tensor.register_hook`) of parameters run when the gradient is accumulated, as ever, not
-already when the block's share of it is found.
+weight) or a tensor they were given. The others only observe, and see every call once. Gradient
+hooks of parameters (`Tensor.register_hook`) run when the gradient is accumulated, as always, not
+when a block computes its part of it.
+
+FSDP2 gathers a module's parameters in a pre-hook and frees them in a hook. Where `fully_shard` was
+applied to a module whose forward is inlined into the graph, each block (or segment) made of its
+layers calls these hooks in its place:
+
+    unshard(modules, (b,))      gather; after the block's backward: reduce gradients, free
+    reshard(modules, (y,))      free; before the block's backward: gather
+
+Only tensors of the outer graph are passed to them; inside a block, and in its rebuild, the FSDP
+hooks of layers are skipped.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
-from revcompile.runtime.reversible.sharding import is_sharding_hook
 
-__all__ = ["FORWARD_HOOKS", "HookRecord", "gradient_hooks_silenced", "recorded", "replayed"]
+__all__ = [
+    "FORWARD_HOOKS",
+    "HookRecord",
+    "ShardedModule",
+    "gradient_hooks_silenced",
+    "is_sharding_hook",
+    "record_hooks",
+    "replay_hooks",
+    "reshard",
+    "sharded_modules",
+    "unshard",
+]
+
+# -- FSDP2 modules --------------------------------------------------------------------------------
+
+
+class ShardedModule(NamedTuple):
+    """A module that `fully_shard` was applied to."""
+
+    path: str
+    module: nn.Module
+
+
+def is_sharding_hook(hook: Callable[..., Any]) -> bool:
+    kind = type(getattr(hook, "__self__", None))
+    return kind.__name__ == "FSDPState" and kind.__module__.startswith("torch.distributed.")
+
+
+def sharded_modules(modules: Iterable[tuple[nn.Module, str]]) -> tuple[ShardedModule, ...]:
+    """Those of the modules (and their paths) that `fully_shard` was applied to."""
+    return tuple(
+        ShardedModule(path, module)
+        for module, path in modules
+        if any(map(is_sharding_hook, module._forward_hooks.values()))
+    )
+
+
+def unshard(modules: Sequence[ShardedModule], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gather the modules' parameters, outermost first; returns the tensors to go on with."""
+    for path, module in modules:
+        before = tensors
+        for hook in filter(is_sharding_hook, module._forward_pre_hooks.values()):
+            tensors, _ = hook(module, tensors, {})
+        _refuse_casts(path, before, tensors)
+    return tensors
+
+
+def reshard(modules: Sequence[ShardedModule], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Free the modules' parameters, innermost first."""
+    for path, module in reversed(modules):
+        before = tensors
+        for hook in filter(is_sharding_hook, module._forward_hooks.values()):
+            with warnings.catch_warnings():
+                # about in-place operations on views, which captured graphs do not have
+                warnings.filterwarnings("ignore", ".*returned a view tensor")
+                tensors = hook(module, (), tensors)
+        _refuse_casts(path, before, tensors)
+    return tensors
+
+
+def _refuse_casts(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    for old, new in zip(before, after, strict=True):
+        if isinstance(old, Tensor) and old.dtype != new.dtype:
+            raise InputError(
+                f"{path}: fully_shard would cast its inputs or outputs to {new.dtype}, but "
+                "residual streams keep their type inside a reversible chain; give it "
+                "MixedPrecisionPolicy(..., cast_forward_inputs=False) without output_dtype, or "
+                "shard the whole model only"
+            )
+
+
+# -- forward hooks in a rebuild -------------------------------------------------------------------
+
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 """Where torch keeps a module's forward hooks: a dict by handle each."""
 
 Hook = Callable[..., Any]
 HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
-"""Of each module with hooks: what to run in their places in a rebuild."""
+"""For each module with hooks: which to run in a rebuild, by kind and handle."""
 
 
 @contextmanager
-def recorded(modules: Sequence[nn.Module], record: HookRecord) -> Iterator[None]:
-    """Note in `record`, while a branch runs, which of the modules' hooks take part."""
+def record_hooks(modules: Sequence[nn.Module], record: HookRecord) -> Iterator[None]:
+    """Note in `record`, while a branch runs, which of the modules' hooks are to run again."""
     before = [(module, {kind: vars(module)[kind] for kind in FORWARD_HOOKS}) for module in modules]
     for module, hooks in before:
-        again = record[module] = {}
+        rerun = record[module] = {}
         for kind, entries in hooks.items():
-            again[kind] = OrderedDict.fromkeys(entries, _skipped)
+            rerun[kind] = OrderedDict.fromkeys(entries, _skipped)
             vars(module)[kind] = OrderedDict(
-                (handle, _noting(module, hook, handle, again[kind]))
+                (handle, _marking(module, hook, handle, rerun[kind]))
                 for handle, hook in entries.items()
                 if not is_sharding_hook(hook)
             )
@@ -51,10 +133,10 @@ def recorded(modules: Sequence[nn.Module], record: HookRecord) -> Iterator[None]
             vars(module).update(hooks)
 
 
-def _noting(
-    module: nn.Module, hook: Hook, handle: int, again: OrderedDict[int, Hook]
+def _marking(
+    module: nn.Module, hook: Hook, handle: int, rerun: OrderedDict[int, Hook]
 ) -> Callable[..., Any]:
-    """The hook, which is to run again if it does more than look on."""
+    """The hook, which marks itself to run again if it does more than observe."""
 
     def run(*given: Any) -> Any:
         looks_inside = not torch.is_grad_enabled()
@@ -64,14 +146,14 @@ def _noting(
         with torch.enable_grad() if looks_inside else nullcontext():
             result = hook(*given_on)
         if result is not None or not _same(before, _seen(module, given_on)):
-            again[handle] = hook
+            rerun[handle] = hook
         return pytree.tree_map_only(Tensor, _detached, result) if looks_inside else result
 
     return run
 
 
 class _Tap(torch.autograd.Function):
-    """Tensors for a hook, from a forward pass that keeps no graph: a gradient is an error."""
+    """Tensors for a hook in a forward pass without a graph: a gradient to them is an error."""
 
     @staticmethod
     def forward(ctx: Any, name: str, anchor: Tensor, tensor: Tensor) -> Tensor:
@@ -84,7 +166,7 @@ class _Tap(torch.autograd.Function):
             f"a gradient flows into a tensor that a forward hook took out of a reversible chain "
             f"(from a {ctx.name}), which keeps no graph of its forward pass, so the gradient would "
             "be lost. Let the model return the tensor, or store activations with "
-            "net.reversible = False; detach what is only looked at"
+            "net.reversible = False; detach what you only observe"
         )
 
 
@@ -105,11 +187,11 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _skipped(*_: Any) -> None:
-    """Stands for a hook that looks on: the layer still counts as one with hooks."""
+    """Replaces a hook that only observes: the layer still counts as one with hooks."""
 
 
 def _seen(module: nn.Module, given: tuple[Any, ...]) -> list[Any]:
-    """All that a hook can change of its module and of the tensors it is given."""
+    """All that a hook could change of its module and of the tensors it is given."""
     own = [entry for name, value in vars(module).items() for entry in (name, value)]
     tensors = [*module._parameters.values(), *module._buffers.values()]
     leaves = [leaf for leaf in pytree.tree_leaves(given[1:]) if isinstance(leaf, Tensor)]
@@ -128,8 +210,8 @@ def _same(before: list[Any], after: list[Any]) -> bool:
 
 
 @contextmanager
-def replayed(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[None]:
-    """Run the recorded hooks in the places of those that the modules have now."""
+def replay_hooks(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[None]:
+    """Run the recorded hooks instead of those that the modules have now."""
     before = [(module, {kind: vars(module)[kind] for kind in FORWARD_HOOKS}) for module in modules]
     for module, _ in before:
         none: dict[str, OrderedDict[int, Hook]] = {kind: OrderedDict() for kind in FORWARD_HOOKS}
@@ -142,14 +224,14 @@ def replayed(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[None]
 
 
 def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let `torch.autograd.grad` find gradients of tensors without running their own hooks."""
-    found = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
-    return _emptied(found) if found else nullcontext()
+    """Around `torch.autograd.grad`: the tensors' own gradient hooks do not run."""
+    hooks = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
+    return _emptied(hooks) if hooks else nullcontext()
 
 
 @contextmanager
 def _emptied(dicts: Sequence[Any]) -> Iterator[None]:
-    """Torch reads the dict of a tensor's hooks when it runs them."""
+    """Empty the dicts of hooks in place: torch holds on to them."""
     contents = [dict(hooks) for hooks in dicts]
     for hooks in dicts:
         hooks.clear()

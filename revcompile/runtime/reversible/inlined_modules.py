@@ -1,7 +1,7 @@
-"""Modules whose forward is part of the captured graph: it is never called again.
+"""Modules whose forward is part of the captured graph, and is never called.
 
-Their layers are called by the graph. A hook on such a module would never run, and another module in
-its place would never be asked: both are errors at the next call.
+The graph calls their layers. A hook on such a module would never run, and a module put in its place
+would never be called: both are errors at the next call.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from torch import fx, nn
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import PATH, Rewired
-from revcompile.runtime.reversible.hooks import FORWARD_HOOKS
-from revcompile.runtime.reversible.sharding import is_sharding_hook
+from revcompile.runtime.reversible.hooks import FORWARD_HOOKS, is_sharding_hook
 
 __all__ = ["Inlined"]
 
 _HOOKS: Final = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules that call, or are asked for, all the members they have."""
+"""Containers: a new member would change what the model computes."""
 
 
 class Inlined:
-    """The inlined modules of a rewired model, as they are when it is made."""
+    """The inlined modules of a rewired model, as they were when it was made."""
 
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
         graphs = list(_graphs(rewired))
-        called = {str(n.target) for g in graphs for n in g.find_nodes(op="call_module")}
-        self._places: list[tuple[dict[str, Any], str, nn.Module, str]] = []
+        called = {str(n.target) for g in graphs for n in g.nodes if n.op == "call_module"}
+        self._slots: list[tuple[dict[str, Any], str, nn.Module, str]] = []
         self._hooks: list[tuple[nn.Module, str, int]] = []
-        self._forms: list[tuple[nn.Module, str, Any]] = []
+        self._identities: list[tuple[nn.Module, str, Any]] = []
         within = tuple(f"{path}." for path in called)
-        paths = {path for g in graphs for n in g.nodes for path in _around(n)}
+        paths = {path for g in graphs for n in g.nodes for path in _enclosing_paths(n)}
         for path in sorted(paths - called - {""}):
             if not path.startswith(within):
                 self._add(root, path)
@@ -48,34 +47,34 @@ class Inlined:
             return
         module = owner._modules.get(name)
         if module is not None:
-            self._places.append((owner._modules, name, module, path))
-            self._hooks.append((module, path, _count(module)))
-            self._forms.append((module, path, _form(module)))
+            self._slots.append((owner._modules, name, module, path))
+            self._hooks.append((module, path, _hook_count(module)))
+            self._identities.append((module, path, _code_identity(module)))
 
     @property
     def hooked(self) -> tuple[str, ...]:
-        """Those that had hooks already: the hooks were traced, as if part of the forward."""
+        """Those that had hooks already, which were traced with the forward."""
         return tuple(path for _, path, count in self._hooks if count)
 
     def check(self) -> None:
-        """Stop if an inlined module was replaced, or given a hook, a forward or more members."""
-        for children, name, module, path in self._places:
+        """Raise if an inlined module was replaced, or given a hook, a forward or more members."""
+        for children, name, module, path in self._slots:
             if children.get(name) is not module:
                 raise InputError(
                     f"{path} was replaced after reversify, but its forward is part of the captured "
                     f"graph and would not be called; replace a layer inside {path}, or make the "
                     f"change before reversify, or keep it whole with leaf_modules=[{path!r}]"
                 )
-        for module, path, form in self._forms:
-            if _form(module) != form:
+        for module, path, identity in self._identities:
+            if _code_identity(module) != identity:
                 what = "members" if isinstance(module, _LISTS) else "a forward"
                 raise InputError(
                     f"{path} was given {what} of its own after reversify, but all it calls is "
-                    "part of the captured graph and would stay as it was; make the change before "
+                    "part of the captured graph and would not change; make the change before "
                     f"reversify, or keep it whole with leaf_modules=[{path!r}]"
                 )
         for module, path, count in self._hooks:
-            if _count(module) != count:
+            if _hook_count(module) != count:
                 raise InputError(
                     f"{path} has a hook that would never run: its forward is part of the captured "
                     f"graph. Remove the hook and register it on a layer inside {path} (those are "
@@ -89,8 +88,8 @@ def _graphs(rewired: Rewired) -> Iterator[fx.Graph]:
         yield segment.graph
 
 
-def _around(node: fx.Node) -> Iterator[str]:
-    """The paths of the modules in which a node was recorded."""
+def _enclosing_paths(node: fx.Node) -> Iterator[str]:
+    """The paths of the modules in whose forward a node was traced."""
     paths = [str(node.meta.get(PATH) or "")]
     if node.op in ("call_module", "get_attr"):
         paths.append(str(node.target).rpartition(".")[0])
@@ -101,14 +100,14 @@ def _around(node: fx.Node) -> Iterator[str]:
             yield around
 
 
-def _form(module: nn.Module) -> Any:
+def _code_identity(module: nn.Module) -> Any:
     """What decides which code a call of the module runs."""
     own = vars(module)
     # By isinstance: `fully_shard` changes a module's class.
     return own.get("forward"), len(own["_modules"]) if isinstance(module, _LISTS) else 0
 
 
-def _count(module: nn.Module) -> int:
+def _hook_count(module: nn.Module) -> int:
     own = vars(module)
     count = sum(len(own[kind]) for kind in _HOOKS)
     if not count:

@@ -19,18 +19,21 @@ from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.call_arguments import bind
-from revcompile.runtime.reversible.captures import Cases, Recapture
-from revcompile.runtime.reversible.cast_down import narrowed
 from revcompile.runtime.reversible.coupling import Block, Chain
-from revcompile.runtime.reversible.fuse_bn_relu import clipped
 from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.runtime.reversible.guards import Cases, Recapture
+from revcompile.runtime.reversible.hooks import (
+    ShardedModule,
+    reshard,
+    sharded_modules,
+    unshard,
+)
 from revcompile.runtime.reversible.inlined_modules import Inlined
-from revcompile.runtime.reversible.match_dtypes import matched
 from revcompile.runtime.reversible.original import Original, OriginalSurface
 from revcompile.runtime.reversible.overlap import Overlap
-from revcompile.runtime.reversible.probes import Tolerance
+from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
+from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
-from revcompile.runtime.reversible.sharding import Unit, enter, leave, units_of
 
 __all__ = ["Reversible"]
 
@@ -55,19 +58,20 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class _Step:
-    """An opaque segment's code, or a chain; `drop` are values nobody reads afterwards."""
+    """An opaque segment's code, or a chain."""
 
     run: Callable[..., Any] | Chain
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     drop: tuple[str, ...]
+    """Values that are not read afterwards."""
     bindings: tuple[Bindings, ...]
-    """What its graphs find in the module tree."""
-    units: tuple[Unit, ...] = ()
-    """Of an opaque segment: FSDP2 units that its layers belong to."""
+    """What its graphs read of the module tree."""
+    sharded: tuple[ShardedModule, ...] = ()
+    """Of an opaque segment: FSDP2 modules that its layers belong to."""
 
 
-def _changed(step: _Step) -> bool:
+def _is_outdated(step: _Step) -> bool:
     return any(bindings.change() is not None for bindings in step.bindings)
 
 
@@ -116,19 +120,19 @@ class Reversible(OriginalSurface):
 
     rewired: Rewired
     tolerance: Tolerance
-    """Of reconstruction, relative; "auto": by the type of the streams; None: not compared."""
+    """Of the reconstruction, relative; "auto": by the dtype of the streams; None: no check."""
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     check_every: int
-    """How often, in forward passes, a chain compares its reconstructed input with the original."""
+    """Every call checks the reconstruction; every `check_every`-th waits for a GPU's result."""
     overlap: Overlap
-    """Are blocks rebuilt while the next one is differentiated? Looked at when first run."""
+    """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, tuple[_Step, ...]]
     _inlined: Inlined
     _cases: Cases
 
     def on_new_case(self, recapture: Recapture) -> None:
-        """Have a call that breaks a guard captured anew; without this it is refused."""
+        """Set how to capture the model for a call that breaks a guard; without, that raises."""
         self._cases.recapture = recapture
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,20 +159,20 @@ class Reversible(OriginalSurface):
         return errors
 
     def rewired_tensors(self) -> dict[int, str]:
-        """What couplings compute with, and what rewiring has enlarged: id of a tensor -> name."""
+        """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name."""
         bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
         branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
-        found = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
+        names = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
         for name, value in TreeReads(branches, self).tensors():
-            found.setdefault(id(value), name)
-        return found
+            names.setdefault(id(value), name)
+        return names
 
     def _case(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Rewired, dict[str, Any]]:
         """The graph whose guards hold for a call, and its inputs."""
         values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
-        return self._cases.fitting(self, values, args, kwargs), values
+        return self._cases.matching(self, values, args, kwargs), values
 
     def __getstate__(self) -> dict[str, Any]:
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.
@@ -186,85 +190,85 @@ class Reversible(OriginalSurface):
         for step in self._plan(body):
             inputs = [values[name] for name in step.inputs]
             if isinstance(step.run, Chain):
-                a, b, cast, narrow = _widened_streams(inputs[0], inputs[1])
+                a, b, cast, own_dtype = _float32_streams(inputs[0], inputs[1])
                 del inputs[:2]
                 if errors is not None:
-                    (a, b, *extras), found = step.run.inspect(self, a, b, inputs, cast)
-                    errors += found
+                    (a, b, *extras), of_blocks = step.run.inspect(self, a, b, inputs, cast)
+                    errors += of_blocks
                 else:
                     run = step.run.reversible if stores_nothing else step.run.plain
                     for name in step.drop:
                         values.pop(name, None)
                     a, b, *extras = run(self, a, b, inputs, cast)
-                if narrow is not None:
-                    a, b = a.to(narrow), b.to(narrow)
+                if own_dtype is not None:
+                    a, b = a.to(own_dtype), b.to(own_dtype)
                 outputs: Sequence[Any] = (a, b, *extras)
             else:
                 for name in step.drop:
                     values.pop(name, None)
-                inputs = list(enter(step.units, tuple(inputs)))
-                outputs = leave(step.units, tuple(step.run(self, *inputs)))
+                inputs = list(unshard(step.sharded, tuple(inputs)))
+                outputs = reshard(step.sharded, tuple(step.run(self, *inputs)))
             del inputs
             values.update(zip(step.outputs, outputs, strict=True))
         return values
 
     def _plan(self, body: Body) -> tuple[_Step, ...]:
-        """The body's steps, compiled on first use, and anew when modules or their hooks change."""
+        """The body's steps, compiled on first use, and again when modules or their hooks change."""
         self._inlined.check()
         key = id(body)
-        found = self._plans.get(key)
-        if found is None or any(_changed(step) for step in found):
-            found = self._plans[key] = self._steps(body)
-        return found
+        steps = self._plans.get(key)
+        if steps is None or any(map(_is_outdated, steps)):
+            steps = self._plans[key] = self._steps(body)
+        return steps
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
         return _steps(body, self)
 
 
-def _widened_streams(
+def _float32_streams(
     a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor, torch.dtype | None, torch.dtype | None]:
-    """Residual streams in float32, whatever the branches compute in: bf16 streams drift.
+    """Residual streams in float32, whatever the branches compute in: bfloat16 streams drift.
 
-    Also returns what branches are to be given and what the streams are to be cast back to;
-    under autocast neither is needed.
+    Also returns the dtype that branches are to be given, and the one that the streams are to be
+    cast back to; under autocast both are None.
     """
     if a.dtype not in LOW_PRECISION:
         return a, b, None, None
-    narrow = None if is_autocasting(a.device) else a.dtype
-    return a.float(), b.float(), narrow, narrow
+    own_dtype = None if is_autocasting(a.device) else a.dtype
+    return a.float(), b.float(), own_dtype, own_dtype
 
 
 def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
-    """Group couplings into chains, compile everything, and find when values die."""
+    """Group couplings into chains, compile everything, and find each value's last reader."""
     runs = _chains(body)
     last_use: dict[str, int] = {}
     for index, run in enumerate(runs):
         for segment in run:
             for name in segment.inputs:
                 last_use[name] = index
-    kept = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
+    returned = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
     steps: list[_Step] = []
     for index, run in enumerate(runs):
         first = run[0]
         if isinstance(first, Opaque):
             inputs, outputs = first.inputs, first.outputs
-            graph = clipped(matched(first.graph), root)
+            graph = fuse_bn_relu(match_dtypes(first.graph), root)
             code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
             bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
-            units = _units(bindings[0])
+            sharded = _sharded(bindings[0])
         else:
             couplings = [s for s in run if isinstance(s, Coupling)]
             sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
-            inputs, units = (*first.streams_in, *sides), ()
+            inputs, sharded = (*first.streams_in, *sides), ()
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
             blocks = tuple(_block(c, root, position) for c in couplings)
             bindings = tuple(block.bindings for block in blocks)
             has_convolutions = any(convolves(c.branch, root) for c in couplings)
             code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
-        drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in kept)
-        steps.append(_Step(code, inputs, outputs, drop, bindings, units))
+        drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned)
+        steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))
     return tuple(steps)
 
 
@@ -273,7 +277,7 @@ def _side_names(coupling: Coupling) -> tuple[str, ...]:
 
 
 def _chains(body: Body) -> list[list[Coupling | Opaque]]:
-    """Runs of couplings whose streams nobody else reads; opaque segments alone."""
+    """Runs of couplings whose streams only the next coupling reads; other segments alone."""
     readers: dict[str, int] = {}
     for segment in body.segments:
         for name in segment.inputs:
@@ -305,27 +309,27 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         branch=compile_graph(_prepared(coupling.branch, root), coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
-        unlink=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,
+        undo_rearrange=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,
         has_extras=bool(coupling.extras),
         rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
         bindings=bindings,
-        units=_units(bindings),
-        replay_context=_circumstances(list(bindings.modules)),
-        casts_on_read=has_autocast_consumer(coupling.branch, root),
+        sharded=_sharded(bindings),
+        replay_context=_replay_context(list(bindings.modules)),
+        has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
     )
 
 
-def _units(bindings: Bindings) -> tuple[Unit, ...]:
-    """FSDP2 units, outermost first: modules around the called ones, those, and modules inside."""
-    return units_of((*bindings.around.items(), *bindings.modules.items()))
+def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
+    """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
+    return sharded_modules((*bindings.enclosing.items(), *bindings.modules.items()))
 
 
 def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A branch as it runs: joined kernels, and casts where autocast asks for them."""
-    return clipped(narrowed(matched(branch), root), root)
+    """A branch as it runs, with the rewrites for mixed precision."""
+    return fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
 
 
-def _circumstances(modules: Sequence[nn.Module]) -> ReplayContext:
+def _replay_context(modules: Sequence[nn.Module]) -> ReplayContext:
     norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
     others = [m for m in modules if not isinstance(m, _BatchNorm)]
     buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
@@ -335,7 +339,7 @@ def _circumstances(modules: Sequence[nn.Module]) -> ReplayContext:
 def _grow_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
 ) -> None:
-    """Let a state dict of the original load: enlarge what rewiring enlarged."""
+    """Let a state dict of the original load: enlarge the tensors that rewiring enlarged."""
     assert isinstance(module, Reversible)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     grown: dict[str, Tensor] = {}

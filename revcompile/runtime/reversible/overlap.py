@@ -1,9 +1,11 @@
-"""Two lanes for a chain's backward pass: a block is rebuilt while the next one is differentiated.
+"""Two CUDA streams for a chain's backward pass: rebuild a block while the next is differentiated.
 
-What rebuilding a block needs, the reconstructed input of the block after it, is there before that
-block's gradient is (PaReprop, Sec. 3.3). On CUDA the two run on two streams. Autograd
-differentiates an operation on the stream it ran on, so a block's second evaluation and its gradient
-share a lane, and blocks take the lanes in turns.
+Rebuilding a block needs the rebuilt input of the next block, which is known before that block's
+gradient is (PaReprop, Sec. 3.3). Autograd differentiates an operation on the stream it ran on, so a
+block is rebuilt and differentiated on one stream, and blocks alternate:
+
+    stream 0   rebuild 3 | differentiate 3 | rebuild 1       | differentiate 1
+    stream 1             | rebuild 2       | differentiate 2 | rebuild 0       | ...
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.reversible.replay import is_recorded
+from revcompile.runtime.reversible.replay import is_capturing
 
-__all__ = ["Lanes", "Overlap", "side_by_side"]
+__all__ = ["Overlap", "TwoStreams", "two_streams"]
 
 SMALL: Final = 2**25
-"""Elements of a stream above which a block's kernels fill a large GPU on their own."""
+"""Elements of a residual stream above which a block's kernels fill a large GPU on their own."""
 
 
 class Overlap(enum.Enum):
     """Is a block rebuilt while the next one is differentiated?
 
-    It fills what small kernels leave unused of a GPU, and keeps the graphs of two blocks instead
-    of one. `AUTO` does it where steps are recorded as CUDA graphs and kernels are small: of a
-    step that is not recorded small kernels take less time than starting them does.
+    That uses what small kernels leave idle of a GPU, and holds the graphs of two blocks instead of
+    one. `AUTO` does it where the step is captured as a CUDA graph and kernels are small: without
+    capture, small kernels take longer to launch than to run.
     """
 
     AUTO = "auto"
@@ -53,59 +55,57 @@ class Overlap(enum.Enum):
             raise InputError(f"overlap: expected one of {known}, got {choice!r}") from None
 
     def applies_to(self, stream: Tensor) -> bool:
-        """Does a chain with this stream overlap?"""
         if self is Overlap.AUTO:
-            return is_recorded(stream.device) and stream.numel() <= SMALL
+            return is_capturing(stream.device) and stream.numel() <= SMALL
         return self is Overlap.ON
 
 
-class Lanes:
-    """The caller's CUDA stream, lane 0, and lane 1 beside it; none on other devices."""
+class TwoStreams:
+    """The caller's CUDA stream, number 0, and a side stream, number 1; none on other devices."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._streams: tuple[torch.cuda.Stream, ...] = ()
         if device is not None and device.type == "cuda":
             own = torch.cuda.current_stream(device)
-            self._streams = own, _beside(own)
+            self._streams = own, _side_stream(own)
 
-    def wait(self, lane: int) -> None:
-        """A lane waits for all that the other has been given."""
+    def wait(self, number: int) -> None:
+        """Let a stream wait for all that the other has been given."""
         if self._streams:
-            self._streams[lane].wait_stream(self._streams[1 - lane])
+            self._streams[number].wait_stream(self._streams[1 - number])
 
-    def on(self, lane: int) -> AbstractContextManager[Any]:
-        """Work for a lane."""
-        if not self._streams or lane == 0:
+    def on(self, number: int) -> AbstractContextManager[Any]:
+        if not self._streams or number == 0:
             return nullcontext()
         return torch.cuda.stream(self._streams[1])
 
-    def differentiating(self, lane: int) -> AbstractContextManager[Any]:
-        """The same for a gradient."""
-        if not self._streams or lane == 0:
+    def backward_on(self, number: int) -> AbstractContextManager[Any]:
+        """Around `torch.autograd.grad` on a stream."""
+        if not self._streams or number == 0:
             return nullcontext()
-        return _beside_accumulation(self._streams[1])
+        return _differentiating_on(self._streams[1])
 
 
 @contextmanager
-def side_by_side(device: torch.device, is_wanted: bool = True) -> Iterator[Lanes]:
-    """Let two lanes run, if that is wanted; elsewhere they are nothing but an order of work.
+def two_streams(device: torch.device, overlaps: bool = True) -> Iterator[TwoStreams]:
+    """Two streams that run concurrently inside the context, if `overlaps` and on CUDA.
 
-    At any other moment everything is in order on the caller's stream, so nobody who sees a gradient
-    (accumulation, hooks, DDP, a CUDA graph that is being recorded) needs to know of the second one.
-    That also makes memory safe without telling the allocator: before a lane writes to what was
-    given back to it, it has waited for the other one, as long as what both read is held to the end.
+    Before and after it everything is in order on the caller's stream, so whoever sees a gradient
+    (accumulation, hooks, DDP, a capture of a CUDA graph) needs not know of the side stream. That
+    also makes `Tensor.record_stream` unnecessary: before a stream writes to memory that was freed
+    on it, it has waited for the other one, as long as what both read is held to the end.
     """
-    lanes = Lanes(device if is_wanted else None)
-    lanes.wait(1)
+    streams = TwoStreams(device if overlaps else None)
+    streams.wait(1)
     try:
-        yield lanes
+        yield streams
     finally:
-        lanes.wait(0)
+        streams.wait(0)
 
 
 @functools.cache
-def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One second lane for each stream: what it allocates is read by that stream only."""
+def _side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each stream of the caller: only that one reads what the side stream allocates."""
     return torch.cuda.Stream(stream.device)
 
 
@@ -113,10 +113,10 @@ _has_warned = False
 
 
 @contextmanager
-def _beside_accumulation(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Parameters' gradients are found beside the stream they are added up on, as is intended.
+def _differentiating_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Compute gradients on another stream than the one they are accumulated on, without a warning.
 
-    Torch warns of that, once in a process.
+    Torch warns of that once in a process; here it is intended.
     """
     global _has_warned
     with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
-"""Ways of differentiating other than one backward pass, which is all a reversible chain has.
+"""Differentiation by other means than one backward pass, which is all that a chain supports.
 
-`torch.func` and forward-mode AD are told by `is_transformed`: chains are then plain operations with
-stored activations, which every transform can differentiate. A second derivative through a backward
-pass that has already happened is an error that says what to do.
+Under `torch.func` and forward-mode AD (`is_transformed`) chains run as plain operations with stored
+activations, which every transform can differentiate. Differentiating a backward pass that has
+already happened is an error that says what to do.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ __all__ = ["differentiable_once", "is_transformed"]
 
 _ADVICE: Final = (
     "set net.reversible = False before the forward pass: chains then store their activations and "
-    "can be differentiated in every way"
+    "can be differentiated by any means"
 )
 
 
 def is_transformed() -> bool:
-    """Is a `torch.func` transform or forward-mode AD at work?"""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A backward of an autograd function whose gradients refuse to be differentiated again.
+    """Decorate the backward of an autograd function: differentiating its gradients is an error.
 
-    To a penalty on the gradient, what a chain gives would otherwise be a constant. The gradients
-    depend on those given and on `ctx.outputs`, if the backward leaves some there.
+    Otherwise they would be constants to a gradient penalty, silently. They count as functions of
+    the given gradients and of `ctx.outputs`, if the backward sets those.
     """
 
     @functools.wraps(backward)
@@ -45,20 +44,20 @@ def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
                 f"transform; {_ADVICE}"
             )
         with torch.no_grad():
-            found = backward(ctx, *grads)
-        outputs = ctx.__dict__.pop("outputs", ())  # not kept: they hold the node, which holds ctx
-        return _refusing(found, (*grads, *outputs)) if torch.is_grad_enabled() else found
+            result = backward(ctx, *grads)
+        outputs = ctx.__dict__.pop("outputs", ())  # a reference cycle: they hold the node and ctx
+        return _refusing(result, (*grads, *outputs)) if torch.is_grad_enabled() else result
 
     return run
 
 
-def _refusing(found: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
+def _refusing(gradients: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gradients as functions of their sources that cannot be differentiated."""
-    places = [i for i, gradient in enumerate(found) if isinstance(gradient, Tensor)]
-    leaves = [found[i].detach().requires_grad_() for i in places]
+    tensors = [i for i, gradient in enumerate(gradients) if isinstance(gradient, Tensor)]
+    leaves = [gradients[i].detach().requires_grad_() for i in tensors]
     known = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
-    replaced = dict(zip(places, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
-    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(found))
+    replaced = dict(zip(tensors, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
+    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(gradients))
 
 
 class _Refusing(torch.autograd.Function):

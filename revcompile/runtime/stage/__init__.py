@@ -1,1 +1,1 @@
-"""One stage's numerics: programs, kept activations, weight versions, updates."""
+"""One stage's numerics: programs, stored activations, weights, updates."""

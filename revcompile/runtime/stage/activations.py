@@ -1,8 +1,8 @@
-"""How a stage that is not reversible keeps its inputs until backward.
+"""How a stage that is not reversible stores its inputs until backward.
 
-As they are; in fewer bits, so that backward computes with rounded values; or in the memory of the
-host. Inputs of the last stage, and of methods with one micro-batch in the pipeline at a time, are
-not kept while others pass, and stay as they are.
+Unchanged; in fewer bits, so that backward computes with rounded values; or in the host's memory.
+The last stage, and methods with one micro-batch in the pipeline at a time, have nothing in flight
+while other micro-batches pass, and store inputs unchanged.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from revcompile.schedule import Keep, Order
 __all__ = ["ActivationStore", "Buffers", "BuffersLike", "Scaled", "buffers_of"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-_MARKED: Final = ({"values"}, {"values", "scale"}, {"away"})
-"""What checkpoints name in an input that waits otherwise than it was."""
+_STATE_KEYS: Final = ({"values"}, {"values", "scale"}, {"away"})
+"""Keys of the dicts by which a checkpoint describes a compressed or offloaded tensor."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """In which precision (None: their own) and where inputs wait for their backward pass.
+    """The dtype (None: their own) and the place in which inputs are stored until backward.
 
-    Only float32 is turned into something smaller.
+    Only float32 is compressed.
     """
 
     dtype: torch.dtype | None = None
     offload: bool = False
-    """In the host's memory, if the stage is on a GPU; nothing is moved on the CPU."""
+    """Store them in the host's memory; on the CPU this does nothing."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *_DTYPES):
@@ -52,18 +52,18 @@ class Buffers:
 
     @property
     def bytes_each(self) -> int | None:
-        """What an element of a float32 input that waits takes on the device; None: all of it."""
+        """Bytes on the device for an element of a stored float32 input; None: unchanged."""
         if self.offload:
             return 0
         return self.dtype.itemsize if self.dtype is not None else None
 
 
 BuffersLike = torch.dtype | Literal["offload"] | Buffers | None
-"""What `buffers=` may be."""
+"""Accepted by `buffers=`."""
 
 
 def buffers_of(given: BuffersLike) -> Buffers:
-    """What `buffers=` means.
+    """The settings for a value of `buffers=`.
 
     >>> buffers_of(torch.bfloat16).bytes_each, buffers_of("offload").bytes_each
     (2, 0)
@@ -76,16 +76,16 @@ def buffers_of(given: BuffersLike) -> Buffers:
 
 
 class Scaled(NamedTuple):
-    """A tensor in eight bits, and what its elements are multiplied with."""
+    """A float8 tensor, and the factor that its elements were divided by."""
 
     values: Tensor
     scale: Tensor
 
 
-def narrowed(value: Tensor, dtype: torch.dtype) -> Tensor | Scaled:
-    """A float32 tensor in fewer bits; with eight, so that its largest element is the type's.
+def compress(value: Tensor, dtype: torch.dtype) -> Tensor | Scaled:
+    """A float32 tensor in fewer bits; float8 is scaled so that the largest element fits exactly.
 
-    >>> narrowed(torch.tensor([7.0, -0.5]), torch.float8_e4m3fn).values.float()
+    >>> compress(torch.tensor([7.0, -0.5]), torch.float8_e4m3fn).values.float()
     tensor([448., -32.])
     """
     if dtype is not torch.float8_e4m3fn:
@@ -95,104 +95,104 @@ def narrowed(value: Tensor, dtype: torch.dtype) -> Tensor | Scaled:
     return Scaled((value / scale).to(dtype), scale)
 
 
-def widened(value: Tensor | Scaled) -> Tensor:
-    """In float32 again."""
+def decompress(value: Tensor | Scaled) -> Tensor:
     return value.values.float() * value.scale if isinstance(value, Scaled) else value.float()
 
 
 class ActivationStore:
-    """What one stage keeps of the micro-batches in flight, in the form in which it waits."""
+    """Stores and loads what one stage keeps of the micro-batches in flight."""
 
-    def __init__(self, program: StageProgram, how: Buffers) -> None:
-        self._how, self._kept = how, program.kept
-        self._names = _inputs_kept(program) if how != Buffers() else frozenset()
+    def __init__(self, program: StageProgram, settings: Buffers) -> None:
+        self._settings, self._kept = settings, program.kept
+        self._names = _inputs_kept(program) if settings != Buffers() else frozenset()
         self._is_first = program.index == 0
-        self.shelf: PinnedPool | None = None
-        """Where inputs are while they are not on the device."""
+        self.pool: PinnedPool | None = None
+        """The host memory for offloaded inputs, from the first one on."""
 
     @property
     def offloads(self) -> bool:
-        """Are inputs to wait in the host's memory?"""
-        return self._how.offload
+        return self._settings.offload
 
-    def stored(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a forward pass keeps, as it waits."""
+    def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values that a forward pass keeps, compressed and offloaded as configured."""
         if not self._names:
             return kept
         pairs = zip(self._kept, kept, strict=True)
-        return tuple(self._put(v) if name in self._names else v for name, v in pairs)
+        return tuple(self._store(v) if name in self._names else v for name, v in pairs)
 
-    def _put(self, value: Any) -> Any:
-        # Single numbers stay as they are: grids, for one, must be exact.
+    def _store(self, value: Any) -> Any:
+        # Single numbers stay unchanged: a grid must be exact.
         if not isinstance(value, Tensor) or value.numel() < 2 or not value.is_floating_point():
             return value
-        dtype = self._how.dtype
-        small = narrowed(value, dtype) if dtype and value.dtype == torch.float32 else value
-        shelf = self._shelf(value.device)
-        return small if shelf is None else shelf.put(small)
+        dtype = self._settings.dtype
+        small = compress(value, dtype) if dtype and value.dtype == torch.float32 else value
+        pool = self._pool_for(value.device)
+        return small if pool is None else pool.put(small)
 
-    def _shelf(self, device: torch.device) -> PinnedPool | None:
-        if self._how.offload and self.shelf is None and device.type == "cuda":
-            # Whoever feeds the first stage may write into the batch once the step is over.
-            self.shelf = PinnedPool(device, waits=self._is_first)
-        return self.shelf
+    def _pool_for(self, device: torch.device) -> PinnedPool | None:
+        if self._settings.offload and self.pool is None and device.type == "cuda":
+            # The caller may write into the first stage's batch once the step is over.
+            self.pool = PinnedPool(device, waits=self._is_first)
+        return self.pool
 
-    def taken(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What waits, as a backward pass computes with it."""
+    def load(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Stored values as a backward pass computes with them."""
         if not self._names:
             return kept
         pairs = zip(self._kept, kept, strict=True)
-        return tuple(self._take(v) if name in self._names else v for name, v in pairs)
+        return tuple(self._load(v) if name in self._names else v for name, v in pairs)
 
-    def _take(self, value: Any) -> Any:
+    def _load(self, value: Any) -> Any:
         if isinstance(value, OffloadedTensor):
-            assert self.shelf is not None
-            value = self.shelf.take(value)
-        return widened(value) if isinstance(value, Scaled) or self._is_narrow(value) else value
+            assert self.pool is not None
+            value = self.pool.take(value)
+        return (
+            decompress(value) if isinstance(value, Scaled) or self._is_compressed(value) else value
+        )
 
-    def _is_narrow(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dtype == self._how.dtype
+    def _is_compressed(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype == self._settings.dtype
 
-    def announce(self, kept: tuple[Any, ...]) -> None:
-        """This is what the next backward pass will want: let it be on its way."""
-        if self.shelf is not None:
+    def prefetch(self, kept: tuple[Any, ...]) -> None:
+        """Start to copy back what the next backward pass will load."""
+        if self.pool is not None:
             for value in kept:
                 if isinstance(value, OffloadedTensor):
-                    self.shelf.bring(value)
+                    self.pool.bring(value)
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def plain(self, kept: tuple[Any, ...]) -> list[Any]:
-        """What waits, as tensors and plain values that say what they are."""
+    def state(self, kept: tuple[Any, ...]) -> list[Any]:
+        """Stored values as tensors, and dicts that say how they are stored."""
         pairs = zip(self._kept, kept, strict=True)
-        return [self._plain(v) if name in self._names else v for name, v in pairs]
+        return [self._state_of(v) if name in self._names else v for name, v in pairs]
 
-    def _plain(self, value: Any) -> Any:
+    def _state_of(self, value: Any) -> Any:
         if isinstance(value, OffloadedTensor):
-            assert self.shelf is not None
-            return {"away": self._plain(self.shelf.look(value))}
+            assert self.pool is not None
+            return {"away": self._state_of(self.pool.look(value))}
         if isinstance(value, Scaled):
             return value._asdict()
-        return {"values": value} if self._is_narrow(value) else value
+        return {"values": value} if self._is_compressed(value) else value
 
-    def restored(self, saved: list[Any], device: torch.device) -> tuple[Any, ...]:
-        """What `plain` gave, here or elsewhere, as it waits at a stage on this device."""
-        return tuple(self._restored(value, device) for value in saved)
+    def load_state(self, saved: list[Any], device: torch.device) -> tuple[Any, ...]:
+        """Stored values from a `state`, perhaps of another machine, for a stage on this device."""
+        return tuple(self._from_state(value, device) for value in saved)
 
-    def _restored(self, value: Any, device: torch.device) -> Any:
-        if not isinstance(value, dict) or value.keys() not in _MARKED:
+    def _from_state(self, value: Any, device: torch.device) -> Any:
+        if not isinstance(value, dict) or value.keys() not in _STATE_KEYS:
             return value
         if "away" not in value:
             small = Scaled(**value) if "scale" in value else value["values"]
-            return small if value["values"].dtype == self._how.dtype else widened(small)
-        found, shelf = self._restored(value["away"], device), self._shelf(device)
-        if shelf is not None:
-            return shelf.put(found)
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), found)
+            return small if value["values"].dtype == self._settings.dtype else decompress(small)
+        offloaded, pool = self._from_state(value["away"], device), self._pool_for(device)
+        if pool is not None:
+            return pool.put(offloaded)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), offloaded)
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:
-    """Inputs that are computed with again, and kept while other micro-batches pass."""
+    """Inputs that backward computes with again, and that are in flight for a while."""
     if program.index == program.stages - 1 or program.method.order is Order.LOCKED:
         return frozenset()
     read = (name for unit in program.units if unit.keep is Keep.INPUT for name in unit.inputs)

@@ -1,14 +1,16 @@
-"""Synthetic gradients (Jaderberg et al., DNI): a small layer predicts what would come back."""
+"""Synthetic gradients (Jaderberg et al., DNI): a small layer predicts the gradient of an output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from revcompile.ir.program import Port
+from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
 
 __all__ = ["GradientPredictor"]
@@ -30,7 +32,6 @@ class GradientPredictor:
         self.updater = Updater(f"gradient_predictor of stage {stage}", parameters, factory)
 
     def predict(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """A gradient for each output."""
         with torch.no_grad():
             return {
                 name: self.layers[key](outputs[name].to(_dtype(self.layers[key])))
@@ -50,11 +51,23 @@ class GradientPredictor:
                     losses.append(F.mse_loss(predicted, gradient.detach().to(predicted.dtype)))
             if not losses:
                 return
-            found = torch.autograd.grad(
+            layer_grads = torch.autograd.grad(
                 torch.stack(losses).sum(), [p for _, p in named], allow_unused=True
             )
-        there = {n: g for (n, _), g in zip(named, found, strict=True) if g is not None}
-        self.updater.apply(there)
+        pairs = zip(named, layer_grads, strict=True)
+        self.updater.apply({name: g for (name, _), g in pairs if g is not None})
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        return {
+            "layers": copy(self.layers.state_dict()),
+            "optimizer": self.updater.state_dict(copy),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.layers.load_state_dict(state["layers"])
+        saved = state["optimizer"]
+        settings = {name: group for group in saved["groups"] for name in group["params"]}
+        self.updater.load_state_dict(saved["state"], settings, saved["lr_schedule"])
 
 
 def _dtype(layer: nn.Module) -> torch.dtype:

@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.types import Live, Rewired
 
-__all__ = ["Loss", "Objective", "described"]
+__all__ = ["Loss", "LossHead", "described"]
 
 Loss = Callable[[Any, Any], Tensor]
-"""From the model's output and a target (any pytree) to a scalar."""
+"""A scalar from the model's output and a target (any pytrees)."""
 
 
-class Objective:
+class LossHead:
     """Computes the loss of a micro-batch and its gradient with respect to the outputs."""
 
     def __init__(self, rewired: Rewired, loss: Loss, autocast: torch.dtype | None, last: int):
@@ -42,14 +42,14 @@ class Objective:
         self.outputs: dict[int, Any] = {}
         self.check_finite = True
         self.scale: float | None = None
-        """What the last loss was multiplied with."""
+        """Factor of the last loss."""
 
     def __call__(
         self, microbatch: int, outputs: Mapping[str, Any], scale: float | None = None
     ) -> dict[str, Tensor | None]:
-        """The gradients of the outputs, of the loss times `scale`.
+        """The gradients of `scale` times the loss with respect to the outputs.
 
-        The loss itself and the output stay here to be read.
+        The loss itself and the output are stored in `losses` and `outputs`.
         """
         target = self.targets.pop(microbatch)
         leaves = {
@@ -61,7 +61,7 @@ class Objective:
         with torch.enable_grad():
             output = self.assembled(leaves)
             loss = self._evaluate(microbatch, output, target)
-            wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
+            inputs = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
             if not loss.requires_grad:
                 raise InputError(
                     "loss: its value does not depend on the model's output, so there is nothing "
@@ -70,7 +70,7 @@ class Objective:
             self.scale = scale
             seed = None if scale is None else torch.full_like(loss, scale)
             try:
-                found = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
+                grads = torch.autograd.grad(loss, list(inputs.values()), seed, allow_unused=True)
             except RuntimeError as error:
                 raise InputError(
                     f"loss, micro-batch {microbatch}: its gradient could not be computed: {error}\n"
@@ -79,10 +79,10 @@ class Objective:
                 ) from error
         self.losses[microbatch] = loss.detach()
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
-        return dict(zip(wanted, found, strict=True))
+        return dict(zip(inputs, grads, strict=True))
 
     def assembled(self, outputs: Mapping[str, Any]) -> Any:
-        """What the model returns, from the last stage's outputs."""
+        """The model's return value from the last stage's outputs."""
         flat = [outputs[r.name] if isinstance(r, Live) else r for r in self._result]
         return pytree.tree_unflatten(flat, self._spec)
 
@@ -99,7 +99,7 @@ class Objective:
         return loss
 
     def evaluate(self, output: Any, target: Any, where: str) -> Tensor:
-        """The loss, or an error that says what it was given."""
+        """The loss, or an error that describes its arguments."""
         device = next((t.device for t in pytree.tree_leaves(output) if isinstance(t, Tensor)), None)
         kind = device.type if device is not None else "cpu"
         try:
@@ -131,17 +131,17 @@ def _remedy(target: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """A pytree with its tensors as types and shapes."""
+    """A pytree as text, with dtype and shape in place of each tensor."""
 
-    def one(leaf: Any) -> Any:
+    def show(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             dtype = str(leaf.dtype).removeprefix("torch.")
             return _Shown(f"{dtype}{list(leaf.shape)}")
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # an array of numpy, say
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # a NumPy array, for instance
             return _Shown(f"{type(leaf).__name__} {leaf.dtype}{list(leaf.shape)}")
         return leaf
 
-    return repr(pytree.tree_map(one, value))
+    return repr(pytree.tree_map(show, value))
 
 
 class _Shown(str):

@@ -1,17 +1,19 @@
-"""Scaling the loss, so that small gradients survive float16, while micro-batches are in flight.
+"""Loss scaling for float16, while micro-batches are in flight.
 
-The last stage multiplies a micro-batch's loss with the scale of that moment, and the number travels
-back with the gradients: every stage divides its parameters' gradients by it before it gathers them.
-So what is gathered is right whatever has happened to the scale between two micro-batches of one
-update, or while they were in flight.
+The last stage multiplies a micro-batch's loss by the scale of that moment, and the scale is sent
+back with the gradients: every stage divides its parameters' gradients by it before it accumulates
+them. So accumulated gradients are right whatever happened to the scale between two micro-batches of
+one update, or while they were in flight.
+
+    forward messages    carry the least scale that overflowed at the stages before, unless reported
+    backward messages   carry the scale of the micro-batch's loss
 
 A micro-batch whose gradient overflows at a stage is left out there and, as a void message, at the
-stages before it; the stages behind have used theirs already. The last stage hears of it by the
-forward messages: each carries the least scale that has overflowed at the stages it comes from, as
-far as these had not told before. A stage's actions have a fixed order, so this depends on no
-timing and takes no message of its own. One incident is many reports: all the micro-batches in
-flight had the same scale. The last stage heeds those whose scale is not above its present one, and
-is below all of them from then on; the others are of an incident it has dealt with.
+stages before it; the later stages have used theirs already. The last stage learns of it by forward
+messages. A stage's actions have a fixed order, so this depends on no timing and needs no message of
+its own. One incident causes many reports, since all micro-batches in flight had the same scale: the
+last stage reacts to reports whose scale is not above its present one, and then backs off below all
+of them; the others belong to an incident it has reacted to.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from revcompile.schedule import Method, Order
 __all__ = ["LossScale", "Scaling", "loss_scale_of", "scaling_of", "unscaled"]
 
 LOWEST: Final = 2.0**-16
-"""What overflows at this scale does so at any: it is an error."""
+"""An overflow at this scale is not the scale's fault: it is an error."""
 _HIGHEST: Final = torch.finfo(torch.float32).max
 
 
@@ -38,7 +40,7 @@ _HIGHEST: Final = torch.finfo(torch.float32).max
 class LossScale:
     """How the loss is scaled: the settings of torch.amp.GradScaler, with its defaults.
 
-    Without `dynamic` the scale stays as it is, and a gradient that is not finite is an error.
+    Without `dynamic` the scale is constant, and a gradient that is not finite is an error.
 
     >>> LossScale(init_scale=1024.0).growth_interval
     2000
@@ -66,7 +68,7 @@ class LossScale:
 def loss_scale_of(
     given: LossScale | float | Literal["dynamic"] | None, autocast: torch.dtype | None
 ) -> LossScale | None:
-    """What `loss_scale=` means; None: the loss is not scaled.
+    """The settings for a value of `loss_scale=`; None: the loss is not scaled.
 
     >>> loss_scale_of(None, torch.float16) == loss_scale_of("dynamic", None) == LossScale()
     True
@@ -90,82 +92,82 @@ def loss_scale_of(
 
 @dataclass
 class Scaling:
-    """One stage's part in it: what has overflowed; at the last stage, the scale itself."""
+    """State of one stage: overflows to report; at the last stage, the scale itself."""
 
-    how: LossScale
+    settings: LossScale
     scale: float
-    """What the next loss is multiplied with."""
+    """Factor of the next loss."""
     good: int = 0
-    """Updates since the scale has changed, or something has overflowed."""
+    """Updates since the scale last changed."""
     overflow: float = math.inf
-    """The least scale that has overflowed, of what is still to be told."""
+    """The least scale that has overflowed and was not reported yet."""
     skipped: int = 0
     """Micro-batches whose gradient overflowed at this stage."""
 
     def overflowed(self, scale: float | None) -> bool:
-        """A gradient of a loss scaled so is not finite: is it so because of the scale?"""
-        if scale is None or not self.how.dynamic or scale <= LOWEST:
+        """A gradient is not finite; can the scale of its loss be the reason?"""
+        if scale is None or not self.settings.dynamic or scale <= LOWEST:
             return False
         self.skipped += 1
-        self.hear(scale)
+        self.record_overflow(scale)
         return True
 
-    def hear(self, scale: float | None) -> None:
-        """Something has overflowed at this scale, here or at a stage before."""
+    def record_overflow(self, scale: float | None) -> None:
+        """A gradient overflowed at this scale, here or at a stage before."""
         if scale is not None:
             self.overflow = min(self.overflow, scale)
 
-    def tell(self) -> float | None:
-        """What the next stage has not heard yet."""
-        found, self.overflow = self.overflow, math.inf
-        return None if math.isinf(found) else found
+    def take_overflow(self) -> float | None:
+        """The overflow to report to the next stage, once."""
+        overflow, self.overflow = self.overflow, math.inf
+        return None if math.isinf(overflow) else overflow
 
-    def settle(self) -> float:
-        """The scale of the loss about to be computed, by all that was heard."""
-        found = self.tell()
-        if found is not None and found <= self.scale:
-            self.scale, self.good = max(found * self.how.backoff_factor, LOWEST), 0
+    def next_scale(self) -> float:
+        """At the last stage: the scale of the loss about to be computed."""
+        overflow = self.take_overflow()
+        if overflow is not None and overflow <= self.scale:
+            self.scale, self.good = max(overflow * self.settings.backoff_factor, LOWEST), 0
         return self.scale
 
     def updated(self) -> None:
-        """The last stage's parameters have been updated."""
         self.good += 1
-        if self.how.dynamic and self.good == self.how.growth_interval:
-            grown = self.scale * self.how.growth_factor
+        if self.settings.dynamic and self.good == self.settings.growth_interval:
+            grown = self.scale * self.settings.growth_factor
             self.scale, self.good = grown if grown < _HIGHEST else self.scale, 0
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
-        return {name: value for name, value in asdict(self).items() if name != "how"}
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "settings"}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        for name, value in state.items():
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state; start anew without one, or if the scale is fixed."""
+        start = Scaling(self.settings, self.settings.init_scale).state_dict()
+        loaded = start | dict(state or {}) if self.settings.dynamic else start
+        for name, value in loaded.items():
             setattr(self, name, value)
 
 
-def scaling_of(how: LossScale | None, method: Method) -> Scaling | None:
-    """A stage's part in scaling at the beginning; None: the loss is not scaled."""
-    if how is None:
+def scaling_of(settings: LossScale | None, method: Method) -> Scaling | None:
+    """The initial state of a stage; None: the loss is not scaled."""
+    if settings is None:
         return None
     if method.order is Order.SYNTHETIC:
         raise InputError(
-            f"loss_scale: {method.name!r} predicts gradients, which nobody has scaled; use "
+            f"loss_scale: {method.name!r} predicts gradients, which are not scaled; use "
             "autocast=torch.bfloat16, or another method"
         )
-    return Scaling(how, how.init_scale)
+    return Scaling(settings, settings.init_scale)
 
 
 def unscaled(gradients: Mapping[str, Tensor | None], scale: float) -> dict[str, Tensor | None]:
-    """Gradients of the loss itself, as tensors of their own.
+    """Gradients of the unscaled loss, as new tensors.
 
     >>> unscaled({"w": torch.tensor([8.0]), "b": None}, 4.0)
     {'w': tensor([2.]), 'b': None}
     """
-    there = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    if not there:
+    scaled = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    if not scaled:
         return dict(gradients)
-    divided = torch._foreach_div(list(there.values()), scale)
-    return {**gradients, **dict(zip(there, divided, strict=True))}
+    divided = torch._foreach_div(list(scaled.values()), scale)
+    return {**gradients, **dict(zip(scaled, divided, strict=True))}

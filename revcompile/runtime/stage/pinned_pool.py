@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.runtime.stage.tensor_reuse import is_unshared
+from revcompile.runtime.stage.buffer_pool import BufferPool
 
 __all__ = ["OffloadedTensor", "PinnedPool"]
 
@@ -42,12 +42,12 @@ class PinnedPool:
     def __init__(self, device: torch.device, waits: bool = False) -> None:
         self._device, self._waits = device, waits
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rooms: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._pool = BufferPool()
 
     @property
-    def rooms(self) -> int:
-        """How many tensors there is room for."""
-        return sum(map(len, self._rooms.values()))
+    def buffers(self) -> int:
+        """How many pinned buffers have been allocated."""
+        return len(self._pool)
 
     def put(self, values: Any) -> OffloadedTensor:
         """Have them copied; nobody waits for it."""
@@ -83,21 +83,16 @@ class PinnedPool:
         return away.host
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        room = self._room(tensor)
-        room.copy_(tensor, non_blocking=True)
+        buffer = self._pool.take(
+            (tensor.shape, tensor.stride(), tensor.dtype),
+            lambda: torch.empty_like(
+                tensor, device="cpu", pin_memory=self._stream is not None, requires_grad=False
+            ),
+        )
+        buffer.copy_(tensor, non_blocking=True)
         if self._stream is not None and tensor.is_cuda:
             tensor.record_stream(self._stream)
-        return room.view_as(room)  # whoever has this holds the room
-
-    def _room(self, tensor: Tensor) -> Tensor:
-        """Memory for such a tensor that nobody holds."""
-        rooms = self._rooms.setdefault((tensor.shape, tensor.stride(), tensor.dtype), [])
-        for room in rooms:
-            if is_unshared(room):
-                return room
-        pins = self._device.type == "cuda"
-        rooms.append(torch.empty_like(tensor, device="cpu", pin_memory=pins, requires_grad=False))
-        return rooms[-1]
+        return buffer
 
     @contextmanager
     def _beside(self, follows: bool = False) -> Iterator[None]:

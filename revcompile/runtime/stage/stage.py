@@ -1,4 +1,4 @@
-"""One stage's numerics: run its programs, keep what is in flight, gather its gradient."""
+"""One stage's numerics: run its programs, store what is in flight, accumulate its gradient."""
 
 from __future__ import annotations
 
@@ -16,19 +16,28 @@ from revcompile.ir import ops
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import StageProgram
 from revcompile.ir.stage_ops import is_seeded_elsewhere, mix, recording
-from revcompile.runtime.reversible.cast_down import narrowed
 from revcompile.runtime.reversible.graph_code import compile_graph
-from revcompile.runtime.reversible.match_dtypes import matched
-from revcompile.runtime.reversible.probes import relative_error
-from revcompile.runtime.reversible.replay import Snapshot, StatefulBuffers
+from revcompile.runtime.reversible.precision_rewrites import cast_down, match_dtypes
+from revcompile.runtime.reversible.reconstruction import relative_error
+from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers
 from revcompile.runtime.stage.activations import ActivationStore, Buffers
-from revcompile.runtime.stage.cast_weights import Casts, castable
-from revcompile.runtime.stage.finite import all_finite
 from revcompile.runtime.stage.loss_scale import unscaled
-from revcompile.runtime.stage.strides import overlaps
-from revcompile.runtime.stage.traits import candidates, moves_early, outlives_updates, statistics_of
-from revcompile.runtime.stage.unchanged import Unchanged, parameters_of
-from revcompile.runtime.stage.weight_stash import Slots, Stash, as_of
+from revcompile.runtime.stage.program_facts import (
+    ModuleGuard,
+    outlives_updates,
+    parameters_of,
+    stateful_candidates,
+    statistics_move_early,
+    statistics_of,
+)
+from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree, overlaps
+from revcompile.runtime.stage.weights import (
+    CastWeights,
+    ParameterSlots,
+    WeightCopy,
+    at_versions,
+    castable_parameters,
+)
 from revcompile.schedule import Weights
 
 __all__ = ["InFlight", "Observer", "Programs", "Stage"]
@@ -40,19 +49,23 @@ Programs = tuple[Callable[..., Any], Callable[..., Any]]
 
 @dataclass
 class InFlight:
-    """What a stage holds of one micro-batch between its forward and its backward pass."""
+    """What a stage stores of one micro-batch between its forward and its backward pass."""
 
     kept: tuple[Any, ...]
+    """Values that the backward program takes, as `ActivationStore` stores them."""
     weights: Mapping[str, Tensor] | None = None
-    buffers: list[Snapshot] = field(default_factory=list)
+    """Stashed weights of the forward pass, if the method uses those in backward."""
+    buffers: list[BufferSnapshot] = field(default_factory=list)
     versions: tuple[int, ...] = ()
+    """Autograd versions of `kept`, to notice in-place writes."""
     original: Mapping[str, Tensor] = field(default_factory=dict)
-    read_at: tuple[int, ...] = ()
-    """Versions of the parameters that its graph has saved by reference."""
+    """The stage's inputs, if the error of rebuilding them is to be measured."""
+    parameter_versions: tuple[int, ...] = ()
+    """Autograd versions of the parameters that its graph has saved by reference."""
 
 
 class Observer(Protocol):
-    """Somebody who looks on; nothing is changed by it."""
+    """Is called after each pass of a stage; it changes nothing."""
 
     def forwarded(self, stage: Stage, microbatch: int) -> None:
         """A stage has run a micro-batch."""
@@ -61,15 +74,15 @@ class Observer(Protocol):
     def differentiated(
         self, stage: Stage, microbatch: int, gradients: Mapping[str, Tensor | None]
     ) -> None:
-        """A stage has a micro-batch's gradient, which is about to be gathered."""
+        """A stage has a micro-batch's gradient, which is about to be accumulated."""
         ...
 
 
 class Stage:
     """Runs a `StageProgram` on the modules of `root`.
 
-    Results depend on the order of calls, on `seed` and on the micro-batches' numbers: never on
-    time or on the global random state, which is left as it was.
+    Results depend on the order of calls, on `seed` and on the micro-batches' numbers, never on
+    time or on the global random state, which is left unchanged.
     """
 
     def __init__(
@@ -88,95 +101,97 @@ class Stage:
         self.seed = mix(seed, program.index)
         self.autocast = autocast
         self.check_finite = check_finite
-        self.keeper = ActivationStore(program, buffers or Buffers())
+        self.activations = ActivationStore(program, buffers or Buffers())
         self.parameters = parameters_of(program, root)
-        self.unchanged = Unchanged(program, root, self.parameters, replicas)
-        self._slots = Slots(root, self.parameters)
+        self.module_guard = ModuleGuard(program, root, self.parameters, replicas)
+        self._slots = ParameterSlots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
             self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
-        self.reads: Mapping[str, Tensor] | None = dict(self.parameters) if replicas else None
-        """What its modules compute with, if not with the parameters they hold."""
-        self._stash = Stash() if program.method.weights is Weights.STASHED else None
+        self.replica_weights: Mapping[str, Tensor] | None = (
+            dict(self.parameters) if replicas else None
+        )
+        """What its modules compute with, if not with the parameters they have."""
+        if replicas:
+            self.replica_weights = dict(self.parameters)
+        self._stash = WeightCopy() if program.method.weights is Weights.STASHED else None
         self.is_stashing = self._stash is not None
-        """Does a forward pass keep its weights? Not where somebody else does."""
-        names = castable(program, root, self.parameters) if autocast is not None else []
-        self.casts = Casts(self.parameters, names, autocast)
+        """Does a forward pass stash its weights? Not in captured steps, which do it themselves."""
+        names = castable_parameters(program, root, self.parameters) if autocast else []
+        self.cast_weights = CastWeights(self.parameters, names, autocast)
         self._random = any(unit.random for unit in program.units)
-        self._stateful = StatefulBuffers(candidates(program, root))
-        self._statistics = statistics_of(program, root) if moves_early(program) else []
+        self._stateful = StatefulBuffers(stateful_candidates(program, root))
+        self._early_statistics = (
+            statistics_of(program, root) if statistics_move_early(program) else []
+        )
         graphs = [program.forward, program.backward]
         if autocast is not None:
-            graphs = [narrowed(matched(graph), root) for graph in graphs]
-        self._plain = (
+            graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
+        self._generated = (
             compile_graph(graphs[0], f"stage {program.index} forward"),
             compile_graph(graphs[1], f"stage {program.index} backward"),
         )
-        self._forward, self._backward = self._plain
+        self._forward, self._backward = self._generated
         self.device: torch.device | None = None
         """Where it computes; None: where its parameters are."""
         self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
-        self.sums_in_place = False
-        """Will nobody want back what was gathered before?"""
+        self.accumulates_in_place = False
+        """May accumulated gradients be overwritten, as no rollback will need them?"""
         self.reconstruction: dict[int, float] = {}
-        """Relative error of the rebuilt input, for the micro-batches that were to be measured."""
+        """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
 
     def run_with(self, programs: Programs | None) -> None:
-        """Run these programs, which compute the same, instead of the generated ones."""
-        self._forward, self._backward = programs or self._plain
+        """Run these programs, which compute the same, instead of the generated ones (None)."""
+        self._forward, self._backward = programs or self._generated
 
     # -- forward ------------------------------------------------------------------------------
 
     def forward(
         self, microbatch: int, inputs: Mapping[str, Any], *, measure: bool = False
     ) -> dict[str, Any]:
-        """Run a micro-batch; what backward needs stays here until then."""
+        """Run a micro-batch; what its backward pass needs is stored here until then."""
         program = self.program
-        self.unchanged.check()
-        weights = self.version()
+        self.module_guard.check()
+        weights = self.stashed_weights()
         values = [inputs[port.name] for port in program.inputs]
-        before, marks = self._stateful.before(), self._stateful.marks()
-        with self._running(weights, microbatch):
+        snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
+        with self._program_context(weights, microbatch):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
-            kept = self.keeper.stored(kept)
+            kept = self.activations.store(kept)
         self.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=weights,
-            buffers=self._stateful.after(before, marks),
+            buffers=self._stateful.changed(snapshots, identities),
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.returned} if measure else {},
-            read_at=tuple(p._version for p in self._referenced()),
+            parameter_versions=tuple(p._version for p in self._saved_by_reference()),
         )
         for observer in self.observers:
             observer.forwarded(self, microbatch)
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run in the modules' present mode; nothing is kept or changed."""
+        """Run in the modules' present mode; nothing is stored or changed."""
         values = [inputs[port.name] for port in self.program.inputs]
-        with self._running(None, 0):
+        with self._program_context(None, 0):
             outputs, _ = self._forward(self.root, self.seed, *values)
         return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
 
     def drop(self, microbatch: int) -> None:
-        """Forget a micro-batch that will not come back."""
+        """Forget a micro-batch that will have no backward pass."""
         self.in_flight.pop(microbatch, None)
 
     def statistics(self) -> list[Tensor]:
-        """The running statistics of the stage's batch norms."""
-        found = (module._buffers[name] for module, name in statistics_of(self.program, self.root))
-        return [buffer for buffer in found if buffer is not None]
+        slots = statistics_of(self.program, self.root)
+        buffers = (module._buffers[name] for module, name in slots)
+        return [buffer for buffer in buffers if buffer is not None]
 
-    def snapshot(self) -> list[Snapshot]:
+    def snapshot(self) -> list[BufferSnapshot]:
         """Copies of the buffers that a micro-batch can change before its first update."""
-        statistics = [
-            (module, name, buffer, buffer._version, buffer.detach().clone())
-            for module, name in self._statistics
-            if (buffer := module._buffers[name]) is not None
-        ]
-        return [*statistics, *self._stateful.before()]
+        statistics = (BufferSnapshot.of(*slot) for slot in self._early_statistics)
+        return [*(s for s in statistics if s is not None), *self._stateful.snapshot()]
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -189,19 +204,21 @@ class Stage:
     ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
         """Rebuild or recompute, and differentiate; returns values and gradients of the inputs.
 
-        The gradient of the parameters is added to what the stage has gathered, divided by the
-        `scale` that the given ones have. If it is not finite nothing is added, and
-        `NonFiniteError` is raised.
+        The gradient of the parameters is divided by `scale`, by which the given gradients are
+        multiplied, and accumulated.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; nothing was accumulated.
         """
         original = self.in_flight[microbatch].original
-        rebuilt, back, found = self.differentiate(microbatch, values, gradients)
+        rebuilt, input_grads, own_grads = self.differentiate(microbatch, values, gradients)
         if self.check_finite:
-            self._finite(microbatch, found, back, scale)
+            self._check_finite(microbatch, own_grads, input_grads, scale)
         if scale is not None:
-            found = unscaled(found, scale)
+            own_grads = unscaled(own_grads, scale)
         for observer in self.observers:
-            observer.differentiated(self, microbatch, found)
-        self.gather(found, back)
+            observer.differentiated(self, microbatch, own_grads)
+        self.accumulate(own_grads, input_grads)
         if original:
             errors = [
                 relative_error(original[name], rebuilt[name])
@@ -210,101 +227,106 @@ class Stage:
                 and (rebuilt[name].is_floating_point() or rebuilt[name].is_complex())
             ]
             self.reconstruction[microbatch] = max(errors, default=0.0)
-        return rebuilt, back
+        return rebuilt, input_grads
 
     def differentiate(
         self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
     ) -> tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """Values and gradients of the inputs, and gradients of the parameters, not gathered."""
+        """Values and gradients of the inputs, and gradients of the parameters, not accumulated."""
         program, held = self.program, self.in_flight.pop(microbatch)
-        self._unwritten(microbatch, held)
-        kept, held.kept = self.keeper.taken(held.kept), ()  # not held any longer than they wait
+        self._check_unwritten(microbatch, held)
+        kept, held.kept = self.activations.load(held.kept), ()  # frees what is stored
         arguments = (
             *kept,
             *(values[name] for name in program.wanted),
             *(gradients.get(name) for name in program.graded_outputs),
         )
         for following in itertools.islice(self.in_flight.values(), 1):
-            self.keeper.announce(following.kept)
+            self.activations.prefetch(following.kept)
         with (
-            self._running(held.weights, microbatch),
-            self._stateful.replayed(held.buffers),
-            self._noticing(microbatch),
-            as_of(self._referenced(), held.read_at),
+            self._program_context(held.weights, microbatch),
+            self._stateful.replay(held.buffers),
+            self._naming_microbatch(microbatch),
+            at_versions(self._saved_by_reference(), held.parameter_versions),
         ):
             returned, of_inputs, of_parameters = self._backward(
                 self.root, mix(self.seed, microbatch), *arguments
             )
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
-        found = self.casts.widened(dict(zip(program.parameters, dense, strict=True)))
-        back = dict(zip(program.graded_inputs, of_inputs, strict=True))
-        return dict(zip(program.returned, returned, strict=True)), back, found
+        own_grads = self.cast_weights.to_weight_dtype(
+            dict(zip(program.parameters, dense, strict=True))
+        )
+        input_grads = dict(zip(program.graded_inputs, of_inputs, strict=True))
+        return dict(zip(program.returned, returned, strict=True)), input_grads, own_grads
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gathered gradient (a sum over micro-batches); gathering starts anew."""
-        found, self.gradients = self.gradients, {}
-        return found
+        """The accumulated gradient (a sum over micro-batches), which is then reset."""
+        gradients, self.gradients = self.gradients, {}
+        return gradients
 
     def updated(self) -> None:
         """The parameters have changed."""
         if self._stash is not None:
-            self._stash.forget()
+            self._stash.invalidate()
 
     def ages(self) -> dict[int, int]:
-        """Of every micro-batch in flight: versions of stashed weights between its own and now."""
+        """For every micro-batch in flight: how many updates its stashed weights are old."""
         if self._stash is None:
             return dict.fromkeys(self.in_flight, 0)
         versions = {id(held.weights): None for held in reversed(self.in_flight.values())}
         first = 0 if self._stash.is_current(next(iter(versions), 0)) else 1
-        order = {version: first + place for place, version in enumerate(versions)}
+        order = {version: first + age for age, version in enumerate(versions)}
         return {microbatch: order[id(held.weights)] for microbatch, held in self.in_flight.items()}
 
-    def version(self) -> Mapping[str, Tensor] | None:
-        """The weights of a forward pass now, if they are stashed."""
+    def stashed_weights(self) -> Mapping[str, Tensor] | None:
+        """A copy of the weights for a forward pass now, if the method stashes them."""
         stash = self._stash if self.is_stashing else None
-        return stash.version(self.parameters) if stash is not None else None
+        return stash.current(self.parameters) if stash is not None else None
 
     def stashed(self) -> int:
-        """How many copies of its parameters the stage keeps."""
+        """How many copies of its parameters the stage has."""
         versions = {id(held.weights) for held in self.in_flight.values() if held.weights}
         return len(versions)
 
-    def gather(self, found: dict[str, Tensor | None], sent: Mapping[str, Tensor | None]) -> None:
-        """Add gradients up; out of place where what was gathered before may be taken back.
+    def accumulate(
+        self, gradients: dict[str, Tensor | None], input_grads: Mapping[str, Tensor | None]
+    ) -> None:
+        """Add gradients to the accumulated ones; out of place where a rollback may follow.
 
-        Each is let go as soon as it is added: `found` is empty afterwards. Autograd may hand out
+        Each is freed as soon as it is added: `gradients` is empty afterwards. Autograd may return
         one tensor twice (`p + q`), also as the gradient of an input, or one whose elements share
-        memory. What is gathered is the stage's own.
+        memory; what is accumulated is the stage's own.
         """
-        taken = {g.untyped_storage()._cdata for g in sent.values() if g is not None}
-        for name in tuple(found):
-            gradient = found.pop(name)
+        used = {g.untyped_storage()._cdata for g in input_grads.values() if g is not None}
+        for name in tuple(gradients):
+            gradient = gradients.pop(name)
             if gradient is None:
                 continue
-            if name in self.gradients and self.sums_in_place:
+            if name in self.gradients and self.accumulates_in_place:
                 gradient = self.gradients[name].add_(gradient)
             elif name in self.gradients:
                 gradient = self.gradients[name] + gradient
-            elif gradient.untyped_storage()._cdata in taken or overlaps(gradient):
+            elif gradient.untyped_storage()._cdata in used or overlaps(gradient):
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
-            taken.add(gradient.untyped_storage()._cdata)
+            used.add(gradient.untyped_storage()._cdata)
             self.gradients[name] = gradient
 
-    def _finite(
+    def _check_finite(
         self,
         microbatch: int,
-        found: Mapping[str, Tensor | None],
-        back: Mapping[str, Any],
+        own_grads: Mapping[str, Tensor | None],
+        input_grads: Mapping[str, Any],
         scale: float | None,
     ) -> None:
-        there = {n: g for n, g in {**back, **found}.items() if g is not None and g.numel()}
-        if not there:
+        every = {**input_grads, **own_grads}
+        gradients = {n: g for n, g in every.items() if g is not None and g.numel()}
+        if not gradients:
             return
-        fine = all_finite(list(there.values()))
-        bad = [name for name, ok in zip(there, fine, strict=True) if not ok]
+        finite = all_finite(list(gradients.values()))
+        bad = [name for name, ok in zip(gradients, finite, strict=True) if not ok]
         if not bad:
             return
-        of_parameters = [name for name in bad if name in found]
+        of_parameters = [name for name in bad if name in own_grads]
         where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         lower = "the learning rate" if scale is None else f"the loss scale ({scale:g})"
@@ -316,7 +338,7 @@ class Stage:
             microbatch=microbatch,
         )
 
-    def _unwritten(self, microbatch: int, held: InFlight) -> None:
+    def _check_unwritten(self, microbatch: int, held: InFlight) -> None:
         for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):
             if isinstance(value, Tensor) and value._version != version:
                 raise InputError(
@@ -325,8 +347,8 @@ class Stage:
                 )
 
     @contextmanager
-    def _noticing(self, microbatch: int) -> Iterator[None]:
-        """Graphs have saved what the trainer was given, and notice themselves if it changes."""
+    def _naming_microbatch(self, microbatch: int) -> Iterator[None]:
+        """Say in autograd's own error about in-place writes which micro-batch it was."""
         try:
             yield
         except RuntimeError as error:
@@ -338,21 +360,91 @@ class Stage:
                 "step"
             ) from error
 
-    def _referenced(self) -> tuple[Tensor, ...]:
+    def _saved_by_reference(self) -> tuple[Tensor, ...]:
         """Parameters that graphs in flight have saved by reference, and that updates change.
 
-        Backward is to use the latest ones: activations are the forward pass's, parameters are
-        not. What the forward pass computed from parameters counts as an activation.
+        Backward uses their latest values (PETRA, Eq. 5): activations are the forward pass's,
+        parameters are not. What the forward pass computed from parameters is an activation.
         """
         if not self.outlives_updates:
             return ()
-        return tuple((self.casts.read() or self.reads or self.parameters).values())
+        return tuple(
+            (self.cast_weights.current() or self.replica_weights or self.parameters).values()
+        )
 
-    # -- replay_context ------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop all micro-batches and gathered gradients."""
+        self.in_flight.clear()
+        self.gradients = {}
+
+    def reset(self, seed: int) -> None:
+        """Start anew: other parameters were loaded, and random numbers come from another seed."""
+        self.clear()
+        self.seed = mix(seed, self.program.index)
+        self.reconstruction.clear()
+        self.updated()
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
+        # Micro-batches between two updates share one version of the weights: saved once.
+        stashed = {
+            id(flight.weights): flight.weights
+            for flight in self.in_flight.values()
+            if flight.weights is not None
+        }
+        numbers = {key: number for number, key in enumerate(stashed)}
+        names = {id(module): name for name, module in self.root.named_modules()}
+        return {
+            "gradients": copy(self.gradients),
+            "versions": [copy(dict(version)) for version in stashed.values()],
+            "in_flight": [
+                [
+                    microbatch,
+                    {
+                        "kept": copy(self.activations.state(flight.kept)),
+                        "version": numbers.get(id(flight.weights)),
+                        "buffers": [
+                            [f"{names[id(saved.module)]}:{saved.name}", copy(saved.copy)]
+                            for saved in flight.buffers
+                        ],
+                    },
+                ]
+                for microbatch, flight in self.in_flight.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.gradients = clone_tree(dict(state["gradients"]))
+        versions = [
+            {n: t.clone().requires_grad_(self.parameters[n].requires_grad) for n, t in v.items()}
+            for v in state["versions"]
+        ]
+        for microbatch, saved in state["in_flight"]:
+            kept = self.activations.load_state(clone_tree(list(saved["kept"])), self._device())
+            self.in_flight[microbatch] = InFlight(
+                kept=kept,
+                weights=versions[saved["version"]] if saved["version"] is not None else None,
+                buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
+                versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+            )
+
+    def _snapshot_of(self, path: str, contents: Tensor) -> BufferSnapshot:
+        """The saved contents of the buffer at `module.path:name`."""
+        owner, _, name = path.rpartition(":")
+        module = self.root.get_submodule(owner)
+        buffer = module._buffers[name]
+        assert buffer is not None
+        return BufferSnapshot(module, name, buffer, contents.clone())
+
+    # -- context ------------------------------------------------------------------------------
 
     @contextmanager
-    def _running(self, weights: Mapping[str, Tensor] | None, microbatch: int) -> Iterator[None]:
-        """Programs start with nothing recorded; everything global is put back afterwards."""
+    def _program_context(
+        self, weights: Mapping[str, Tensor] | None, microbatch: int
+    ) -> Iterator[None]:
+        """Around a program: weights, autocast and random state; global state is restored."""
         frozen = ops.statistics_frozen
         with ExitStack() as stack:
             device = self._device()
@@ -362,9 +454,10 @@ class Stage:
             stack.enter_context(torch.no_grad())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self.autocast))
-            chosen = weights if weights is not None else self.casts.read() or self.reads
-            if chosen is not None:
-                stack.enter_context(self._slots.filled(chosen))
+            if weights is None:
+                weights = self.cast_weights.current() or self.replica_weights
+            if weights is not None:
+                stack.enter_context(self._slots.filled(weights))
             try:
                 recording(False)
                 yield
@@ -382,5 +475,4 @@ class Stage:
 
     @property
     def outlives_updates(self) -> bool:
-        """Are parameters updated while graphs that use them are kept?"""
         return outlives_updates(self.program)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
+from revcompile.runtime.stage.tensors import TreeCopy
 
 __all__ = [
     "COUNTERS",
@@ -26,24 +27,24 @@ __all__ = [
 ]
 
 COUNTERS: Final = ("step", "mu_product")
-"""What optimizers keep on the CPU of each parameter's state, whatever device that is on."""
+"""Entries of an optimizer's state that are on the CPU whatever the parameter's device."""
 _BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")
-"""What schedules keep of every parameter group, and were given when they were made."""
+"""Attributes of schedules with a value for each parameter group."""
 _OF_SCHEDULES: Final = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
 )
-"""What schedules and names add to parameter groups."""
+"""Keys that schedules and parameter names add to parameter groups."""
 
 OptimizerFactory = Callable[[Any], Optimizer]
-"""From a list of parameters (or of parameter groups) to an optimizer."""
+"""Makes an optimizer from a list of parameters, or of parameter groups."""
 ScheduleFactory = Callable[[Any], LRScheduler]
-"""From an optimizer to its learning-rate schedule, which is stepped at every update."""
+"""Makes the learning-rate schedule of an optimizer, which is stepped at every update."""
 ParamGroups = Callable[[list[tuple[str, nn.Parameter]]], Iterable[Mapping[str, Any]]]
-"""From a stage's named parameters to torch's parameter groups."""
+"""Makes torch's parameter groups from a stage's named parameters."""
 
 
 class Updater:
-    """Applies gathered gradients to the parameters of one stage (or of its gradient_predictor)."""
+    """Applies accumulated gradients to the parameters of a stage, or of its gradient predictor."""
 
     def __init__(
         self,
@@ -66,20 +67,26 @@ class Updater:
             self.optimizer.delay = delay
         self.lr_schedule = None
         if lr_schedule is not None and self.optimizer is not None:
-            self.lr_schedule = lr_schedule(self.optimizer)
+            try:
+                self.lr_schedule = lr_schedule(self.optimizer)
+            except Exception as error:
+                raise InputError(
+                    f"lr_schedule, {self.where}: it raised {type(error).__name__}: {error}; it is "
+                    "given the stage's optimizer"
+                ) from error
             self._check_schedule()
 
     def _check_schedule(self) -> None:
-        found = self.lr_schedule
-        if isinstance(found, ReduceLROnPlateau):
+        schedule = self.lr_schedule
+        if isinstance(schedule, ReduceLROnPlateau):
             raise InputError(
                 f"lr_schedule, {self.where}: ReduceLROnPlateau needs a metric at every step, but "
                 "schedules are stepped at every update; use one that counts updates"
             )
-        if not hasattr(found, "step"):
+        if not hasattr(schedule, "step"):
             raise InputError(
                 f"lr_schedule, {self.where}: expected a function from an optimizer to a "
-                f"torch.optim.lr_scheduler, got {_kind(found)} from it; write e.g. "
+                f"torch.optim.lr_scheduler, got {_kind(schedule)} from it; write e.g. "
                 "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
             )
 
@@ -91,7 +98,9 @@ class Updater:
                 f"stage builds its own), got {_kind(factory)}; {advice}"
             )
         named = list(self.parameters.items())
-        given: Any = [p for _, p in named] if groups is None else [dict(g) for g in groups(named)]
+        given: Any = [p for _, p in named]
+        if groups is not None:
+            given = self._grouped(groups, named)
         try:
             optimizer = factory(given)
         except Exception as error:
@@ -113,7 +122,7 @@ class Updater:
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise InputError(
                 f"optimizer, {self.where}: SparseAdam takes sparse gradients alone, but a stage "
-                f"gathers dense ones; use another one, {advice}"
+                f"accumulates dense ones; use another one, {advice}"
             )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = {id(p): name for name, p in named}
@@ -127,20 +136,42 @@ class Updater:
             )
         return optimizer
 
+    def _grouped(
+        self, groups: ParamGroups, named: list[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
+        advice = (
+            "return a list of dicts, e.g. lambda named: [{'params': [p for _, p in named], "
+            "'weight_decay': 0.0}]"
+        )
+        try:
+            returned = groups(named)
+        except Exception as error:
+            raise InputError(
+                f"param_groups, {self.where}: it raised {type(error).__name__}: {error}; it is "
+                f"given a stage's [(name, parameter), ...]; {advice}"
+            ) from error
+        as_list = list(returned) if isinstance(returned, Iterable) else None
+        if as_list is None or not all(isinstance(group, Mapping) for group in as_list):
+            raise InputError(
+                f"param_groups, {self.where}: expected parameter groups, got {_kind(returned)}; "
+                f"{advice}"
+            )
+        return [dict(group) for group in as_list]
+
     def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
-        """One update with the gradients, times `scale`; then the schedule goes on."""
+        """One update with the gradients times `scale`, and a step of the schedule."""
         if self._update(gradients, scale) and self.lr_schedule is not None:
             self.lr_schedule.step()
 
     def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> bool:
-        """Let the optimizer take its step; False if there is nothing to update."""
+        """Step the optimizer; False if there is nothing to update."""
         if self.optimizer is None:
             return False
-        there = [gradients[name] for name in self.parameters if name in gradients]
-        if not there:
+        own = [gradients[name] for name in self.parameters if name in gradients]
+        if not own:
             return False
         if scale is not None:
-            torch._foreach_mul_(there, scale.to(there[0].device))
+            torch._foreach_mul_(own, scale.to(own[0].device))
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         self.optimizer.step()
@@ -152,12 +183,12 @@ class Updater:
     def lr(self) -> float | None:
         """The learning rate of the first parameter group that has parameters."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        found = next((group.get("lr") for group in groups if group["params"]), None)
-        return None if found is None else float(found)
+        lr = next((group.get("lr") for group in groups if group["params"]), None)
+        return None if lr is None else float(lr)
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state(self, copy: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    def state_dict(self, copy: TreeCopy | None = None) -> dict[str, Any]:
         """Optimizer state by parameter name, the groups' settings, and the schedule's state."""
         copy = copy or _copy
         if self.optimizer is None:
@@ -175,14 +206,16 @@ class Updater:
         schedule = self.lr_schedule.state_dict() if self.lr_schedule is not None else None
         return {"state": state, "groups": groups, "lr_schedule": _plain(schedule)}
 
-    def load(self, states: Mapping[str, Any], settings: Mapping[str, Any], schedule: Any) -> None:
-        """Take over states and group settings by parameter name, whoever saved them."""
+    def load_state_dict(
+        self, states: Mapping[str, Any], settings: Mapping[str, Any], schedule: Any
+    ) -> None:
+        """Load states and group settings by parameter name, from stages cut in any way."""
         if self.optimizer is None:
             return
         self.optimizer.state.clear()
         names = {id(p): name for name, p in self.parameters.items()}
         for group in self.optimizer.param_groups:
-            group.update(self._found(group, settings) or {})
+            group.update(self._saved_settings(group, settings) or {})
             on_device = counts_on_device(group)
             for parameter in group["params"]:
                 if names[id(parameter)] in states:
@@ -196,15 +229,15 @@ class Updater:
             self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """What the optimizer needs that saved group settings do not have."""
+        """Settings that the optimizer needs and saved groups lack, or the other way round."""
         if self.optimizer is None:
             return
         for group in self.optimizer.param_groups:
-            found = self._found(group, settings)
-            if found is None:
+            saved = self._saved_settings(group, settings)
+            if saved is None:
                 continue
-            missing = self.optimizer.defaults.keys() - found.keys()
-            extra = found.keys() - group.keys() - _OF_SCHEDULES
+            missing = self.optimizer.defaults.keys() - saved.keys()
+            extra = saved.keys() - group.keys() - _OF_SCHEDULES
             if missing or extra:
                 what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
                 yield (
@@ -213,27 +246,28 @@ class Updater:
                 )
                 return
 
-    def _found(
+    def _saved_settings(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """The settings with which the group's parameters were saved.
 
-        Of several, where stages were cut otherwise, those that began as this group begins.
+        If they were in several groups, by another cut into stages: those of the group whose initial
+        learning rate is that of this one.
         """
         names = {id(p): name for name, p in self.parameters.items()}
-        there = (settings.get(names[id(p)]) for p in group["params"])
-        saved = [one for one in there if one is not None]
-        found = next((one for one in saved if _began(one) == _began(group)), None)
-        found = found or next(iter(saved), None)
-        return found and {key: _copy(value) for key, value in found.items() if key != "params"}
+        each = (settings.get(names[id(p)]) for p in group["params"])
+        saved = [entry for entry in each if entry is not None]
+        same_lr = [entry for entry in saved if _initial_lr(entry) == _initial_lr(group)]
+        chosen = next(iter(same_lr or saved), None)
+        return chosen and {key: _copy(value) for key, value in chosen.items() if key != "params"}
 
 
-def _began(group: Mapping[str, Any]) -> Any:
+def _initial_lr(group: Mapping[str, Any]) -> Any:
     return group.get("initial_lr", group.get("lr"))
 
 
 def counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Are the counters of a group's parameters beside them, for kernels that count themselves?
+    """Are the counters of a group's parameters on their device, as capturable kernels need them?
 
     >>> counts_on_device({"lr": 0.1, "capturable": False, "fused": True})
     True
@@ -244,10 +278,10 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
 def state_copies(
     parameters: Mapping[str, Tensor], factory: OptimizerFactory, groups: ParamGroups | None
 ) -> float:
-    """Bytes of state that an optimizer keeps for a byte of parameters.
+    """Bytes of optimizer state per byte of parameters.
 
-    It takes one step on parameters of the same names and dimensions, but of a few elements; what
-    has the shape of its parameter counts.
+    Measured: one step on parameters of the same names and dimensions, but of a few elements. State
+    counts if it has the shape of its parameter.
 
     >>> weights = {"weight": torch.zeros(300, 200, requires_grad=True)}
     >>> state_copies(weights, lambda p: torch.optim.SGD(p, lr=0.1), None)
@@ -260,10 +294,10 @@ def state_copies(
         for name, p in parameters.items()
         if p.requires_grad
     }
-    updater = Updater("memory=", small, factory, groups=groups)
+    updater = Updater("memory_budget=", small, factory, groups=groups)
     updater.apply({name: torch.zeros_like(p) for name, p in small.items()})
     state = updater.optimizer.state if updater.optimizer is not None else {}
-    kept = whole = 0
+    state_bytes = parameter_bytes = 0
     for name, parameter in small.items():
         size = parameters[name].numel()
         alike = [
@@ -271,9 +305,9 @@ def state_copies(
             for key, value in state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.shape == parameter.shape and key not in COUNTERS
         ]
-        kept += size * sum(value.element_size() for value in alike)
-        whole += size * parameter.element_size()
-    return kept / whole if whole else 0.0
+        state_bytes += size * sum(value.element_size() for value in alike)
+        parameter_bytes += size * parameter.element_size()
+    return state_bytes / parameter_bytes if parameter_bytes else 0.0
 
 
 def _kind(value: Any) -> str:
@@ -285,7 +319,7 @@ def _copy(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A schedule's state without what cannot be saved (functions, counters)."""
+    """A schedule's state without entries that cannot be saved (functions, counters)."""
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     if type(value) is not dict:
@@ -294,17 +328,17 @@ def _plain(value: Any) -> Any:
 
 
 def _fitted(state: Mapping[str, Any], schedule: Any) -> dict[str, Any]:
-    """A schedule's state for this one: other stages may have other parameter groups."""
+    """A saved schedule's state for this one, which may have other parameter groups."""
     groups = schedule.optimizer.param_groups
     own = {name: copy.copy(getattr(schedule, name, None)) for name in _BY_GROUP}
-    own["base_lrs"] = list(map(_began, groups))
+    own["base_lrs"] = list(map(_initial_lr, groups))
     if len(state.get("_last_lr", groups)) != len(groups):
         own |= {"_last_lr": [group["lr"] for group in groups], "lr_lambdas": [None] * len(groups)}
-    found = {**copy.deepcopy(dict(state)), **{k: v for k, v in own.items() if k in state}}
-    if "_schedulers" in found:
+    fitted = {**copy.deepcopy(dict(state)), **{k: v for k, v in own.items() if k in state}}
+    if "_schedulers" in fitted:
         pairs = zip(state["_schedulers"], schedule._schedulers, strict=True)
-        found["_schedulers"] = [_fitted(inner, one) for inner, one in pairs]
-    return found
+        fitted["_schedulers"] = [_fitted(inner, own) for inner, own in pairs]
+    return fitted
 
 
 def _is_plain(value: Any) -> bool:

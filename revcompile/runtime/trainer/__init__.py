@@ -1,1 +1,1 @@
-"""What a user trains with, in one process."""
+"""Trainers: what users call to train, evaluate, load data and save; here of one process."""

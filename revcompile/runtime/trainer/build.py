@@ -1,23 +1,26 @@
-"""An executor from a stage's program: its numerics, its optimizer, what it exchanges."""
+"""Builds the executor of a stage: its numerics, its optimizer, its tied weights."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import scaling_of
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.schedule import Order, Tie
 
-__all__ = ["build_executor"]
+__all__ = ["build_executor", "choose_cpu_matmul"]
 
 
 def build_executor(
@@ -30,17 +33,27 @@ def build_executor(
     *,
     seed: int,
     delay: float,
-    objective: Objective | None,
-    guarded: bool,
+    loss_head: LossHead | None,
+    skip_on_error: bool,
 ) -> StageExecutor:
-    """The executor of one stage, whose gradients are so many updates late.
+    """The executor of one stage.
 
-    The last one is given the objective.
+    Args:
+        program: what the stage runs.
+        model: the module that holds its parameters.
+        ties: parameters that two stages share, by the pair of stages.
+        optimizer: builds the stage's optimizer.
+        settings: how to train.
+        transport: carries messages to other stages.
+        seed: for the stage's random numbers.
+        delay: by how many updates its gradients are late, on average.
+        loss_head: computes the loss; for the last stage only.
+        skip_on_error: skip a micro-batch whose forward pass fails, instead of raising at once.
     """
     index = program.index
-    held = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
-    owned = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
-    replicas = [name for names in held.values() for name in names]
+    owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
+    holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
+    replicas = [name for names in owners.values() for name in names]
     stage = Stage(
         program,
         model,
@@ -50,7 +63,7 @@ def build_executor(
         check_finite=settings.check_finite,
         buffers=settings.buffers,
     )
-    stage.sums_in_place = guarded
+    stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
         f"stage {index}",
@@ -61,17 +74,33 @@ def build_executor(
         delay=delay,
     )
     gradient_predictor = None
-    if program.method.order is Order.SYNTHETIC and objective is None:
+    if program.method.order is Order.SYNTHETIC and loss_head is None:
         gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
     return StageExecutor(
         stage,
         updater,
         transport,
-        objective=objective,
+        loss_head=loss_head,
         gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
-        held=held,
-        owned=owned,
-        guarded=guarded,
+        tied_owners=owners,
+        tied_replicas=holders,
+        skip_on_error=skip_on_error,
         scaling=scaling_of(settings.loss_scale, program.method),
     )
+
+
+def choose_cpu_matmul(dtype: torch.dtype | None) -> None:
+    """Let torch choose its CPU matmul for `dtype` now, not in the middle of training.
+
+    On a CPU without bf16 instructions the first bf16 matmul of some size makes torch switch
+    oneDNN off for the whole process, and float32 convolutions and products round differently from
+    then on. Ranks would meet that first product at different moments, or never, and no longer
+    equal a run in one process.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    operand = torch.ones(64, 64, dtype=dtype)
+    with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it does what is wanted here
+        F.linear(operand, operand)

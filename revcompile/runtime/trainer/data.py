@@ -1,11 +1,11 @@
-"""Loaders: every rank reads the same batches in the same order, from one seed, or nothing."""
+"""Loaders whose order depends on a seed alone: the ranks of a pipeline read the same batches."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,66 +25,69 @@ from torch.utils.data import (
 from revcompile.errors import InputError
 from revcompile.ir.stage_ops import mix
 
-__all__ = ["Loader", "SameOrder", "Share", "Unread", "same_order", "shared_loader"]
+__all__ = ["BatchSelection", "Loader", "NoBatches", "SeededSampler", "make_loader", "seeded_loader"]
 
-Order = Callable[[torch.Generator], Sequence[int]]
-"""An epoch's samples, drawn from a generator that is the same on every rank."""
-
-
-class SameOrder(Sampler[int]):
-    """A permutation that depends on the seed and the epoch alone, on whatever rank.
-
-    With several copies of the pipeline each takes its own share: `replica` of `replicas`. The
-    last few samples are left out where the shares would not be equal. The first `skip` are passed
-    over: for going on in the middle of an epoch. `order` draws the samples instead.
-
-    >>> a, b = (SameOrder(range(6), seed=1) for _ in range(2))
-    >>> list(a) == list(b)
-    True
-    >>> a.set_epoch(1)
-    >>> list(a) == list(b)
-    False
-    """
-
-    def __init__(
-        self,
-        dataset: Sized,
-        seed: int,
-        epoch: int = 0,
-        *,
-        replica: int = 0,
-        replicas: int = 1,
-        skip: int = 0,
-        order: Order | None = None,
-    ) -> None:
-        if not 0 <= replica < replicas:
-            raise InputError(f"same_order: replica={replica} of {replicas}; use 0 <= replica < it")
-        self.seed, self.epoch = seed, epoch
-        size = len(dataset)
-        self._order: Order = order or (lambda g: torch.randperm(size, generator=g).tolist())
-        self.size = size if order is None else len(self._drawn())
-        self.replica, self.replicas, self.skip = replica, replicas, skip
-
-    def set_epoch(self, epoch: int) -> None:
-        """Another order from now on."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return max(0, self.size // self.replicas - self.skip)
-
-    def _drawn(self) -> Sequence[int]:
-        return self._order(torch.Generator().manual_seed(mix(self.seed, self.epoch) >> 1))
-
-    def __iter__(self) -> Iterator[int]:
-        share = self._drawn()[self.replica :: self.replicas][: self.size // self.replicas]
-        return iter(share[self.skip :])
+Draw = Callable[[torch.Generator], Sequence[int]]
+"""Draws the sample indices of an epoch from a generator that is the same on every rank."""
 
 
 @dataclass(frozen=True)
-class Unread:
-    """As many batches as another loader has, of nothing: for ranks that need no data.
+class BatchSelection:
+    """Which batches of an epoch a process reads: those of one replica, after the first `skip`."""
 
-    >>> list(Unread(2))
+    seed: int
+    epoch: int = 0
+    replica: int = 0
+    replicas: int = 1
+    skip: int = 0
+
+    def generator(self) -> torch.Generator:
+        """The same on every rank, another one for every epoch."""
+        return torch.Generator().manual_seed(mix(self.seed, self.epoch) >> 1)
+
+
+class SeededSampler(Sampler[int]):
+    """A permutation of the samples that depends on the seed and the epoch alone.
+
+    Replicas (copies of the pipeline) read disjoint samples, every n-th one; the last few are left
+    out so that all read equally many. The first `skip` samples are skipped.
+
+    Args:
+        dataset: anything with a length.
+        selection: seed, epoch, replica; its `skip` counts samples here.
+        draw: draws other indices than a permutation.
+
+    >>> a, b = (SeededSampler(range(6), BatchSelection(seed=1)) for _ in range(2))
+    >>> list(a) == list(b)
+    True
+    >>> list(SeededSampler(range(6), BatchSelection(seed=1, epoch=1))) == list(b)
+    False
+    """
+
+    def __init__(self, dataset: Sized, selection: BatchSelection, draw: Draw | None = None) -> None:
+        if not 0 <= selection.replica < selection.replicas:
+            raise InputError(
+                f"trainer.loader: replica={selection.replica} of {selection.replicas}; "
+                "replicas are counted from 0"
+            )
+        self._selection, size = selection, len(dataset)
+        self._draw: Draw = draw or (lambda g: torch.randperm(size, generator=g).tolist())
+        drawn = size if draw is None else len(self._draw(selection.generator()))
+        self._each = drawn // selection.replicas
+
+    def __len__(self) -> int:
+        return max(0, self._each - self._selection.skip)
+
+    def __iter__(self) -> Iterator[int]:
+        chosen, drawn = self._selection, self._draw(self._selection.generator())
+        return iter(drawn[chosen.replica :: chosen.replicas][chosen.skip : self._each])
+
+
+@dataclass(frozen=True)
+class NoBatches:
+    """As many batches as another loader has, without data: for ranks that need none.
+
+    >>> list(NoBatches(2))
     [(None, None), (None, None)]
     """
 
@@ -98,7 +101,7 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Skipping:
+class SkippedBatches:
     """A loader without its first few batches."""
 
     loader: DataLoader[Any]
@@ -108,44 +111,33 @@ class Skipping:
         return itertools.islice(self.loader, self.skip, None)
 
 
-def same_order(
+Loader = DataLoader[Any] | NoBatches | SkippedBatches
+
+
+def seeded_loader(
     dataset: Dataset[Any],
     batch_size: int | None,
-    seed: int,
-    epoch: int = 0,
-    *,
-    replica: int = 0,
-    replicas: int = 1,
-    skip: int = 0,
-    order: Order | None = None,
+    selection: BatchSelection,
+    draw: Draw | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A loader that gives the same batches on every rank; `options` are torch's DataLoader's.
-
-    The first `skip` batches are passed over and not read. Without `order` samples are shuffled.
+    """A DataLoader that gives the same batches on every rank, shuffled unless `draw` is given.
 
     What workers draw at random (augmentation) comes from the same seed too.
 
     >>> rows = torch.utils.data.TensorDataset(torch.arange(6.0))
-    >>> one, other = (same_order(rows, batch_size=4, seed=1) for _ in range(2))
+    >>> one, other = (seeded_loader(rows, 4, BatchSelection(seed=1)) for _ in range(2))
     >>> [len(x) for (x,) in one], all(x.equal(y) for (x,), (y,) in zip(one, other))
     ([4, 2], True)
     """
     if not isinstance(dataset, Sized):
         raise InputError(
-            f"same_order: {type(dataset).__name__} has no length, so it cannot be shuffled; let "
-            "the dataset itself yield the same order on every rank and use a plain DataLoader"
+            f"trainer.loader: {type(dataset).__name__} has no length, so it cannot be shuffled; "
+            "let the dataset itself yield the same order on every rank and use a plain DataLoader"
         )
-    sampler = SameOrder(
-        dataset,
-        seed,
-        epoch,
-        replica=replica,
-        replicas=replicas,
-        skip=skip * (batch_size or 1),
-        order=order,
-    )
-    generator = torch.Generator().manual_seed(mix(seed, epoch) >> 1)
+    samples = replace(selection, skip=selection.skip * (batch_size or 1))
+    sampler = SeededSampler(dataset, samples, draw)
+    generator = selection.generator()
     try:
         return DataLoader(dataset, batch_size, sampler=sampler, generator=generator, **options)
     except (TypeError, ValueError) as error:
@@ -154,56 +146,39 @@ def same_order(
         ) from error
 
 
-# -- a trainer's loaders --------------------------------------------------------------------------
-
-Loader = DataLoader[Any] | Unread | Skipping
-"""Something to iterate over, with batches or with nothing for ranks that need none."""
+# -- what `trainer.loader` accepts ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which batches of an epoch a process reads."""
-
-    seed: int
-    epoch: int = 0
-    replica: int = 0
-    replicas: int = 1
-    skip: int = 0
-
-
-def shared_loader(
-    data: Any, batch_size: int | None, share: Share, *, needed: bool = True, **options: Any
+def make_loader(
+    data: Any,
+    batch_size: int | None,
+    selection: BatchSelection,
+    *,
+    needed: bool = True,
+    **options: Any,
 ) -> Loader:
-    """A share's batches of a dataset or of somebody's DataLoader, the same on every rank.
+    """The selected batches of a dataset or of a user's DataLoader, the same on every rank.
 
-    Where no data are `needed` none are read.
+    If they are not `needed` in this process, none are read.
     """
-    order: Order | None = None
+    draw: Draw | None = None
     if isinstance(data, DataLoader):
-        order = _order_of(data)
+        draw = _draw_of(data)
         options = {**_options_of(data), **options}
         batch_size = data.batch_size if batch_size is None else batch_size
         data = data.dataset
     elif batch_size is None and "batch_sampler" not in options:
         raise InputError("trainer.loader: give batch_size= with a dataset")
-    _check(data, batch_size, share, options)
+    _check(data, batch_size, selection, options)
     if isinstance(data, IterableDataset):
-        return _stream(data, batch_size, share, options)
-    found = same_order(
-        data,
-        batch_size,
-        share.seed,
-        share.epoch,
-        replica=share.replica,
-        replicas=share.replicas,
-        skip=share.skip,
-        order=order,
-        **options,
-    )
-    return found if needed else Unread(len(found))
+        return _stream(data, batch_size, selection, options)
+    loader = seeded_loader(data, batch_size, selection, draw, **options)
+    return loader if needed else NoBatches(len(loader))
 
 
-def _check(data: Any, batch_size: int | None, share: Share, options: Mapping[str, Any]) -> None:
+def _check(
+    data: Any, batch_size: int | None, selection: BatchSelection, options: Mapping[str, Any]
+) -> None:
     fixed = sorted({"sampler", "batch_sampler", "shuffle", "generator"} & options.keys())
     if fixed:
         raise InputError(
@@ -215,7 +190,11 @@ def _check(data: Any, batch_size: int | None, share: Share, options: Mapping[str
             f"trainer.loader: expected a dataset or a DataLoader, got {type(data).__name__}; "
             "something that can only be iterated over cannot be dealt out to ranks"
         )
-    for name, value in (("batch_size", batch_size), ("skip", share.skip), ("epoch", share.epoch)):
+    for name, value in (
+        ("batch_size", batch_size),
+        ("skip", selection.skip),
+        ("epoch", selection.epoch),
+    ):
         least = 1 if name == "batch_size" else 0
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not whole or value < least):
@@ -223,22 +202,22 @@ def _check(data: Any, batch_size: int | None, share: Share, options: Mapping[str
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a DataLoader was made with, besides its order."""
+    """A DataLoader's options besides its order."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor", "persistent_workers"]
-    found = {name: getattr(loader, name) for name in names}
+    options = {name: getattr(loader, name) for name in names}
     if loader.batch_size is not None:
-        found["drop_last"] = loader.drop_last
-    return found
+        options["drop_last"] = loader.drop_last
+    return options
 
 
-def _order_of(loader: DataLoader[Any]) -> Order | None:
-    """The order a DataLoader asks for, as far as every rank can draw it; None: shuffled."""
+def _draw_of(loader: DataLoader[Any]) -> Draw | None:
+    """How a DataLoader's sampler draws, if every rank can draw the same; None: shuffled."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     batches, sampler = loader.batch_sampler, loader.sampler
     if batches is not None and type(batches) is not BatchSampler:
-        raise _unshared("batch sampler", batches)
+        raise _unknown_order("batch sampler", batches)
     if isinstance(sampler, DistributedSampler):
         raise InputError(
             "trainer.loader: the DataLoader has a DistributedSampler, which gives every rank other "
@@ -249,51 +228,53 @@ def _order_of(loader: DataLoader[Any]) -> Order | None:
     if isinstance(sampler, SequentialSampler) or type(sampler) in (list, tuple, range):
         return lambda generator: list(sampler)
     if type(sampler) not in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
-        raise _unshared("sampler", sampler)
+        raise _unknown_order("sampler", sampler)
     is_plain = type(sampler) is RandomSampler and not sampler.replacement
     if is_plain and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
         return None
 
-    def drawn(generator: torch.Generator) -> Sequence[int]:
-        twin = copy.copy(sampler)
-        twin.generator = generator  # type: ignore[attr-defined]
-        return list(twin)
+    def draw(generator: torch.Generator) -> Sequence[int]:
+        seeded = copy.copy(sampler)
+        seeded.generator = generator  # type: ignore[attr-defined]
+        return list(seeded)
 
-    return drawn
+    return draw
 
 
-def _unshared(what: str, sampler: Any) -> InputError:
+def _unknown_order(what: str, sampler: Any) -> InputError:
     return InputError(
-        f"trainer.loader: the DataLoader's {what} is a {type(sampler).__name__}, of which nobody "
-        "can tell whether it draws the same order on every rank. Use shuffle=True or a sampler of "
+        f"trainer.loader: the DataLoader's {what} is a {type(sampler).__name__}, which may draw "
+        "another order on every rank. Use shuffle=True or a sampler of "
         "torch.utils.data; or, if its order is the same everywhere (seeded alike on all ranks), "
         "iterate over the DataLoader itself: trainer.step checks that inputs and targets fit"
     )
 
 
 def _stream(
-    data: IterableDataset[Any], batch_size: int | None, share: Share, options: Mapping[str, Any]
+    data: IterableDataset[Any],
+    batch_size: int | None,
+    selection: BatchSelection,
+    options: Mapping[str, Any],
 ) -> Loader:
-    """A dataset that has its own order, if that depends on nothing but the epoch.
+    """A dataset with an order of its own, if that depends on the epoch alone.
 
-    Nobody knows how long it is: ranks that need no data read it too.
+    Its length is unknown, so ranks that need no data read it too.
     """
     name = type(data).__name__
     set_epoch = getattr(data, "set_epoch", None)
     if not callable(set_epoch):
         raise InputError(
             f"trainer.loader: {name} has no length, so it cannot be shuffled, and no "
-            "set_epoch(epoch), so nobody can tell whether it yields the same order on every rank. "
+            "set_epoch(epoch), so it may yield another order on every rank. "
             "Give it that method, with an order that depends on the epoch alone; or iterate over a "
             "plain DataLoader of it: trainer.step checks that inputs and targets fit"
         )
-    if share.replicas > 1:
+    if selection.replicas > 1:
         raise InputError(
             f"trainer.loader: {name} has no length, so it cannot be dealt out to "
-            f"{share.replicas} copies of the pipeline; use a dataset with __len__ and __getitem__, "
-            "or split it by trainer.replica yourself and iterate over a plain DataLoader"
+            f"{selection.replicas} copies of the pipeline; use a dataset with __len__ and "
+            "__getitem__, or split it by trainer.replica and iterate over a plain DataLoader"
         )
-    set_epoch(share.epoch)
-    generator = torch.Generator().manual_seed(mix(share.seed, share.epoch) >> 1)
-    loader = DataLoader(data, batch_size, generator=generator, **options)
-    return Skipping(loader, share.skip)
+    set_epoch(selection.epoch)
+    loader = DataLoader(data, batch_size, generator=selection.generator(), **options)
+    return SkippedBatches(loader, selection.skip)

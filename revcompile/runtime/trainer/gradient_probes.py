@@ -6,10 +6,10 @@ A probe watches one micro-batch and compares, stage by stage, three gradients of
     delayed      backprop with the parameters each stage had when it forwarded the micro-batch
     end-to-end   backprop with the parameters w^t that all stages have when the stage differentiates
 
-w^t is that of the papers, where all stages update at the end of a tick t. Here a tick is a round
-of the schedule, and stages of one process take turns in it: so stage i is taken as it is just
-before it differentiates the micro-batch that is its own in the tick. Tied parameters: each stage's
-share.
+w^t is that of the papers, where all stages update at the end of a tick t. Here a tick is a step of
+the schedule, within which the stages of one process run one after another: so stage i counts as it
+is just before it differentiates the micro-batch that is its own in the tick. Of tied parameters
+each stage's own contribution is compared.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir import stage_ops
 from revcompile.ir.program import StageProgram
-from revcompile.ir.types import Live, Rewired
 from revcompile.runtime.reversible.graph_code import compile_graph
-from revcompile.runtime.reversible.replay import Snapshot
-from revcompile.runtime.stage.loss_head import Objective
+from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.weight_stash import Stash
+from revcompile.runtime.stage.weights import WeightCopy
 from revcompile.schedule import Order, delay, window
 
 __all__ = ["GradientReport", "Probe", "Similarity", "StageGradients"]
@@ -66,7 +65,7 @@ class StageGradients:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What a probe has seen. Numbers of a stage without trainable parameters are nan.
+    """A probe's result. Numbers of a stage without trainable parameters are nan.
 
     `sigma` is the constant of Features Replay's Assumption 1, "there exists a constant sigma > 0
     such that <grad f(w^t), E[sum_k g_k^t]> >= sigma |grad f(w^t)|^2" (Eq. 8), as this micro-batch
@@ -84,10 +83,10 @@ class GradientReport:
             f"{self.method}, micro-batch {self.microbatch}: cosine and norm ratio of gradients",
             f"{'stage':>5} {'delay':>5}" + "".join(f" {pair:>20}" for pair in pairs) + "   sigma",
         ]
-        for one in self.stages:
-            columns = (one.method_vs_delayed, one.method_vs_end_to_end, one.delayed_vs_end_to_end)
+        for row in self.stages:
+            columns = (row.method_vs_delayed, row.method_vs_end_to_end, row.delayed_vs_end_to_end)
             cells = "".join(f" {c.cosine:11.4f} {c.norm_ratio:8.4f}" for c in columns)
-            lines.append(f"{one.stage:5} {one.delay:5}{cells} {one.sigma:7.4f}")
+            lines.append(f"{row.stage:5} {row.delay:5}{cells} {row.sigma:7.4f}")
         return "\n".join([*lines, f"sigma over all stages: {self.sigma:.4f}"])
 
 
@@ -95,21 +94,19 @@ class GradientReport:
 
 
 class Probe:
-    """Watches one micro-batch while training goes on, unchanged to the bit.
+    """Observes one micro-batch; training goes on, unchanged to the bit.
 
     `trainer.watch()` makes one. Until the micro-batch is back at the first stage, parameters are
-    copied: at most as many copies of the model as there are stages, during a flush; one during a
-    step. The model runs once more for every stage, and once for the delayed gradients. The loss is
-    called as often: one that has a memory of its own would notice, and one that draws random
-    numbers draws others.
+    copied: at most one copy of the model a stage during a flush, one copy during a step. The model
+    runs once more for every stage, and once for the delayed gradients. The loss is called as
+    often: one that keeps state would notice, and one that draws random numbers draws others.
     """
 
     def __init__(
         self,
         microbatch: int,
         stages: Sequence[Stage],
-        rewired: Rewired,
-        objective: Objective,
+        loss_head: LossHead,
         accumulate: int,
     ) -> None:
         self.microbatch = microbatch
@@ -123,7 +120,7 @@ class Probe:
             window(method, count, j, accumulate) - 1 if delayed else 0 for j in range(count)
         ]
         self._delays = [delay(method, count, j, accumulate) for j in range(count)]
-        self._backprop = _Backprop(self._stages, rewired, objective)
+        self._backprop = _Backprop(self._stages, loss_head)
         self._delayed: list[Gradients] | None = None
         self._compared: dict[int, _Products] = {}
         self._begin()
@@ -131,24 +128,22 @@ class Probe:
     def _begin(self) -> None:
         self._data: tuple[Mapping[str, Any], Any] | None = None
         self._forwarded: dict[int, Weights] = {}
-        self._buffers: dict[int, list[Snapshot]] = {}
+        self._buffers: dict[int, list[BufferSnapshot]] = {}
         self._of_method: dict[int, Gradients] = {}
         self._current: dict[int, dict[int, Weights]] = {j: {} for j in range(len(self._stages))}
         """For each stage, the parameters w^t that its end-to-end gradient is taken at."""
 
     @property
     def complete(self) -> bool:
-        """Have all stages been seen?"""
         return len(self._compared) == len(self._stages)
 
     @property
     def over(self) -> bool:
-        """Is there nothing left to wait for?"""
         return self.complete or self.lost
 
     @property
     def report(self) -> GradientReport:
-        """What was seen, once the probe is complete."""
+        """The comparison, once the probe is complete."""
         if self.lost:
             raise InputError(
                 f"probe: micro-batch {self.microbatch} was left out of an update because a "
@@ -160,25 +155,25 @@ class Probe:
                 f"probe: micro-batch {self.microbatch} has not been seen at stages {missing} yet; "
                 "call trainer.step with more micro-batches, or trainer.flush, until probe.complete"
             )
-        found = [self._compared[j] for j in range(len(self._stages))]
+        products = [self._compared[j] for j in range(len(self._stages))]
         return GradientReport(
             method=self._method,
             microbatch=self.microbatch,
-            stages=tuple(one.compared(j, self._delays[j]) for j, one in enumerate(found)),
-            sigma=_ratio(sum(p.method_e2e for p in found), sum(p.e2e_e2e for p in found)),
+            stages=tuple(p.compared(j, self._delays[j]) for j, p in enumerate(products)),
+            sigma=_ratio(sum(p.method_e2e for p in products), sum(p.e2e_e2e for p in products)),
         )
 
-    # -- what stages and trainer tell ---------------------------------------------------------
+    # -- called by the trainer and its stages -------------------------------------------------
 
     def fed(self, microbatch: int, inputs: Mapping[str, Any], target: Any) -> None:
-        """A micro-batch is about to enter. Its tensors are copied: who gave them may reuse them."""
+        """A micro-batch is about to enter. Its tensors are copied: the caller may reuse them."""
         if microbatch == self.microbatch:
             self._data = pytree.tree_map_only(
                 Tensor, lambda t: t.detach().clone(), (dict(inputs), target)
             )
 
-    def taken_back(self, microbatch: int) -> None:
-        """A micro-batch's step has failed; the next one will have its number."""
+    def rolled_back(self, microbatch: int) -> None:
+        """A micro-batch's step has failed; the next one gets its number."""
         if microbatch == self.microbatch:
             self._begin()
 
@@ -186,7 +181,7 @@ class Probe:
         """A stage has run a micro-batch."""
         if microbatch == self.microbatch:
             index = stage.program.index
-            self._forwarded[index] = _copied(stage)
+            self._forwarded[index] = _weights(stage)
             self._buffers[index] = stage.in_flight[microbatch].buffers
 
     def differentiated(self, stage: Stage, microbatch: int, gradients: Gradients) -> None:
@@ -200,20 +195,20 @@ class Probe:
             }
         elif microbatch > self.microbatch and index not in self._of_method:
             self.lost = True
-        self._see(index, microbatch)
+        self._save_weights(index, microbatch)
 
-    def _see(self, index: int, microbatch: int) -> None:
-        """Stage `index` is where it is in the ticks of all stages that wait for this."""
+    def _save_weights(self, index: int, microbatch: int) -> None:
+        """Copy the weights of stage `index` for every stage whose tick it has just reached."""
         version: Weights | None = None
         for stage, current in self._current.items():
             tick = self.microbatch + self._behind[stage]
-            # The first that comes: before the pipeline is full, and after losses, some do not.
+            # >=: before the pipeline is full, and after skipped micro-batches, some never come.
             if index not in current and microbatch >= tick - self._behind[index]:
-                version = _copied(self._stages[index]) if version is None else version
+                version = _weights(self._stages[index]) if version is None else version
                 current[index] = version
 
-    def settle(self, drained: bool) -> None:
-        """A step or a flush is over: compute what can be computed by now."""
+    def compare(self, drained: bool) -> None:
+        """A step or a flush is over: compare what is complete by now."""
         if self._data is None or len(self._buffers) < len(self._stages):
             return
         if self._delayed is None:
@@ -222,25 +217,25 @@ class Probe:
             self._forwarded.clear()
         if drained:
             for index in range(len(self._stages)):
-                self._see(index, self.microbatch + max(self._behind))
+                self._save_weights(index, self.microbatch + max(self._behind))
             self.lost |= len(self._of_method) < len(self._stages)
-        for stage in [j for j in self._of_method if self._seen(j)]:
+        for stage in [j for j in self._of_method if self._is_ready(j)]:
             current = self._current.pop(stage)
             (end_to_end,) = self._run([current[i] for i in range(len(self._stages))], [stage])
             self._compared[stage] = _Products.of(
                 self._of_method[stage], self._delayed[stage], end_to_end
             )
 
-    def _seen(self, stage: int) -> bool:
+    def _is_ready(self, stage: int) -> bool:
         return stage not in self._compared and len(self._current[stage]) == len(self._stages)
 
-    def _run(self, weights: Sequence[Weights], wanted: Sequence[int]) -> list[Gradients]:
+    def _run(self, weights: Sequence[Weights], stages: Sequence[int]) -> list[Gradients]:
         assert self._data is not None
-        return self._backprop(self.microbatch, *self._data, weights, self._buffers, wanted)
+        return self._backprop(self.microbatch, *self._data, weights, self._buffers, stages)
 
 
-def _copied(stage: Stage) -> Weights:
-    return Stash().version(stage.parameters)
+def _weights(stage: Stage) -> Weights:
+    return WeightCopy().current(stage.parameters)
 
 
 def _ratio(x: float, y: float) -> float:
@@ -252,7 +247,7 @@ def _ratio(x: float, y: float) -> float:
 
 @dataclass(frozen=True)
 class _Products:
-    """Inner products of one stage's gradients: all that is needed of them."""
+    """Inner products of one stage's three gradients."""
 
     method: float
     delayed: float
@@ -285,8 +280,10 @@ class _Products:
 
 def _dot(x: Gradients, y: Gradients) -> float:
     pairs = [(g, y.get(name)) for name, g in x.items()]
-    found = [(a.double() * b.double()).sum() for a, b in pairs if a is not None and b is not None]
-    return float(torch.stack(found).sum()) if found else 0.0
+    products = [
+        (a.double() * b.double()).sum() for a, b in pairs if a is not None and b is not None
+    ]
+    return float(torch.stack(products).sum()) if products else 0.0
 
 
 def _similarity(dot: float, x: float, y: float) -> Similarity:
@@ -304,9 +301,8 @@ class _Backprop:
     and random state are as before afterwards.
     """
 
-    def __init__(self, stages: Sequence[Stage], rewired: Rewired, objective: Objective) -> None:
-        self.stages, self.objective = stages, objective
-        self.result, self.spec = rewired.body.result, rewired.signature.out_spec
+    def __init__(self, stages: Sequence[Stage], loss_head: LossHead) -> None:
+        self.stages, self.loss_head = stages, loss_head
         self.runs = [_differentiable(stage.program) for stage in stages]
 
     def __call__(
@@ -315,33 +311,32 @@ class _Backprop:
         inputs: Mapping[str, Any],
         target: Any,
         weights: Sequence[Weights],
-        buffers: Mapping[int, list[Snapshot]],
-        wanted: Sequence[int],
+        buffers: Mapping[int, list[BufferSnapshot]],
+        chosen: Sequence[int],
     ) -> list[Gradients]:
-        """The gradients of the wanted stages' parameters, each stage with its `weights`."""
+        """The parameter gradients of the chosen stages, where every stage has its `weights`."""
         leaves = [
             (position, name, tensor)
-            for position, index in enumerate(wanted)
+            for position, index in enumerate(chosen)
             for name, tensor in weights[index].items()
             if tensor.requires_grad
         ]
-        found: list[dict[str, Tensor | None]] = [{} for _ in wanted]
+        gradients: list[dict[str, Tensor | None]] = [{} for _ in chosen]
         if not leaves:
-            return list(found)
-        devices = {tensor.device for _, _, tensor in leaves if tensor.is_cuda}
+            return list(gradients)
+        devices = dict.fromkeys(tensor.device for _, _, tensor in leaves if tensor.is_cuda)
         values = dict(inputs)
         with torch.random.fork_rng(list(devices)):
-            for stage, run, chosen in zip(self.stages, self.runs, weights, strict=True):
-                recorded = stage.program.index >= min(wanted)
-                values |= _forward(stage, run, microbatch, values, chosen, buffers, recorded)
+            for stage, run, own in zip(self.stages, self.runs, weights, strict=True):
+                with_grad = stage.program.index >= min(chosen)
+                values |= _forward(stage, run, microbatch, values, own, buffers, with_grad)
             with torch.enable_grad():
-                flat = [values[r.name] if isinstance(r, Live) else r for r in self.result]
-                output = pytree.tree_unflatten(flat, self.spec)
-                loss = self.objective.evaluate(output, target, f"probe of micro-batch {microbatch}")
+                output = self.loss_head.assembled(values)
+                loss = self.loss_head.evaluate(output, target, f"probe of micro-batch {microbatch}")
             grads = torch.autograd.grad(loss, [t for _, _, t in leaves], allow_unused=True)
         for (position, name, _), grad in zip(leaves, grads, strict=True):
-            found[position][name] = grad
-        return list(found)
+            gradients[position][name] = grad
+        return list(gradients)
 
 
 def _forward(
@@ -350,17 +345,17 @@ def _forward(
     microbatch: int,
     values: Mapping[str, Any],
     weights: Weights,
-    buffers: Mapping[int, list[Snapshot]],
-    recorded: bool,
+    buffers: Mapping[int, list[BufferSnapshot]],
+    with_grad: bool,
 ) -> dict[str, Any]:
     program = stage.program
-    given = [values[port.name] for port in program.inputs]
+    inputs = [values[port.name] for port in program.inputs]
     with (
-        stage._running(weights, microbatch),  # statistics stand still in here
-        stage._stateful.replayed(buffers[program.index]),
-        torch.set_grad_enabled(recorded),
+        stage._program_context(weights, microbatch),  # running statistics are frozen in here
+        stage._stateful.replay(buffers[program.index]),
+        torch.set_grad_enabled(with_grad),
     ):
-        outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *given)
+        outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *inputs)
     return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
 
@@ -368,7 +363,7 @@ _CUTS: Final = (stage_ops.leaf, stage_ops.detached)
 
 
 def _differentiable(program: StageProgram) -> Callable[..., Any]:
-    """The forward program without what cuts its units off from each other: `(key, *inputs)`."""
+    """The forward program as one autograd graph, without the cuts between its units."""
     graph = fx.Graph()
     outputs, _ = graph.graph_copy(program.forward, {})  # type: ignore[misc]
     graph.output(outputs)

@@ -1,4 +1,4 @@
-"""What a trainer is fed: bound to the model's signature, moved to its device, counted."""
+"""Micro-batches bound to the model's signature, moved to its device, and checked."""
 
 from __future__ import annotations
 
@@ -17,38 +17,41 @@ from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.stage.loss_head import described
 
-__all__ = ["InputBinder", "Planned", "batch_pair", "called_with", "check_planned"]
+__all__ = ["InputBinder", "Planned", "split_batch", "split_call", "warn_if_larger_than_planned"]
 
 
 class Planned(Protocol):
-    """What the memory of a run was planned for."""
+    """A memory plan, as far as a trainer reads it."""
 
     @property
-    def batch(self) -> int:
-        """Samples a micro-batch."""
+    def batch_size(self) -> int:
+        """Samples of a micro-batch."""
         ...
 
 
-def check_planned(plan: Planned, samples: int) -> None:
-    """Say that a micro-batch is larger than memory was planned for."""
-    if samples > plan.batch:
+def warn_if_larger_than_planned(plan: Planned, samples: int) -> None:
+    if samples > plan.batch_size:
         warnings.warn(
-            f"memory=: planned for micro-batches of {plan.batch} samples, but one has {samples} "
-            f"and takes more memory; give batch_size={samples} beside memory=",
+            f"memory_budget=: planned for micro-batches of {plan.batch_size} samples, but one has "
+            f"{samples} and takes more memory; give batch_size={samples} beside memory_budget=",
             stacklevel=4,
         )
 
 
 class InputBinder:
-    """Micro-batches for the model of a partition, on one device."""
+    """Turns what `trainer.step` is given into the arguments of the model's stages."""
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
         self._guards = GuardChecker(partition.rewired.guards)
 
-    def bound(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
-        """Inputs by the names of the model's arguments, where they are."""
-        args, kwargs = called_with(inputs)
+    def prepare(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
+        """Inputs by argument name, on the device, and such that every guard holds."""
+        return self.check_guards(self.bind(self.to_device(inputs, where), where), where)
+
+    def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
+        """Inputs by the names of the model's arguments; not moved."""
+        args, kwargs = split_call(inputs)
         rewired = self._partition.rewired
         try:
             values = bind(rewired.signature, rewired.name, args, kwargs)
@@ -56,18 +59,14 @@ class InputBinder:
             raise InputError(
                 f"{where}: {error}\n  inputs: {described(inputs)}\n{_how_to_call(where, inputs)}"
             ) from error
-        if self.samples(values) == 0:
+        if self.count_samples(values) == 0:
             raise InputError(
                 f"{where}: the batch has no samples ({described(inputs)}); leave it out"
             )
         return values
 
-    def taken(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
-        """Inputs by the names of the model's arguments, on its device, if the stages fit them."""
-        return self.checked(self.bound(self.moved(inputs, where), where), where)
-
-    def checked(self, values: dict[str, Any], where: str = "trainer.step") -> dict[str, Any]:
-        """The inputs as they are, if every guard holds for them; stages have one graph only."""
+    def check_guards(self, values: dict[str, Any], where: str = "trainer.step") -> dict[str, Any]:
+        """The inputs unchanged, if every guard holds for them: stages have one graph only."""
         rewired = self._partition.rewired
         problem = self._guards.failing(rewired.root, values)
         if problem is not None:
@@ -79,8 +78,7 @@ class InputBinder:
             )
         return values
 
-    def moved(self, tree: Any, where: str = "trainer.step") -> Any:
-        """Nested values with their tensors on the device."""
+    def to_device(self, tree: Any, where: str = "trainer.step") -> Any:
 
         def move(tensor: Tensor) -> Tensor:
             if tensor.is_meta and self.device.type != "meta":
@@ -92,8 +90,8 @@ class InputBinder:
 
         return pytree.tree_map_only(Tensor, move, tree)
 
-    def samples(self, values: Mapping[str, Any]) -> int:
-        """How many samples values hold: along the dimension that grows with the batch."""
+    def count_samples(self, values: Mapping[str, Any]) -> int:
+        """The size of the dimension that grows with the batch."""
         for name, value in values.items():
             kind = self._partition.types.get(name)
             if isinstance(kind, TensorType) and len(kind.shape) == value.dim():
@@ -103,7 +101,7 @@ class InputBinder:
         return next((len(value) for value in values.values() if value.dim()), 1)
 
 
-def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments, from a tensor, a tuple or a dict."""
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
@@ -124,8 +122,8 @@ def _how_to_call(where: str, inputs: Any) -> str:
     return f"Call trainer.step(inputs, target); {takes}."
 
 
-def batch_pair(batch: Any) -> tuple[Any, Any]:
-    """Inputs and target, from what a loader yields."""
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Inputs and target of what a loader yields."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise InputError(

@@ -1,32 +1,30 @@
-"""What training and evaluation report."""
+"""What training and evaluation report, and what an evaluation needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from revcompile.errors import InputError
+from revcompile.ir.module_tree import device_of_model
 
-__all__ = ["Evaluation", "Means", "Metric", "Metrics"]
+__all__ = ["Evaluation", "Metric", "Metrics", "RunningMeans", "check_loader", "eval_mode"]
 
 
 class Metric(Protocol):
     """A mean over a batch, from the model's output and the target."""
 
-    def __call__(self, output: Any, target: Any, /) -> float | Tensor:
-        """The mean."""
-        ...
+    def __call__(self, output: Any, target: Any, /) -> float | Tensor: ...
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What has reached the last stage by now.
-
-    `loss` waits for the device the first time it is read.
-    """
+    """What a step reports. Reading `loss` waits for the device."""
 
     microbatch: int
     samples: int
@@ -34,20 +32,28 @@ class Metrics:
     updates: tuple[int, ...]
     lr: float | None
     throughput: float
-    """Samples a second, since the trainer was made or last asked to count anew."""
+    """Samples a second since the trainer was made."""
     loss_tensor: Tensor | None = field(default=None, repr=False)
     output: Any = field(default=None, repr=False)
     reconstruction: Mapping[int, float] = field(default_factory=dict)
     """Relative error of each stage's rebuilt input, when measured in this step."""
     loss_scale: float | None = None
-    """What the loss was multiplied with before it was differentiated, where that is known."""
+    """The factor of the loss before it was differentiated, where it is known."""
     skipped: int = 0
-    """Micro-batches of this process that overflowed at a stage, and were left out, so far."""
+    """Micro-batches that overflowed at a stage of this process and were left out, so far."""
 
     @property
     def loss(self) -> float:
-        """The micro-batch's loss."""
+        """The micro-batch's loss; nan on ranks that do not know it."""
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+
+    def __repr__(self) -> str:
+        loss = "None" if self.loss_tensor is None else f"{self.loss:.6g}"
+        return (
+            f"Metrics(microbatch={self.microbatch}, loss={loss}, lr={self.lr}, "
+            f"delays={self.delays}, updates={self.updates}, samples={self.samples}, "
+            f"throughput={self.throughput:.4g})"
+        )
 
     def __str__(self) -> str:
         rate = "" if self.lr is None else f", lr {self.lr:g}"
@@ -76,8 +82,8 @@ def _mean(name: str, metric: Metric, output: Any, target: Any) -> float:
         ) from error
 
 
-class Means:
-    """Loss and metrics of batches of different sizes, on their way to an `Evaluation`."""
+class RunningMeans:
+    """Loss and metrics summed over batches, each weighted by its samples."""
 
     def __init__(self, metrics: Mapping[str, Metric] | None) -> None:
         if metrics is not None and not isinstance(metrics, Mapping):
@@ -94,21 +100,46 @@ class Means:
         self.samples = 0
 
     def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
-        """One batch."""
         self.sums["loss"] += float(loss) * samples
         for name, metric in self._metrics.items():
             self.sums[name] += _mean(name, metric, output, target) * samples
         self.samples += samples
 
     def join(self, sums: Mapping[str, float], samples: int) -> None:
-        """Another process's batches."""
+        """Add the sums of another process."""
         for name in self.sums:
             self.sums[name] += sums.get(name, 0.0)
         self.samples += samples
 
     def evaluation(self) -> Evaluation:
-        """The means over all samples."""
         if not self.samples:
             raise InputError("trainer.evaluate: the loader is empty")
         means = {name: total / self.samples for name, total in self.sums.items()}
         return Evaluation(means.pop("loss"), self.samples, means)
+
+
+def check_loader(loader: Any) -> Iterable[Any]:
+    """The loader, if it can be iterated over."""
+    if not isinstance(loader, Iterable):
+        raise InputError(
+            f"trainer.evaluate: expected a loader of batches (inputs, target), got {loader!r}"
+        )
+    return loader
+
+
+@contextmanager
+def eval_mode(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
+    """Eval mode without gradients; modules' modes and random generators are restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    device = device_of_model(model)
+    model.eval()
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.no_grad(),
+            torch.autocast(device.type, autocast, enabled=autocast is not None),
+        ):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -11,7 +11,7 @@ from revcompile.runtime.executor.captured import Backend
 from revcompile.runtime.stage.activations import Buffers
 from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.stage.update import ParamGroups, ScheduleFactory
-from revcompile.units import is_whole
+from revcompile.units import is_int
 
 __all__ = ["Settings"]
 
@@ -31,22 +31,21 @@ class Settings:
     backend: Backend = Backend.AUTO
     buffers: Buffers = field(default_factory=Buffers)
     loss_scale: LossScale | None = None
-    memory: int | None = None
-    """Bytes a device may hold."""
 
     def __post_init__(self) -> None:
-        if not is_whole(self.accumulate) or self.accumulate < 1:
+        if not is_int(self.accumulate) or self.accumulate < 1:
             raise InputError(
                 f"accumulate={self.accumulate!r}; an update needs a whole number of micro-batches, "
                 "at least 1"
             )
         norm = self.clip_grad_norm
-        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and norm > 0):
             raise InputError(f"clip_grad_norm={norm!r}; use a positive norm or None")
         every = self.measure_every
-        if every is not None and not (is_whole(every) and every >= 1):
+        if every is not None and not (is_int(every) and every >= 1):
             raise InputError(f"measure_every={every!r}; use a whole number of steps, or None")
-        if not is_whole(self.seed):
+        if not is_int(self.seed):
             raise InputError(f"seed={self.seed!r}; use a whole number")
         for name, given in (("lr_schedule", self.lr_schedule), ("param_groups", self.param_groups)):
             if given is not None and not callable(given):

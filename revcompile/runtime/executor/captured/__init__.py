@@ -1,6 +1,5 @@
-"""How the rounds of a full pipeline are run: action by action, or recorded once and repeated."""
+"""Captured steps: the steps of a full pipeline over static buffers, called or replayed."""
 
-from revcompile.runtime.executor.captured.backends import Backend, backend_of
-from revcompile.runtime.executor.captured.runner import GraphRunner
+from revcompile.runtime.executor.captured.runner import Backend, GraphRunner, backend_of
 
 __all__ = ["Backend", "GraphRunner", "backend_of"]

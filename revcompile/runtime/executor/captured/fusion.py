@@ -1,7 +1,7 @@
-"""Stage programs with their stretches compiled: what surrounds a convolution in one kernel.
+"""Stage programs with their fusion regions compiled: one kernel for what surrounds a convolution.
 
-Forward and backward run the same compiled function of a stretch, recorded by autograd in both: a
-branch that is rebuilt must come out as it did the first time, to the bit.
+Forward and backward run the same compiled function of a region, both under autograd: a branch that
+backward recomputes has to come out as in forward, to the bit.
 """
 
 from __future__ import annotations
@@ -18,41 +18,49 @@ from revcompile.ir import stage_ops
 from revcompile.ir.ops import as_read, attribute
 from revcompile.kernels.exact_sum import is_imprecise, make_grid
 from revcompile.runtime.executor.captured.fusion_regions import (
-    End,
+    FusedAdd,
     FusionRegion,
+    find_regions,
     fuse_residual_adds,
-    stretches,
 )
 
-__all__ = ["Fused", "fuse", "narrow_leaf"]
+__all__ = ["FusedOps", "cast_leaf", "fuse"]
 
 
-class Fused:
-    """Compiled functions, one for each shape of a stretch."""
+class FusedOps:
+    """Compiled functions: of fusion regions, and of the ops that programs call between them.
+
+    Args:
+        compile: What compiles a function; None for `torch.compile`.
+    """
 
     def __init__(self, compile: Callable[[Any], Callable[..., Any]] | None = None) -> None:
-        self._compile = compile or _compiled
+        self._compile = compile or _torch_compile
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._signs: dict[tuple[torch.device, bool], Tensor] = {}
         self.plus = self._on_grid(self._compile(_plus), stage_ops.plus)
         self.minus = self._on_grid(self._compile(_minus), stage_ops.minus)
-        self._rounded = self._compile(_rounded)
-        self._sum = self._compile(_summed)
+        self._round_to_grid = self._compile(_round_to_grid)
+        self._add = self._compile(_add)
 
     def function(
-        self, stretch: FusionRegion, root: nn.Module, end: End | None = None
+        self, region: FusionRegion, root: nn.Module, add: FusedAdd | None = None
     ) -> Callable[..., Any]:
-        """The function of a stretch: of its inputs (and its end's), then of what it reads."""
-        shapes = (attribute(root, path).shape for path in stretch.reads)
-        key = stretch.shape, None if end is None else end.place, *shapes
+        """The function of a region; regions of one signature and one set of shapes share it.
+
+        Args:
+            add: If given, the function ends with this add.
+        """
+        shapes = (attribute(root, path).shape for path in region.reads)
+        key = region.signature, None if add is None else add.output, *shapes
         if key not in self._functions:
-            modules = {f"m{index}": module for index, module in enumerate(stretch.modules)}
-            graph = stretch.graph if end is None else end.graph
+            modules = {f"m{index}": module for index, module in enumerate(region.modules)}
+            graph = region.graph if add is None else add.graph
             self._functions[key] = self._compile(fx.GraphModule(nn.ModuleDict(modules), graph))
         return self._functions[key]
 
     def sign(self, device: torch.device, is_minus: bool) -> Tensor:
-        """Given as a tensor, so that both directions are one function: to the bit the same."""
+        """A tensor, so that plus and minus are one compiled function, with the same rounding."""
         if (device, is_minus) not in self._signs:
             self._signs[device, is_minus] = torch.tensor(-1.0 if is_minus else 1.0, device=device)
         return self._signs[device, is_minus]
@@ -60,27 +68,27 @@ class Fused:
     def enter_chain(
         self, a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `stage_ops.enter_chain`, with one pass over each stream after the grid is known."""
-        if torch.is_grad_enabled():  # where a graph is kept these steps are a part of it
+        """As `stage_ops.enter_chain`, with one pass over each stream once the grid is known."""
+        if torch.is_grad_enabled():  # a graph is kept, and these ops are part of it
             return stage_ops.enter_chain(a, b, cast, convolves)
         if not is_imprecise(stage_ops.wide(a.new_empty(0)), cast, convolves):
             return stage_ops.wide(a), stage_ops.wide(b), None
         grid = make_grid(stage_ops.largest(a).float(), stage_ops.largest(b).float())
-        return self._rounded(a, grid), self._rounded(b, grid), grid
+        return self._round_to_grid(a, grid), self._round_to_grid(b, grid), grid
 
     def total(self, *gradients: Tensor | None) -> Tensor | None:
         """As `stage_ops.total`, also of gradients in several precisions."""
-        there = [g for g in gradients if g is not None]
-        if len(there) == 2 and there[0].dtype != there[1].dtype:
-            summed: Tensor = self._sum(there[0], there[1])
-            return summed
-        return stage_ops.total(*there)
+        given = [gradient for gradient in gradients if gradient is not None]
+        if len(given) == 2 and given[0].dtype != given[1].dtype:
+            total: Tensor = self._add(*given)
+            return total
+        return stage_ops.total(*given)
 
-    def _on_grid(self, sum_up: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
+    def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
         def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
             if grid is None or torch.is_grad_enabled():
                 return plain(stream, addend, grid)
-            return sum_up(stream.detach(), addend.detach(), grid)
+            return compiled(stream.detach(), addend.detach(), grid)
 
         on_grid.__name__ = on_grid.__qualname__ = f"{plain.__name__}_on_grid"
         return on_grid
@@ -94,155 +102,168 @@ def _minus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
     return stream - ((addend.float() + grid) - grid)
 
 
-def _rounded(x: Tensor, grid: Tensor) -> Tensor:
+def _round_to_grid(x: Tensor, grid: Tensor) -> Tensor:
     return (x.float() + grid) - grid
 
 
-def _summed(a: Tensor, b: Tensor) -> Tensor:
+def _add(a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 
-def _compiled(function: Any) -> Callable[..., Any]:
-    found: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
-    return found
+def _torch_compile(function: Any) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
+    return compiled
 
 
-_STEPS: Final[dict[Any, str]] = {
+_COMPILED_OPS: Final[dict[Any, str]] = {
     stage_ops.enter_chain: "enter_chain",
     stage_ops.minus: "minus",
     stage_ops.plus: "plus",
     stage_ops.total: "total",
 }
-"""Steps that are compiled too."""
+"""Ops between regions, and the method of `FusedOps` that replaces each."""
 
 
 def fuse(
-    forward: fx.Graph, backward: fx.Graph, root: nn.Module, fused: Fused
+    forward: fx.Graph, backward: fx.Graph, root: nn.Module, fused: FusedOps
 ) -> tuple[fx.Graph, fx.Graph]:
-    """The two programs of a stage with their stretches compiled."""
+    """Copies of a stage's two programs with their fusion regions compiled."""
     programs = [fx.Graph(), fx.Graph()]
     for new, old in zip(programs, (forward, backward), strict=True):
         new.output(new.graph_copy(old, {}))
-    found = [stretches(graph, root) for graph in programs]
-    for stretch in found[1]:
-        for node in stretch.inputs:
-            if node.target is stage_ops.leaf and _is_cast(stretch, node):
-                node.target = narrow_leaf
-    fuse_residual_adds(*found)
-    leaves = {tuple(s.reads): _graded(s) for s in found[1]}
-    for graph, here in zip(programs, found, strict=True):
-        now: dict[fx.Node, fx.Node] = {}
-        for number, stretch in enumerate(here):
-            graded = leaves.get(tuple(stretch.reads), _graded(stretch))
-            _replace(graph, stretch, _runner(stretch, root, fused, graded, number), now)
+    regions = [find_regions(graph, root) for graph in programs]
+    for region in regions[1]:
+        for node in region.inputs:
+            if node.target is stage_ops.leaf and _is_cast(region, node):
+                node.target = cast_leaf
+    fuse_residual_adds(*regions)
+    # Forward treats its inputs as backward does, or the recomputed branch might differ.
+    leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}
+    for graph, in_graph in zip(programs, regions, strict=True):
+        replaced: dict[fx.Node, fx.Node] = {}
+        for number, region in enumerate(in_graph):
+            ops = leaf_ops.get(tuple(region.reads), _leaf_ops(region))
+            _replace(graph, region, _caller(region, root, fused, ops, number), replaced)
         for node in graph.nodes:
-            if node.target in _STEPS:
-                node.target = getattr(fused, _STEPS[node.target])
+            if node.target in _COMPILED_OPS:
+                node.target = getattr(fused, _COMPILED_OPS[node.target])
         graph.eliminate_dead_code(lambda node: node.op != "get_attr")
         graph.lint()
     return programs[0], programs[1]
 
 
-Begin = Callable[[Any], Any]
-"""How an input begins a graph."""
+LeafOp = Callable[[Any], Any]
+"""Makes an input of a region a leaf of a graph of autograd."""
 
 
-def _graded(stretch: FusionRegion) -> tuple[Begin, ...]:
-    """How each input begins a graph in backward, if it does."""
-    begins: tuple[Any, ...] = (stage_ops.leaf, narrow_leaf)
-    targets = [node.target for node in stretch.inputs]
-    return tuple(t if t in begins else _as_it_is for t in targets)  # type: ignore[misc]
+def _leaf_ops(region: FusionRegion) -> tuple[LeafOp, ...]:
+    """For each input the op that makes it a leaf in backward, or one that does nothing."""
+    ops: tuple[Any, ...] = (stage_ops.leaf, cast_leaf)
+    targets = [node.target for node in region.inputs]
+    return tuple(t if t in ops else _identity for t in targets)  # type: ignore[misc]
 
 
-def _as_it_is(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 
-def _is_cast(stretch: FusionRegion, node: fx.Node) -> bool:
-    """Is an input read once, by a layer that autocast gives it to in low precision?"""
-    users = [user for user in node.users if user in stretch.nodes]
-    return len(users) == 1 and users[0].op == "call_module" and _tensor_core(users[0], stretch)
+def _is_cast(region: FusionRegion, node: fx.Node) -> bool:
+    """Is an input read once, by a layer for which autocast casts it to low precision?"""
+    users = [user for user in node.users if user in region.nodes]
+    if len(users) != 1 or users[0].op != "call_module":
+        return False
+    return f"{users[0].target}.weight" in region.autocast_weights
 
 
-def _tensor_core(user: fx.Node, stretch: FusionRegion) -> bool:
-    return f"{user.target}.weight" in stretch.products
+def cast_leaf(x: Any) -> Any:
+    """A leaf in the precision in which it is read.
 
-
-def narrow_leaf(x: Any) -> Any:
-    """The beginning of a graph in the precision in which it is read.
-
-    Its gradient is then not widened first and added to others afterwards, but in one go.
+    Its gradient then comes in low precision, and is cast up while it is added to others.
     """
     return stage_ops.leaf(as_read(x) if isinstance(x, Tensor) else x)
 
 
 def _replace(
-    graph: fx.Graph, stretch: FusionRegion, run: Callable[..., Any], now: dict[fx.Node, fx.Node]
+    graph: fx.Graph,
+    region: FusionRegion,
+    function: Callable[..., Any],
+    replaced: dict[fx.Node, fx.Node],
 ) -> None:
-    """One call for a stretch; the sum that it ends with is the last of its results.
+    """Call a function in place of a region; the result of a fused add is its last output.
 
-    `now`: what stands for values of stretches before.
+    Args:
+        replaced: What stands for the outputs of earlier regions; those of this one are added.
     """
-    end = () if stretch.end is None else stretch.end.inputs
-    ended = [] if stretch.end is None else [stretch.end.node]
-    with graph.inserting_after(stretch.nodes[-1]):
-        called = graph.call_function(run, (*(now.get(x, x) for x in stretch.inputs), *end))
-    last = called
-    for index, node in enumerate([*stretch.outputs, *ended]):
+    add = region.fused_add
+    inputs = [*(replaced.get(x, x) for x in region.inputs), *(add.inputs if add else ())]
+    outputs = [*region.outputs, *([add.node] if add else [])]
+    with graph.inserting_after(region.nodes[-1]):
+        call = graph.call_function(function, tuple(inputs))
+    last = call
+    for index, node in enumerate(outputs):
         with graph.inserting_after(last):
-            last = graph.call_function(operator.getitem, (called, index))
+            last = graph.call_function(operator.getitem, (call, index))
         node.replace_all_uses_with(last)
-        now[node] = last
-    for node in (*ended, *reversed(stretch.nodes)):
+        replaced[node] = last
+    for node in (*([add.node] if add else []), *reversed(region.nodes)):
         graph.erase_node(node)
 
 
-def _runner(
-    stretch: FusionRegion, root: nn.Module, fused: Fused, graded: Sequence[Begin], number: int
+def _caller(
+    region: FusionRegion, root: nn.Module, fused: FusedOps, leaf_ops: Sequence[LeafOp], number: int
 ) -> Callable[..., Any]:
-    """Calls a compiled stretch as the program does: recorded, or not to be seen by autograd."""
-    reads, counters, end = stretch.reads, stretch.counters, stretch.end
+    """A function that calls a compiled region as the program would have computed it.
+
+    While the program records, the region becomes a part of its graph and moves running statistics.
+    Otherwise autograd runs all the same, so that the kernels are those of a recording program; the
+    graph is dropped, and running statistics move in scratch memory.
+    """
+    reads, add = region.reads, region.fused_add
     scratch: dict[str, Tensor] = {}
 
-    def still(path: str) -> Tensor:
-        """Statistics that may move in vain."""
+    def scratch_statistics(path: str) -> Tensor:
+        """Running statistics that may change in vain."""
         if path not in scratch:
             scratch[path] = torch.zeros_like(attribute(root, path))
         return scratch[path]
 
-    def run(*inputs: Any, end: End | None = None, summed: Sequence[Tensor] = ()) -> Any:
-        function = fused.function(stretch, root, end)
+    def call(*inputs: Any, add: FusedAdd | None = None, add_inputs: Sequence[Tensor] = ()) -> Any:
+        function = fused.function(region, root, add)
         if torch.is_grad_enabled():
-            for path in counters:
+            for path in region.counters:
                 attribute(root, path).add_(1)
-            return _quietly(function, *inputs, *summed, *(attribute(root, path) for path in reads))
-        pairs = zip(inputs, graded, strict=True)
-        leaves = [begin(x) for x, begin in pairs]
-        tensors = (still(p) if p in stretch.moved else attribute(root, p) for p in reads)
+            tensors = [attribute(root, path) for path in reads]
+            return _without_warnings(function, *inputs, *add_inputs, *tensors)
+        leaves = [leaf_op(x) for x, leaf_op in zip(inputs, leaf_ops, strict=True)]
+        tensors = [
+            scratch_statistics(path) if path in region.statistics else attribute(root, path)
+            for path in reads
+        ]
         with torch.enable_grad():
-            found = _quietly(function, *leaves, *summed, *tensors)
-        return tuple(stage_ops.detached(value) for value in found)
+            results = _without_warnings(function, *leaves, *add_inputs, *tensors)
+        return tuple(map(stage_ops.detached, results))
 
-    def run_to_the_end(*inputs: Any) -> Any:
-        assert end is not None
+    def call_with_add(*inputs: Any) -> Any:
+        assert add is not None
         *own, stream, grid = inputs
-        if grid is None or (torch.is_grad_enabled() and not end.is_minus):
-            found = run(*own)  # exact without a grid; or a graph goes on through the stream
-            plain = stage_ops.minus if end.is_minus else stage_ops.plus
-            return *found, plain(stream, found[end.place], grid)
-        sign = fused.sign(stream.device, end.is_minus)
-        found = run(*own, end=end, summed=(stream.detach(), grid, sign))
-        return *found, stage_ops.detached(found[end.place])
+        if grid is None or (torch.is_grad_enabled() and not add.is_minus):
+            # Exact without a grid; or the graph that is kept goes on through the stream.
+            results = call(*own)
+            plain = stage_ops.minus if add.is_minus else stage_ops.plus
+            return *results, plain(stream, results[add.output], grid)
+        sign = fused.sign(stream.device, add.is_minus)
+        results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign))
+        return *results, stage_ops.detached(results[add.output])
 
-    if end is not None:
-        run_to_the_end.__name__ = run_to_the_end.__qualname__ = f"compiled_{number}_and_sum"
-        return run_to_the_end
-    run.__name__ = run.__qualname__ = f"compiled_{number}"
-    return run
+    if add is not None:
+        call_with_add.__name__ = call_with_add.__qualname__ = f"compiled_{number}_and_sum"
+        return call_with_add
+    call.__name__ = call.__qualname__ = f"compiled_{number}"
+    return call
 
 
-def _quietly(function: Callable[..., Any], *args: Any) -> Any:
-    """Compiling looks at the gradients of whatever it is given, which torch then warns of."""
+def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:
+    """Compiling reads `.grad` of whatever it is given, of which torch warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         return function(*args)

@@ -1,15 +1,19 @@
-"""What of a stage's program can be compiled: the stretches between its steps, as functions.
+"""Fusion regions: the parts of a stage's program that are compiled, each as one function.
 
-A stretch becomes a function of its inputs and of every tensor it reads, so that blocks of one shape
-share one. Where it is a branch F, the sum that follows can be a part of it: F's result
-is then never written to memory. Forward and backward have to do the same there, or what is rebuilt
-would not be what there was.
+    a' = b                      a region is a run of nodes without side effects: here the branch F
+    b' = a + F(b)               the residual add can be fused into it: F(b) is never in memory
+
+The function of a region takes its inputs and every tensor that it reads of its layers (weights,
+running statistics) as arguments, so that blocks of one shape share a compiled function. Where an
+add is fused, it is fused in forward and in backward: computed differently, the reconstructed input
+would not be the one that forward had.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,7 +23,7 @@ from torch.nn import functional as F
 
 from revcompile.ir import stage_ops
 
-__all__ = ["End", "FusionRegion", "fuse_residual_adds", "stretches"]
+__all__ = ["FusedAdd", "FusionRegion", "find_regions", "fuse_residual_adds"]
 
 _STATELESS: Final = (
     nn.AdaptiveAvgPool2d,
@@ -59,14 +63,15 @@ _METHODS: Final = frozenset(
 
 
 @dataclass
-class End:
-    """A sum that ends a stretch: of a stream and the branch's result, on a grid."""
+class FusedAdd:
+    """The residual add at the end of a region: a stream plus or minus the branch, on a grid."""
 
     node: fx.Node
-    place: int
-    """Of the branch's result, among the stretch's outputs."""
+    """The add in the stage's program."""
+    output: int
+    """Which of the region's outputs is the branch's result."""
     graph: fx.Graph
-    """The stretch with its sum: after its own inputs it takes the stream, the grid and a sign."""
+    """The region with the add; the stream, the grid and a sign come after its own inputs."""
 
     @property
     def inputs(self) -> tuple[fx.Node, fx.Node]:
@@ -76,67 +81,64 @@ class End:
 
     @property
     def is_minus(self) -> bool:
-        """Is a stream rebuilt?"""
+        """Does it reconstruct a stream in backward?"""
         return self.node.target is stage_ops.minus
 
 
 @dataclass
 class FusionRegion:
-    """Nodes of a program in a row, as a function of their inputs and the tensors they read."""
+    """Consecutive nodes of a program, as a function of their inputs and the tensors they read."""
 
     nodes: list[fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
+    """The function."""
     inputs: list[fx.Node] = field(default_factory=list)
-    reads: list[str] = field(default_factory=list)
-    moved: set[str] = field(default_factory=set)
-    """Those of the reads that are running statistics."""
-    products: set[str] = field(default_factory=set)
-    """Those of the reads that autocast turns to low precision, with what they are applied to."""
-    counters: list[str] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
-    end: End | None = None
+    reads: list[str] = field(default_factory=list)
+    """Paths of the tensors it reads of layers."""
+    statistics: set[str] = field(default_factory=set)
+    """Those of `reads` that are running statistics."""
+    autocast_weights: set[str] = field(default_factory=set)
+    """Those of `reads` that autocast casts to low precision, with the layer's input."""
+    counters: list[str] = field(default_factory=list)
+    """Paths of `num_batches_tracked`, which the function does not write."""
+    modules: list[nn.Module] = field(default_factory=list)
+    """Layers without tensors that the function calls."""
+    fused_add: FusedAdd | None = None
 
     @property
-    def shape(self) -> str:
-        """Equal for stretches that compute the same function of their arguments."""
+    def signature(self) -> str:
+        """Equal for regions that compute the same function of their arguments."""
         modules = " ".join(map(repr, self.modules))
         return f"{self.graph.python_code('self').src} {modules} {len(self.inputs)}"
 
 
-# -- finding stretches -----------------------------------------------------------------------------
+# -- finding regions -------------------------------------------------------------------------------
 
 
-def stretches(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
-    """What of a program is worth compiling."""
-    found: list[list[fx.Node]] = []
-    run: list[fx.Node] = []
-    for node in graph.nodes:
-        if _is_pure(node, root):
-            run.append(node)
-        else:
-            found += _worthwhile(run)
-            run = []
-    return [_built(FusionRegion(nodes), root) for nodes in found]
+def find_regions(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
+    """The regions of a stage's program: its longest runs of pure nodes with at least one layer."""
+    runs = itertools.groupby(graph.nodes, lambda node: _is_pure(node, root))
+    pure = [list(nodes) for is_pure, nodes in runs if is_pure]
+    return [_build(FusionRegion(nodes), root) for nodes in pure if any(map(_is_layer, nodes))]
 
 
-def _worthwhile(run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    if any(node.op == "call_module" or node.target is stage_ops.normalised for node in run):
-        yield run
+def _is_layer(node: fx.Node) -> bool:
+    return node.op == "call_module" or node.target is stage_ops.normalised
 
 
 def _is_pure(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return type(module) in (*_LIFTED, *_STATELESS)
-    if node.op == "get_attr":  # of a layer that is normalised, which comes next
+    if node.op == "get_attr":  # the layer that a call of `normalised` is given
         return all(user.target is stage_ops.normalised for user in node.users)
     if node.op == "call_method":
         return node.target in _METHODS
     if node.target is stage_ops.normalised:
         layer = root.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
         return _is_plain_norm(layer) and len(node.args) == 2 and not node.kwargs
-    if node.target is operator.getitem:  # of several results of one step: not worth a kernel
+    if node.target is operator.getitem:  # alone it is not worth a kernel
         return _is_pure(node.all_input_nodes[0], root)
     return node.op == "call_function" and node.target in _FUNCTIONS
 
@@ -144,8 +146,8 @@ def _is_pure(node: fx.Node, root: nn.Module) -> bool:
 def _is_plain_norm(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
         return False
-    is_own = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d)
-    return is_own and layer.affine and layer.track_running_stats and layer.momentum is not None
+    is_exact = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d)
+    return is_exact and layer.affine and layer.track_running_stats and layer.momentum is not None
 
 
 # -- building their functions ----------------------------------------------------------------------
@@ -153,8 +155,8 @@ def _is_plain_norm(layer: nn.Module) -> bool:
 
 def _conv(function: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
     def lifted(layer: Any) -> tuple[Any, ...]:
-        fixed = layer.stride, layer.padding, layer.dilation, layer.groups
-        return function, ("weight", "bias"), fixed
+        settings = layer.stride, layer.padding, layer.dilation, layer.groups
+        return function, ("weight", "bias"), settings
 
     return lifted
 
@@ -165,36 +167,36 @@ _LIFTED: Final[dict[type[nn.Module], Callable[..., tuple[Any, ...]]]] = {
     nn.LayerNorm: lambda m: (_layer_norm, ("weight", "bias"), (m.normalized_shape, m.eps)),
     nn.Linear: lambda m: (F.linear, ("weight", "bias"), ()),
 }
-"""How layers are called with their tensors as arguments: function, tensors, settings."""
+"""For layers with tensors: the function that takes them as arguments, their names, settings."""
 
 
 def _layer_norm(x: Tensor, weight: Any, bias: Any, shape: Any, eps: float) -> Tensor:
     return F.layer_norm(x, shape, weight, bias, eps)
 
 
-def _built(stretch: FusionRegion, root: nn.Module) -> FusionRegion:
-    """Write the function: inputs, then tensors, in the order in which they are first read."""
-    graph, inside = stretch.graph, set(stretch.nodes)
+def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
+    """Fill in a region: its function takes inputs, then tensors, in the order of first use."""
+    graph, inside = region.graph, set(region.nodes)
     copies: dict[fx.Node, fx.Node] = {}
     lifted: dict[str, fx.Node] = {}
-    computed = [node for node in stretch.nodes if node.op != "get_attr"]
+    computed = [node for node in region.nodes if node.op != "get_attr"]
     for node in computed:
         for source in node.all_input_nodes:
             if source not in inside and source not in copies:
-                copies[source] = graph.placeholder(f"x{len(stretch.inputs)}")
-                stretch.inputs.append(source)
+                copies[source] = graph.placeholder(f"x{len(region.inputs)}")
+                region.inputs.append(source)
     for node in computed:
         for path in _tensors(node, root):
             if path not in lifted:
                 lifted[path] = graph.placeholder(f"t{len(lifted)}")
-    stretch.reads = list(lifted)
+    region.reads = list(lifted)
     for index, node in enumerate(computed):
-        copies[node] = _written(stretch, node, root, copies, lifted)
+        copies[node] = _emit(region, node, root, copies, lifted)
         copies[node]._rename(f"v{index}")
         if any(user not in inside for user in node.users):
-            stretch.outputs.append(node)
-    graph.output(tuple(copies[node] for node in stretch.outputs))
-    return stretch
+            region.outputs.append(node)
+    graph.output(tuple(copies[node] for node in region.outputs))
+    return region
 
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
@@ -210,19 +212,19 @@ def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
     return [f"{path}.{n}" for n in ("weight", "bias") if getattr(layer, n) is not None]
 
 
-def _written(
-    stretch: FusionRegion,
+def _emit(
+    region: FusionRegion,
     node: fx.Node,
     root: nn.Module,
     copies: dict[fx.Node, fx.Node],
     lifted: dict[str, fx.Node],
 ) -> fx.Node:
-    graph = stretch.graph
+    graph = region.graph
     if node.target is stage_ops.normalised:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         norm: Any = root.get_submodule(path)
-        stretch.moved |= {f"{path}.running_mean", f"{path}.running_var"}
-        stretch.counters.append(f"{path}.num_batches_tracked")
+        region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
+        region.counters.append(f"{path}.num_batches_tracked")
         tensors = [lifted[name] for name in _tensors(node, root)]
         x = copies[node.args[1]]  # type: ignore[index]
         return graph.call_function(F.batch_norm, (x, *tensors, True, norm.momentum, norm.eps))
@@ -230,74 +232,75 @@ def _written(
         layer = root.get_submodule(str(node.target))
         args = fx.map_arg(node.args, copies.__getitem__)
         if type(layer) in _LIFTED:
-            function, names, fixed = _LIFTED[type(layer)](layer)
+            function, names, settings = _LIFTED[type(layer)](layer)
             if not isinstance(layer, nn.LayerNorm):
-                stretch.products.add(f"{node.target}.weight")
-            found = [lifted.get(f"{node.target}.{name}") for name in names]
-            return graph.call_function(function, (*args, *found, *fixed))
-        stretch.modules.append(layer)
-        return graph.call_module(f"m{len(stretch.modules) - 1}", args)
+                region.autocast_weights.add(f"{node.target}.weight")
+            arguments = [lifted.get(f"{node.target}.{name}") for name in names]
+            return graph.call_function(function, (*args, *arguments, *settings))
+        region.modules.append(layer)
+        return graph.call_module(f"m{len(region.modules) - 1}", args)
     return graph.node_copy(node, copies.__getitem__)
 
 
-# -- sums ------------------------------------------------------------------------------------------
+# -- residual adds ---------------------------------------------------------------------------------
 
 
 def fuse_residual_adds(forward: Sequence[FusionRegion], backward: Sequence[FusionRegion]) -> None:
-    """Let stretches end with the sums of their results, where both programs can."""
-    for stretch in forward:
-        if sum(other.reads == stretch.reads for other in forward) > 1:
+    """Let regions end with the residual add of their result, where both programs can."""
+    for region in forward:
+        if sum(other.reads == region.reads for other in forward) > 1:
             continue
-        again = [other for other in backward if other.reads == stretch.reads and _sums(other)]
-        ends = [(one, _end(one)) for one in (stretch, *again)]
-        if all(end is not None for _, end in ends):
-            for one, end in ends:
-                one.end = end
+        recomputed = [r for r in backward if r.reads == region.reads and _residual_adds(r)]
+        same = region, *recomputed
+        adds = list(map(_fused_add, same))
+        if all(add is not None for add in adds):
+            for each, add in zip(same, adds, strict=True):
+                each.fused_add = add
 
 
-def _sums(stretch: FusionRegion) -> list[tuple[int, fx.Node]]:
-    """Sums that a stretch's results go into."""
+def _residual_adds(region: FusionRegion) -> list[tuple[int, fx.Node]]:
+    """The residual adds of a region's outputs."""
     return [
-        (place, user)
-        for place, node in enumerate(stretch.outputs)
+        (index, user)
+        for index, node in enumerate(region.outputs)
         for user in node.users
         if user.target in (stage_ops.plus, stage_ops.minus) and user.args[1] is node
     ]
 
 
-def _end(stretch: FusionRegion) -> End | None:
-    """The sum that can be a part of a stretch: nothing else but a gradient reads the result."""
-    sums = _sums(stretch)
-    if len(sums) != 1:
+def _fused_add(region: FusionRegion) -> FusedAdd | None:
+    """The add that can be part of a region: nothing else but a gradient reads the branch."""
+    adds = _residual_adds(region)
+    if len(adds) != 1:
         return None
-    place, node = sums[0]
-    others = [user for user in stretch.outputs[place].users if user is not node]
-    inside = set(stretch.nodes)
+    output, node = adds[0]
+    others = [user for user in region.outputs[output].users if user is not node]
+    inside = set(region.nodes)
     if any(user.target is not stage_ops.pull_back and user not in inside for user in others):
         return None
-    last = stretch.nodes[-1]
+    last = region.nodes[-1]
     if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):
         return None
-    return End(node, place, _with_sum(stretch, place))
+    return FusedAdd(node, output, _graph_with_add(region, output))
 
 
-def _with_sum(stretch: FusionRegion, place: int) -> fx.Graph:
+def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(stretch.graph, copies)
-    assert isinstance(output, tuple)
+    outputs = graph.graph_copy(region.graph, copies)
+    assert isinstance(outputs, tuple)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    with graph.inserting_after(placeholders[len(stretch.inputs) - 1]):
+    with graph.inserting_after(placeholders[len(region.inputs) - 1]):  # in reverse
         sign = graph.placeholder("sign")
         grid = graph.placeholder("grid")
         stream = graph.placeholder("stream")
-    found = list(output)
-    found[place] = graph.call_function(_sum_on_grid, (found[place], stream, grid, sign))
-    graph.output(tuple(found))
+    results = list(outputs)
+    results[output] = graph.call_function(_add_on_grid, (results[output], stream, grid, sign))
+    graph.output(tuple(results))
     return graph
 
 
-def _sum_on_grid(addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor) -> Tensor:
+def _add_on_grid(addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor) -> Tensor:
     """The stream plus or minus the addend; its gradient is the addend's own, with no sign."""
     value = addend.detach()
     return (addend - value) + (stream + sign * ((value.float() + grid) - grid))

@@ -1,140 +1,133 @@
-"""Running a round again and again: by calling it, or as a CUDA graph recorded once."""
+"""Running one step again and again: by calling it, or as a CUDA graph that is captured once."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from revcompile.errors import RevcompileError
 from revcompile.ir.stage_ops import seed_of, seeding
 
-__all__ = ["CaptureUnsupported", "CudaGraphs", "Direct", "Keys", "Recorder"]
+__all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "RandomKeys"]
 
 
 class CaptureUnsupported(RevcompileError):
-    """A round does something that a graph cannot hold."""
+    """A step does something that a CUDA graph cannot hold."""
 
 
-Place = tuple[int, int]
-"""A stage, and a micro-batch counted from the one that enters in this round."""
-Keys = Mapping[Place, int]
-"""What the random numbers of each stage and micro-batch of a round depend on."""
+Pass = tuple[int, int]
+"""A stage, and a micro-batch counted from the one that enters with the step."""
+RandomKeys = Mapping[Pass, int]
+"""What the random numbers of each pass of a step are seeded with."""
 
 
-class Recorder(Protocol):
-    """Runs rounds of one kind, each kind under a key."""
+class EagerReplay:
+    """Runs steps of several kinds by calling them: on any device, and open to a debugger.
 
-    def run(self, kind: Hashable, body: Callable[[], None], keys: Keys) -> None:
-        """Run a round: by calling `body`, or by repeating what it did."""
-        ...
+    All steps of one kind do the same with the same static buffers.
+    """
 
-    def is_known(self, kind: Hashable) -> bool:
-        """Can this kind be run without calling anything?"""
-        ...
+    def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
+        """Run a step.
 
-    def forget(self) -> None:
-        """Everything recorded is void."""
-        ...
+        Raises:
+            CaptureUnsupported: It cannot be captured, and has not been run.
+        """
+        step()
 
-
-class Direct:
-    """Calls the round each time: what is recorded elsewhere, one can step through here."""
-
-    def run(self, kind: Hashable, body: Callable[[], None], keys: Keys) -> None:
-        """Call it."""
-        body()
-
-    def is_known(self, kind: Hashable) -> bool:
-        """No: it is called."""
+    def is_captured(self, kind: Hashable) -> bool:
+        """Are steps of this kind replayed, and not called?"""
         return False
 
-    def forget(self) -> None:
-        """There is nothing."""
+    def clear(self) -> None:
+        """Forget all captured steps."""
 
 
 @dataclass
-class _Recorded:
-    """One kind of round: the pieces that drew random numbers, then its graph."""
+class _Capture:
+    """The state of one kind of step: warmed up, then captured."""
 
-    draws: list[tuple[Place, int] | None] = field(default_factory=list)
-    """For every time a piece is seeded: who, if it draws anything."""
+    draws: list[tuple[Pass, int] | None] = field(default_factory=list)
+    """For each seeding of random numbers in the step: what was seeded, if numbers were drawn."""
     graph: torch.cuda.CUDAGraph | None = None
-    generators: list[tuple[torch.Generator, Place, int]] = field(default_factory=list)
+    generators: list[tuple[torch.Generator, Pass, int]] = field(default_factory=list)
 
 
-class CudaGraphs:
-    """One CUDA graph for each kind of round, all in one pool of memory.
+class CudaGraphReplay(EagerReplay):
+    """One CUDA graph for each kind of step, all in one memory pool.
 
-    A kind's first round is called, which warms everything up and shows which pieces draw random
-    numbers; the second is recorded; from then on the graph runs.
+        1st step of a kind    warm-up: called, which also shows where random numbers are drawn
+        2nd                   captured, then replayed
+        from the 3rd on       replayed
+
+    A graph cannot seed random numbers. Each place that draws some gets a generator of its own,
+    which is seeded from the host before the graph is replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._found: dict[Hashable, _Recorded] = {}
+        self._captures: dict[Hashable, _Capture] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def is_known(self, kind: Hashable) -> bool:
-        """Is there a graph?"""
-        return kind in self._found and self._found[kind].graph is not None
+    def is_captured(self, kind: Hashable) -> bool:
+        return kind in self._captures and self._captures[kind].graph is not None
 
-    def forget(self) -> None:
-        """Drop all graphs."""
-        self._found.clear()
+    def clear(self) -> None:
+        self._captures.clear()
 
-    def run(self, kind: Hashable, body: Callable[[], None], keys: Keys) -> None:
-        """Call, record or repeat a round."""
-        if kind not in self._found:
-            self._found[kind] = _Recorded(self._warm_up(body, keys))
+    def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
+        """Warm up, capture or replay."""
+        if kind not in self._captures:
+            self._captures[kind] = _Capture(self._warm_up(step, keys))
             return
-        found = self._found[kind]
-        if found.graph is None:
-            self._record(found, body)
-        for generator, place, piece in found.generators:
-            generator.manual_seed(seed_of(keys[place], piece))
-        assert found.graph is not None
-        found.graph.replay()
+        capture = self._captures[kind]
+        if capture.graph is None:
+            self._capture(capture, step)
+        for generator, seeded, piece in capture.generators:
+            generator.manual_seed(seed_of(keys[seeded], piece))
+        assert capture.graph is not None
+        capture.graph.replay()
 
-    def _default(self) -> torch.Generator:
+    def _default_generator(self) -> torch.Generator:
         index = self.device.index
         return torch.cuda.default_generators[index if index is not None else 0]
 
-    def _warm_up(self, body: Callable[[], None], keys: Keys) -> list[tuple[Place, int] | None]:
-        """Call the round; who drew random numbers is seen by how far the generator got."""
-        places = {key: place for place, key in keys.items()}
-        seeded: list[tuple[Place, int]] = []
-        drew: list[bool] = []
-        generator = self._default()
+    def _warm_up(self, step: Callable[[], None], keys: RandomKeys) -> list[tuple[Pass, int] | None]:
+        """Call the step. A piece draws random numbers if it advances the generator."""
+        passes = {key: seeded for seeded, key in keys.items()}
+        seeded: list[tuple[Pass, int]] = []
+        has_drawn: list[bool] = []
+        generator = self._default_generator()
 
-        def look() -> None:
-            if len(drew) < len(seeded):
-                drew.append(generator.get_offset() > 0)
+        def end_piece() -> None:
+            if len(has_drawn) < len(seeded):
+                has_drawn.append(generator.get_offset() > 0)
 
         def seeder(key: int, piece: int) -> None:
-            look()
-            seeded.append((places[key], piece))
+            end_piece()
+            seeded.append((passes[key], piece))
             torch.manual_seed(seed_of(key, piece))
 
         with torch.random.fork_rng([self.device]), seeding(seeder):
-            body()
-            look()
-        return [who if has else None for who, has in zip(seeded, drew, strict=True)]
+            step()
+            end_piece()
+        return [entry if drew else None for entry, drew in zip(seeded, has_drawn, strict=True)]
 
-    def _record(self, found: _Recorded, body: Callable[[], None]) -> None:
+    def _capture(self, capture: _Capture, step: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()
         generators = [
-            (torch.Generator(self.device), *who) if who is not None else None for who in found.draws
+            (torch.Generator(self.device), *draw) if draw is not None else None
+            for draw in capture.draws
         ]
         for entry in generators:
             if entry is not None:
                 graph.register_generator_state(entry[0])
-        default, count = self._default(), itertools.count()
-        before = default.graphsafe_get_state()
-        default.graphsafe_set_state(before.clone_state())  # a recording that fails would keep it
+        default, count = self._default_generator(), itertools.count()
+        state = default.graphsafe_get_state()
+        default.graphsafe_set_state(state.clone_state())  # a capture that fails would keep it
 
         def seeder(key: int, piece: int) -> None:
             entry = generators[next(count)]
@@ -142,15 +135,16 @@ class CudaGraphs:
                 default.graphsafe_set_state(entry[0])
 
         stream = torch.cuda.current_stream(self.device)
-        recording = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
+        capturing = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
         try:
-            with seeding(seeder), recording:
-                body()
+            with seeding(seeder), capturing:
+                step()
         except Exception as error:
-            torch.cuda.set_stream(stream)  # which a recording that fails does not do
-            self._pool = torch.cuda.graph_pool_handle()  # the old one may still be recorded to
+            # A capture that fails leaves its stream current, and its pool perhaps in use.
+            torch.cuda.set_stream(stream)
+            self._pool = torch.cuda.graph_pool_handle()
             raise CaptureUnsupported(f"{type(error).__name__}: {error}") from error
         finally:
-            default.graphsafe_set_state(before)
-        found.graph = graph
-        found.generators = [entry for entry in generators if entry is not None]
+            default.graphsafe_set_state(state)
+        capture.graph = graph
+        capture.generators = [entry for entry in generators if entry is not None]

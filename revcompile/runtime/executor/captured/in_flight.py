@@ -1,4 +1,4 @@
-"""What is in flight when rounds begin to be recorded."""
+"""What is in flight when a trainer goes over to captured steps: it is moved into static buffers."""
 
 from __future__ import annotations
 
@@ -10,81 +10,86 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from revcompile.runtime.executor.captured.static_buffers import Route
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
 from revcompile.runtime.stage.stage import InFlight
 
-__all__ = ["InFlightState", "held_by", "in_flight", "missing_room", "on_device"]
+__all__ = ["InFlightState", "empty_on", "in_flight", "missing_memory"]
 
 
 @dataclass
 class InFlightState:
-    """What is in flight: by stage and micro-batch, and the messages that wait."""
+    """Activations, stashed weights and messages of the micro-batches in flight."""
 
-    kept: dict[int, dict[int, Any]]
-    mail: dict[tuple[int, int, MessageKind], list[Message]]
-    versions: dict[int, dict[int, Mapping[str, Tensor]]] = field(default_factory=dict)
-    """Of stages that stash their weights: by how many updates ago they were."""
-    set_aside: int = 0
-    """Bytes of what is copied for a while during updates."""
+    activations: dict[int, dict[int, Any]] = field(default_factory=dict)
+    """By stage and micro-batch."""
+    messages: dict[Route, list[Message]] = field(default_factory=dict)
+    stashed: dict[int, dict[int, Mapping[str, Tensor]]] = field(default_factory=dict)
+    """By stage and by how many updates old the weights are."""
+
+    @classmethod
+    def of(
+        cls, executors: Sequence[StageExecutor], transport: InProcess, flag: Tensor | None
+    ) -> InFlightState | None:
+        """What is in flight now; None if a captured step cannot work with some of it.
+
+        Args:
+            flag: If given, messages get flags `found_inf` like this one, which are not set.
+        """
+        state = cls()
+        for executor in executors:
+            ages = executor.stage.ages()
+            for microbatch, entry in executor.stage.in_flight.items():
+                if entry.buffers or entry.original:
+                    return None
+                state.activations.setdefault(executor.index, {})[microbatch] = entry.kept
+                if entry.weights is not None:
+                    age = ages[microbatch]
+                    state.stashed.setdefault(executor.index, {})[age] = entry.weights
+        for route, queue in transport.queues.items():
+            for message in queue:
+                if message.void or message.scale is not None or route[2] is not MessageKind.DY:
+                    return None
+                unset = None if flag is None else torch.zeros_like(flag)
+                state.messages.setdefault(route, []).append(
+                    Message(message.index, message.values, message.gradients, found_inf=unset)
+                )
+        return state
 
     @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        messages = [(m.values, m.gradients) for found in self.mail.values() for m in found]
-        leaves = pytree.tree_leaves((self.kept, messages, self.versions))
+    def nbytes(self) -> int:
+        messages = [(m.values, m.gradients) for queue in self.messages.values() for m in queue]
+        leaves = pytree.tree_leaves((self.activations, messages, self.stashed))
         return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
 
-def held_by(
-    executors: Sequence[StageExecutor], transport: InProcess, flag: Tensor | None
-) -> InFlightState | None:
-    """All that is in flight; None if some of it is not what recorded rounds work with.
+def missing_memory(state: InFlightState, snapshots: int, device: torch.device) -> str | None:
+    """Why captured steps would not fit into the device's memory; None if they do.
 
-    Messages get a flag like the one given, which says that they are fine.
-    """
-    found = InFlightState({}, {})
-    for executor in executors:
-        ages = executor.stage.ages()
-        for microbatch, held in executor.stage.in_flight.items():
-            if held.buffers or held.original:
-                return None
-            found.kept.setdefault(executor.index, {})[microbatch] = held.kept
-            if held.weights is not None:
-                found.versions.setdefault(executor.index, {})[ages[microbatch]] = held.weights
-    for (source, target, channel), queue in transport.queues.items():
-        for message in queue:
-            if message.void or message.scale is not None or channel is not MessageKind.DY:
-                return None
-            bad = None if flag is None else torch.zeros_like(flag)
-            marked = Message(message.index, message.values, message.gradients, bad=bad)
-            found.mail.setdefault((source, target, channel), []).append(marked)
-    return found
+    They need copies of what is in flight, and twice what one step allocates for itself: in the
+    ordinary pool during the warm-up, and in the pool of the graphs.
 
-
-def missing_room(held: InFlightState, device: torch.device) -> str | None:
-    """Why recorded rounds would not fit into the device's memory; None if they do.
-
-    They hold copies of what is in flight, and what one round takes twice: while it is called, and
-    in the memory of its graph.
+    Args:
+        snapshots: Bytes that updates copy to be able to restore them.
     """
     if device.type != "cuda":
         return None
-    now = torch.cuda.memory_allocated(device)
-    transient = torch.cuda.max_memory_allocated(device) - now
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - now
-    need = held.size + 2 * (transient + held.set_aside)
+    allocated = torch.cuda.memory_allocated(device)
+    transient = torch.cuda.max_memory_allocated(device) - allocated
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+    need = state.nbytes + 2 * (transient + snapshots)
     if need <= free:
         return None
     return f"they need about {need / 2**30:.1f} GiB more, but {free / 2**30:.1f} GiB are free"
 
 
-def on_device(device: torch.device, tree: Any) -> Any:
-    """Room for nested values on a device."""
+def empty_on(device: torch.device, tree: Any) -> Any:
+    """Nested values with uninitialised tensors on a device instead of their own."""
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
 
 
-def in_flight(kept: tuple[Any, ...], weights: Mapping[str, Tensor] | None = None) -> InFlight:
-    """A micro-batch of which a stage keeps this, and has these weights stashed."""
-    versions = tuple(t._version if isinstance(t, Tensor) else 0 for t in kept)
-    return InFlight(kept=kept, weights=weights, versions=versions)
+def in_flight(activations: tuple[Any, ...], weights: Mapping[str, Tensor] | None) -> InFlight:
+    """A stage's record of a micro-batch with these activations and stashed weights."""
+    versions = tuple(t._version if isinstance(t, Tensor) else 0 for t in activations)
+    return InFlight(kept=activations, weights=weights, versions=versions)

@@ -1,10 +1,14 @@
-"""Values at fixed places: what a recorded round reads and writes."""
+"""Static buffers: tensors that stay at one address, for captured steps to read and write.
+
+A CUDA graph repeats its kernels on the addresses it was captured with. Whatever one step leaves for
+a later one is therefore copied into buffers that are allocated once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,208 +16,221 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
-from revcompile.runtime.stage.tensor_reuse import is_unshared
+from revcompile.runtime.stage.buffer_pool import BufferPool
 
-__all__ = ["InPlaceMessages", "Recycled", "StaticBuffers", "StaticTransport", "apart", "fill_all"]
+__all__ = [
+    "InPlaceMessages",
+    "StaticBuffers",
+    "StaticTransport",
+    "clone_where_in",
+    "copy_all",
+    "payload",
+    "pooled_copy",
+]
 
-
-Key = tuple[int, int, MessageKind]
+Route = tuple[int, int, MessageKind]
 """Sender, receiver, kind of message."""
+
+_SMALL: Final = 1 << 16
+"""Elements up to which tensors are copied together, by one kernel."""
 
 
 class StaticBuffers:
-    """Nested values whose tensors stay where they are; what is put in is copied.
+    """A pytree whose tensors stay where they are; new values are copied into them.
 
-    >>> box = StaticBuffers({"x": torch.zeros(2), "size": 3})
-    >>> box.fits({"x": torch.ones(2), "size": 3}), box.fits({"x": torch.ones(5), "size": 3})
-    (True, False)
-    >>> box.fill({"x": torch.ones(2), "size": 3})
-    >>> box.value["x"]
+    >>> buffers = StaticBuffers({"x": torch.zeros(2), "size": 3})
+    >>> [buffers.matches({"x": torch.ones(n), "size": 3}) for n in (2, 5)]
+    [True, False]
+    >>> buffers.copy_({"x": torch.ones(2), "size": 3})
+    >>> buffers.value["x"]
     tensor([1., 1.])
+
+    Args:
+        like: Values with the structure, shapes, types, devices and memory layouts to allocate.
     """
 
     def __init__(self, like: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(like)
-        self.leaves = [_room(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.leaves = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     @property
     def value(self) -> Any:
-        """The values, with the box's own tensors."""
+        """The values, with the buffers themselves as tensors."""
         return pytree.tree_unflatten(self.leaves, self._spec)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The box's own tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    def fits(self, tree: Any) -> bool:
-        """Could the values be put in? Devices do not matter."""
+    def matches(self, tree: Any) -> bool:
+        """Can these values be copied in? They may be on another device."""
         leaves, spec = pytree.tree_flatten(tree)
-        return spec == self._spec and all(map(_alike, self.leaves, leaves))
+        return spec == self._spec and all(map(_is_alike, self.leaves, leaves))
 
     def pairs(self, tree: Any) -> list[tuple[Tensor, Tensor]]:
-        """Where each tensor of the values goes."""
-        found = zip(self.leaves, pytree.tree_leaves(tree), strict=True)
-        return [(mine, other) for mine, other in found if isinstance(mine, Tensor)]
+        """Each buffer with the tensor that is to be copied into it."""
+        pairs = zip(self.leaves, pytree.tree_leaves(tree), strict=True)
+        return [(buffer, leaf) for buffer, leaf in pairs if isinstance(buffer, Tensor)]
 
-    def fill(self, tree: Any) -> None:
-        """Copy values in."""
+    def copy_(self, tree: Any) -> None:
         _copy(self.pairs(tree))
 
 
-def fill_all(filled: Iterable[tuple[StaticBuffers, Any]]) -> None:
-    """Fill several boxes with values that may lie in other boxes of the same list."""
-    pairs = [pair for box, tree in filled for pair in box.pairs(tree)]
-    owned = {_storage(mine) for mine, _ in pairs}
+def copy_all(copies: Iterable[tuple[StaticBuffers, Any]]) -> None:
+    """Copy values into several buffers; the values may lie in other buffers of the same list."""
+    pairs = [pair for buffers, tree in copies for pair in buffers.pairs(tree)]
+    written = {_storage(buffer) for buffer, _ in pairs}
     moving = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype]
-    _copy([(a, b.clone() if _storage(b) in owned else b) for a, b in moving])
+    _copy([(a, b.clone() if _storage(b) in written else b) for a, b in moving])
+
+
+def pooled_copy(pool: BufferPool, tree: Any) -> Any:
+    """A copy of nested values in buffers of a pool: no memory is allocated in the long run."""
+
+    def buffer(leaf: Tensor) -> Tensor:
+        kind = leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        return pool.take(kind, lambda: _empty_like(leaf))
+
+    leaves, spec = pytree.tree_flatten(tree)
+    copies = [buffer(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    _copy([(a, b) for a, b in zip(copies, leaves, strict=True) if isinstance(a, Tensor)])
+    return pytree.tree_unflatten(copies, spec)
+
+
+def clone_where_in(memory: Iterable[Tensor], tree: Any) -> Any:
+    """The values, with clones of the tensors that share memory with one of `memory`.
+
+    >>> static, other = torch.zeros(2), torch.ones(2)
+    >>> values = clone_where_in([static], {"view": static.view(2, 1), "other": other})
+    >>> values["other"] is other, values["view"].data_ptr() == static.data_ptr()
+    (True, False)
+    """
+    storages = {_storage(tensor) for tensor in memory}
+    return pytree.tree_map_only(Tensor, lambda tensor: _clone_if_in(storages, tensor), tree)
+
+
+# -- messages between stages -----------------------------------------------------------------------
 
 
 class StaticTransport(InProcess):
-    """Messages between stages; what waits for the next round lies in boxes."""
+    """Messages between stages; those that wait for the next step lie in static buffers."""
 
     def __init__(self, stages: int) -> None:
         super().__init__(stages)
-        self.boxes: dict[Key, list[StaticBuffers]] = {}
-        self.leaving: InPlaceMessages | None = None
-        """Set: messages stay where they were computed, and are noted here."""
+        self.buffers: dict[Route, list[StaticBuffers]] = {}
+        """For each route as many as messages wait there between two steps."""
+        self.in_place: InPlaceMessages | None = None
+        """If set, messages stay where they were computed, and are noted here."""
 
-    def box(self, key: Key, index: int) -> StaticBuffers:
-        """Where a message is kept."""
-        boxes = self.boxes[key]
-        return boxes[index % len(boxes)]
+    def buffer(self, route: Route, index: int) -> StaticBuffers:
+        """Where the message of a micro-batch is kept."""
+        buffers = self.buffers[route]
+        return buffers[index % len(buffers)]
 
-    def send(self, source: int, target: int, channel: MessageKind, message: Message) -> None:
-        """Into its box, if its reader takes it in a later round."""
-        key = source, target, channel
-        if self.boxes.get(key):
-            box = self.box(key, message.index)
-            waiting = [held.index for held in self.queues.get(key, ())]
-            if message.index % len(self.boxes[key]) in {i % len(self.boxes[key]) for i in waiting}:
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        """Queue a message, after copying it to its static buffer if there is one.
+
+        Raises:
+            VerificationError: The buffer holds a message that has not been read.
+        """
+        route = source, target, kind
+        if count := len(self.buffers.get(route, ())):
+            unread = [queued.index for queued in self.queues.get(route, ())]
+            if any(index % count == message.index % count for index in unread):
                 raise VerificationError(
-                    f"stage {source}: {channel.value} of {message.index} would overwrite that of "
-                    f"{waiting[0]}, which stage {target} has not read"
+                    f"stage {source}: {kind.value} of {message.index} would overwrite that of "
+                    f"{unread[0]}, which stage {target} has not read"
                 )
-            if self.leaving is not None:
-                message = self.leaving.note(key, message, box)
+            buffer = self.buffer(route, message.index)
+            if self.in_place is not None:
+                message = self.in_place.add(route, message, buffer)
             else:
-                box.fill(contents(message))
-                message = filed(message.index, box)
-        super().send(source, target, channel, message)
+                buffer.copy_(payload(message))
+                message = _message_in(buffer, message.index)
+        super().send(source, target, kind, message)
 
-    def pending(
-        self,
-        key: Key,
-        indices: Sequence[int],
-        left: InPlaceMessages | None = None,
+    def waiting(
+        self, route: Route, indices: Sequence[int], in_place: InPlaceMessages | None = None
     ) -> list[Message]:
-        """The messages that wait to be read: in their boxes, or where the last round left them."""
-        if left is not None:
-            return [replace(left.messages[key], index=index) for index in indices]
-        return [filed(index, self.box(key, index)) for index in indices]
+        """The messages that wait for the next step.
+
+        Args:
+            indices: Their micro-batches.
+            in_place: Where the last step left them, if not in the static buffers.
+        """
+        if in_place is not None:
+            return [replace(in_place.messages[route], index=index) for index in indices]
+        return [_message_in(self.buffer(route, index), index) for index in indices]
 
 
 class InPlaceMessages:
-    """Messages left where a round computed them, for the next round to read.
+    """Messages left where one captured step computed them, for the next step to read there.
 
-    `borrowed` is memory that changes before then: what lies there is copied.
+    Args:
+        overwritten: Tensors whose memory is written to before then; what lies there is cloned.
     """
 
-    def __init__(self, borrowed: Iterable[Tensor]) -> None:
-        self.messages: dict[Key, Message] = {}
-        self._borrowed = {_storage(tensor) for tensor in borrowed}
+    def __init__(self, overwritten: Iterable[Tensor]) -> None:
+        self.messages: dict[Route, Message] = {}
+        self._overwritten = {_storage(tensor) for tensor in overwritten}
 
-    def note(self, key: Key, message: Message, like: StaticBuffers) -> Message:
-        """Leave it, or copies of what cannot stay, in the precision of its box."""
-        values, gradients, bad = pytree.tree_map(self._safe, contents(message), like.value)
-        self.messages[key] = Message(message.index, values, gradients, bad=bad)
-        return self.messages[key]
+    def add(self, route: Route, message: Message, like: StaticBuffers) -> Message:
+        """Note a message; its tensors get the precision that its static buffer has."""
+        values, gradients, found_inf = pytree.tree_map(self._stable, payload(message), like.value)
+        message = Message(message.index, values, gradients, found_inf=found_inf)
+        self.messages[route] = message
+        return message
 
-    def _safe(self, leaf: Any, like: Any) -> Any:
+    def _stable(self, leaf: Any, like: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.dtype != like.dtype:
             return torch.empty_like(like).copy_(leaf)
-        return _apart(leaf, self._borrowed)
+        return _clone_if_in(self._overwritten, leaf)
 
 
-def apart(tree: Any, borrowed: Iterable[Tensor]) -> Any:
-    """The values, with copies of those that lie in borrowed memory.
-
-    >>> mine, other = torch.zeros(2), torch.ones(2)
-    >>> found = apart({"mine": mine.view(2, 1), "other": other}, [mine])
-    >>> found["other"] is other, found["mine"].data_ptr() == mine.data_ptr()
-    (True, False)
-    """
-    storages = {_storage(tensor) for tensor in borrowed}
-    return pytree.tree_map_only(Tensor, lambda tensor: _apart(tensor, storages), tree)
+def payload(message: Message) -> tuple[dict[str, Any], dict[str, Tensor | None], Tensor | None]:
+    """The part of a message that static buffers hold."""
+    return dict(message.values), dict(message.gradients), message.found_inf
 
 
-def _apart(tensor: Tensor, storages: set[int]) -> Tensor:
-    return tensor.clone() if _storage(tensor) in storages else tensor
+def _message_in(buffers: StaticBuffers, index: int) -> Message:
+    values, gradients, found_inf = buffers.value
+    return Message(index, values, gradients, found_inf=found_inf)
 
 
-def contents(message: Message) -> tuple[dict[str, Any], dict[str, Tensor | None], Tensor | None]:
-    """What is copied of a message."""
-    return dict(message.values), dict(message.gradients), message.bad
+# -- tensors ---------------------------------------------------------------------------------------
 
 
-def filed(index: int, box: StaticBuffers) -> Message:
-    """A message that lies in a box."""
-    values, gradients, bad = box.value
-    return Message(index, values, gradients, bad=bad)
-
-
-class Recycled:
-    """Copies to hand out. One that nobody holds any more is used again: nothing is allocated."""
-
-    def __init__(self) -> None:
-        self._boxes: list[StaticBuffers] = []
-
-    def copy(self, tree: Any) -> Any:
-        """The values, safe from what comes after."""
-        for box in self._boxes:
-            if box.fits(tree) and all(map(is_unshared, box.tensors)):
-                break
-        else:
-            box = StaticBuffers(tree)
-            self._boxes.append(box)
-        box.fill(tree)
-        # Others hold views, not these very objects: their count would be ours.
-        return pytree.tree_map_only(Tensor, lambda t: t.view_as(t), box.value)
-
-
-def _room(tensor: Tensor) -> Tensor:
-    """Memory for a tensor like this one, laid out alike if it is dense."""
+def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), requires_grad=False)
 
 
-def _alike(mine: Any, other: Any) -> bool:
-    if isinstance(mine, Tensor) != isinstance(other, Tensor):
-        return False
-    if isinstance(mine, Tensor):
-        return bool(mine.shape == other.shape and mine.dtype == other.dtype)
-    return type(mine) is type(other) and bool(mine == other)
+def _is_alike(buffer: Any, leaf: Any) -> bool:
+    if isinstance(buffer, Tensor) and isinstance(leaf, Tensor):
+        return buffer.shape == leaf.shape and buffer.dtype == leaf.dtype
+    return type(buffer) is type(leaf) and bool(buffer == leaf)
 
 
 def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
-_SMALL = 1 << 16
+def _clone_if_in(storages: set[int], tensor: Tensor) -> Tensor:
+    return tensor.clone() if _storage(tensor) in storages else tensor
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Small tensors of one type at once, large ones one by one, each as one block of memory."""
+    """Copy small tensors of one type together; a large one takes a kernel of its own anyway."""
     small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
-        for mine, other in pairs:
-            alike = mine.device == other.device and mine.dtype is not torch.float8_e4m3fn
-            if mine.numel() <= _SMALL and alike:
-                kind = mine.device, mine.dtype, other.dtype
-                small.setdefault(kind, []).append((mine, other))
+        for target, source in pairs:
+            is_local = target.device == source.device and target.dtype is not torch.float8_e4m3fn
+            if target.numel() <= _SMALL and is_local:
+                kind = target.device, target.dtype, source.dtype
+                small.setdefault(kind, []).append((target, source))
             else:
-                mine.copy_(other, non_blocking=True)
-        for found in small.values():
-            torch._foreach_copy_([a for a, _ in found], [b for _, b in found])
+                target.copy_(source, non_blocking=True)
+        for group in small.values():
+            torch._foreach_copy_([a for a, _ in group], [b for _, b in group])

@@ -1,94 +1,139 @@
-"""Several streams: forward passes on one, backward passes and updates beside them on others.
+"""The CUDA streams of a captured step: what runs side by side, and what waits for what.
 
 In a full pipeline the forward and the backward pass of a stage belong to different micro-batches,
-and so do the backward passes of different stages. A stage's backward pass waits for its own
-forward pass only, whose weights it is going to change. The last stage, where both belong to the
-same micro-batch, stays on the first stream.
+and so do the backward passes of different stages. Four stages, two backward streams:
+
+    current      F0  F1  F2  F3  B3  U3         the last stage: both are of one micro-batch
+    backward 0    '-----> B0  B2                B0 after F0: B0 is followed by an update of the
+    backward 1        '-> B1                    weights that F0 reads
+    updates                U0  U1  U2
+
+A stage's backward pass waits for its own forward pass only; its update for its backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Lanes"]
+__all__ = ["CopyStream", "StepStreams"]
 
 
-class Lanes:
-    """The streams of a round and what waits for what."""
+class StepStreams:
+    """The streams of a step.
+
+    Args:
+        last: The index of the last stage, which stays on the current stream.
+        width: How many streams backward passes are spread over.
+    """
 
     def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
         self._last = last
-        self._beside = [torch.cuda.Stream(device) for _ in range(width)]
-        self._updates = torch.cuda.Stream(device)
-        self._forward: dict[int, torch.cuda.Event] = {}
-        self._backward: dict[int, torch.cuda.Event] = {}
-        self._used: set[torch.cuda.Stream] = set()
-        self._held: list[Tensor] = []
+        self._backward_streams = [torch.cuda.Stream(device) for _ in range(width)]
+        self._update_stream = torch.cuda.Stream(device)
+        self._forward_done: dict[int, torch.cuda.Event] = {}
+        self._backward_done: dict[int, torch.cuda.Event] = {}
+        self._used: dict[torch.cuda.Stream, None] = {}
+        self._referenced: list[Tensor] = []
 
-    def forwarded(self, stage: int) -> None:
-        """A stage's forward pass has been asked for."""
-        self._forward[stage] = torch.cuda.current_stream().record_event()
+    def after_forward(self, stage: int) -> None:
+        """Note where a stage's forward pass ends in the current stream."""
+        self._forward_done[stage] = torch.cuda.current_stream().record_event()
 
     @contextmanager
     def backward(self, stage: int) -> Iterator[None]:
-        """Where a stage's backward pass runs."""
+        """The stream of a stage's backward pass."""
         if stage == self._last:
             yield
             return
-        stream = self._beside[stage % len(self._beside)]
-        stream.wait_event(self._forward[stage])
-        self._used.add(stream)
+        stream = self._backward_stream(stage)
+        stream.wait_event(self._forward_done[stage])
+        self._used[stream] = None
         with torch.cuda.stream(stream):
             yield
-        self._backward[stage] = stream.record_event()
+        self._backward_done[stage] = stream.record_event()
 
     @contextmanager
-    def sending(self, stage: int) -> Iterator[None]:
-        """Where a stage sends: once those who may still read what it overwrites are done.
+    def send(self, stage: int) -> Iterator[None]:
+        """The stream in which a stage sends gradients to the stage before it.
 
-        What it sends may lie where it came from (a coupling hands one stream on as it is), so it
-        reads its own mail until it has sent.
+        It waits for the backward passes that may still read the buffers it writes to. What it sends
+        may lie in the buffers of the message it has received (a coupling hands one half on as it
+        is): that message is in use until this one is sent.
         """
-        stream = torch.cuda.current_stream()
-        if stage != self._last:
-            stream = self._beside[stage % len(self._beside)]
+        is_last = stage == self._last
+        stream = torch.cuda.current_stream() if is_last else self._backward_stream(stage)
         for reader in (stage - 2, stage - 1):
-            if reader in self._backward:
-                stream.wait_event(self._backward[reader])
+            if reader in self._backward_done:
+                stream.wait_event(self._backward_done[reader])
         with torch.cuda.stream(stream):
             yield
-        if stage != self._last:
-            self._backward[stage] = stream.record_event()
+        if not is_last:
+            self._backward_done[stage] = stream.record_event()
 
     @contextmanager
-    def updating(self, stage: int, used: Iterable[Tensor]) -> Iterator[None]:
-        """Where a stage's update runs; `used` are tensors of its backward pass that it reads."""
+    def update(self, stage: int, read: Iterable[Tensor]) -> Iterator[None]:
+        """The stream of a stage's update.
+
+        Args:
+            read: Tensors of the backward pass that the update reads.
+        """
         if stage == self._last:
             yield
             return
-        # Memory that is given back is used again by whoever had it, which here is another stream.
-        self._held += used
-        self._updates.wait_event(self._backward[stage])
-        self._used.add(self._updates)
-        with torch.cuda.stream(self._updates):
+        # The allocator gives freed memory to the stream that allocated it, at once: the backward
+        # stream could write to these while the update still reads them.
+        self._referenced += read
+        self._update_stream.wait_event(self._backward_done[stage])
+        self._used[self._update_stream] = None
+        with torch.cuda.stream(self._update_stream):
             yield
 
     def join(self) -> None:
-        """All that comes after waits for everything.
+        """Have the current stream wait for all the others.
 
-        A stream that had nothing to do (in a round without updates) is none of the recording's.
+        A stream without work (no stage updates in this step) is not part of the capture, and must
+        not be waited for.
         """
         for stream in self._used:
             torch.cuda.current_stream().wait_stream(stream)
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """The round is over, or was broken off."""
+    def clear(self) -> None:
+        """Forget the events of a step that is over, or has failed."""
         self._used.clear()
-        self._forward.clear()
-        self._backward.clear()
-        self._held.clear()
+        self._forward_done.clear()
+        self._backward_done.clear()
+        self._referenced.clear()
+
+    def _backward_stream(self, stage: int) -> torch.cuda.Stream:
+        return self._backward_streams[stage % len(self._backward_streams)]
+
+
+class CopyStream:
+    """A CUDA stream for copies, beside the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def record_event(self) -> torch.cuda.Event:
+        """An event in the stream that is current now."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        """The current stream waits for an event."""
+        torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        """The copy stream waits for an event."""
+        self._stream.wait_event(event)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Makes the copy stream the current one."""
+        return torch.cuda.stream(self._stream)

@@ -1,4 +1,4 @@
-"""Which costs are used: counted, measured, or the user's own."""
+"""Where costs come from: counted (analytic), measured, or numbers of the user's own."""
 
 from __future__ import annotations
 
@@ -14,35 +14,42 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Piece
 from revcompile.ir.types import Cost, Rewired
 
-__all__ = ["How", "costs", "piece_costs", "sum_costs"]
+__all__ = ["CostSource", "piece_costs", "segment_costs", "sum_costs"]
 
-How = str | Mapping[str, float] | Callable[[str], float]
-"""Where work comes from: "analytic", "measured", "replayed" (as recorded rounds on a GPU take it),
-or numbers by name (a mapping, a function)."""
+CostSource = str | Mapping[str, float] | Callable[[str], float]
+""""analytic", "measured", "replayed" (kernels alone, as captured steps on a GPU take them), or
+numbers by name (a mapping or a function)."""
 
 
-def costs(rewired: Rewired) -> tuple[Cost, ...]:
+def segment_costs(rewired: Rewired) -> tuple[Cost, ...]:
     """Analytic cost of every segment in order. A parameter counts where it is used first."""
     pieces = tuple(Piece(segment) for segment in rewired.body.segments)
     return analytic_costs(rewired, pieces, rewired.body.types)
 
 
 def piece_costs(
-    rewired: Rewired, pieces: Sequence[Piece], types: Mapping[str, Any], how: How = "analytic"
+    rewired: Rewired,
+    pieces: Sequence[Piece],
+    types: Mapping[str, Any],
+    cost: CostSource = "analytic",
 ) -> tuple[Cost, ...]:
-    """Cost of every piece in order; `types` knows every live value.
+    """Cost of every piece in order.
 
-    Numbers of the user's own stand for forward, backward and update together, in any unit. They may
-    be given for pieces, or for whole segments, whose parts then share them.
+    Args:
+        rewired: The model.
+        pieces: Its segments, or parts of them.
+        types: The type of every live value.
+        cost: Where work comes from. Numbers of the user's own stand for forward, backward and
+            update together, in any unit. They may be given for pieces, or for whole segments,
+            whose parts then share them.
     """
-    check_cost(how)
-    clocks = {clock.value: clock for clock in Clock}
-    found = analytic_costs(rewired, pieces, types)
-    if how == "analytic":
-        return found
-    if isinstance(how, str):
-        return measured_costs(rewired, pieces, types, found, clocks[how])
-    return _given_costs(rewired, pieces, found, how)
+    check_cost(cost)
+    analytic = analytic_costs(rewired, pieces, types)
+    if cost == "analytic":
+        return analytic
+    if isinstance(cost, str):
+        return measured_costs(rewired, pieces, types, analytic, Clock(cost))
+    return _given_costs(rewired, pieces, analytic, cost)
 
 
 def sum_costs(costs: Sequence[Cost]) -> Cost:
@@ -73,41 +80,41 @@ def _given_costs(
     rewired: Rewired,
     pieces: Sequence[Piece],
     analytic: Sequence[Cost],
-    how: Mapping[str, float] | Callable[[str], float],
+    given: Mapping[str, float] | Callable[[str], float],
 ) -> tuple[Cost, ...]:
     segments = _segments(rewired, pieces)
     work = [cost.forward + cost.backward for cost in analytic]
-    whole: dict[str, float] = {}
-    for segment, share in zip(segments, work, strict=True):
-        whole[segment] = whole.get(segment, 0.0) + share
-    numbers = _numbers([piece.name for piece in pieces], segments, how)
+    segment_work: dict[str, float] = {}
+    for segment, own in zip(segments, work, strict=True):
+        segment_work[segment] = segment_work.get(segment, 0.0) + own
+    numbers = _numbers([piece.name for piece in pieces], segments, given)
     result = []
-    for piece, segment, cost, share in zip(pieces, segments, analytic, work, strict=True):
+    for piece, segment, cost, own in zip(pieces, segments, analytic, work, strict=True):
         number = numbers[piece.name]
         if number is None:
-            part = share / whole[segment] if whole[segment] else 1 / segments.count(segment)
             number = numbers[segment]
             assert number is not None
-            number *= part
-        ahead = cost.forward / share if share else 0.25
-        result.append(replace(cost, forward=number * ahead, backward=number * (1 - ahead)))
+            whole = segment_work[segment]
+            number *= own / whole if whole else 1 / segments.count(segment)
+        forward = cost.forward / own if own else 0.25
+        result.append(replace(cost, forward=number * forward, backward=number * (1 - forward)))
     return tuple(result)
 
 
 def _numbers(
     pieces: Sequence[str],
     segments: Sequence[str],
-    how: Mapping[str, float] | Callable[[str], float],
+    given: Mapping[str, float] | Callable[[str], float],
 ) -> dict[str, float | None]:
     """The user's number of each name; None for pieces that only their segment has one for."""
-    if not isinstance(how, Mapping):
-        return {name: _valid(name, how(name)) for name in pieces}
-    known = {*pieces, *segments}
-    unknown = [name for name in how if name not in known]
+    if not isinstance(given, Mapping):
+        return {name: _valid(name, given(name)) for name in pieces}
+    known = dict.fromkeys((*pieces, *segments))
+    unknown = [name for name in given if name not in known]
     missing = [
         piece
         for piece, segment in zip(pieces, segments, strict=True)
-        if piece not in how and segment not in how
+        if piece not in given and segment not in given
     ]
     if unknown or missing:
         raise InputError(
@@ -116,8 +123,8 @@ def _numbers(
             + (f"; there is no {', '.join(unknown)}" if unknown else "")
             + ". Give one number for each piece, or for the segment it is a part of"
         )
-    given = {name: _valid(name, how[name]) for name in how}
-    return {name: given.get(name) for name in known}
+    valid = {name: _valid(name, number) for name, number in given.items()}
+    return {name: valid.get(name) for name in known}
 
 
 def _valid(name: str, number: float) -> float:
@@ -130,10 +137,10 @@ def _segments(rewired: Rewired, pieces: Sequence[Piece]) -> list[str]:
     """For every piece the segment it is, or is a part of: the first not complete before it."""
     made: set[str] = set()
     rest = list(rewired.body.segments)
-    found = []
+    names = []
     for piece in pieces:
         while len(rest) > 1 and rest[0].outputs and made.issuperset(rest[0].outputs):
             rest.pop(0)
-        found.append(rest[0].name)
+        names.append(rest[0].name)
         made.update(piece.outputs)
-    return found
+    return names
