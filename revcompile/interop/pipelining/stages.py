@@ -39,8 +39,8 @@ def _refuse_shared(partition: Partition) -> None:
             raise InputError(_shared(f"the parameter {trained[0]!r}", tie.owner, tie.holder))
     first_stage: dict[str, int] = {}
     for part in partition.parts:
-        reads = _reads(root, [piece.segment for piece in part.pieces])
-        for path, value in reads.targets.items():
+        graphs = [piece.segment.graph for piece in part.pieces]
+        for path, value in TreeReads(graphs, root).targets.items():
             first = first_stage.setdefault(path, part.index)
             if first != part.index and _has_statistics(value):
                 raise InputError(_shared(f"the running statistics of {path!r}", first, part.index))
@@ -60,15 +60,11 @@ def _has_statistics(value: Any) -> bool:
     return any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in inner)
 
 
-def _reads(root: nn.Module, segments: Iterable[Segment]) -> TreeReads:
-    """What the segments read of the root module (rearrangements read nothing)."""
-    return TreeReads((segment.graph for segment in segments), root)
-
-
 def _copy_of_read(root: nn.Module, segments: Iterable[Segment]) -> nn.Module:
     """A module with copies of only what the segments read, under the original names."""
     copied, memo = _container(root), dict[int, Any]()
-    for path in sorted(_reads(root, segments).targets):  # outer modules first
+    reads = TreeReads((segment.graph for segment in segments), root)
+    for path in sorted(reads.targets):  # outer modules first
         owner, target = root, copied
         *outer, name = path.split(".")
         for step in outer:

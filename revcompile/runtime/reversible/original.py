@@ -44,6 +44,9 @@ _LAYERS: Final = frozenset(
 )
 """Functions that apply a weight to data."""
 
+_CHECKPOINTING_FLAGS: Final = frozenset(("gradient_checkpointing", "grad_checkpointing"))
+"""Attributes by which transformers and timm switch activation checkpointing on."""
+
 _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
 
 

@@ -41,9 +41,9 @@ def statistics_move_early(program: StageProgram) -> bool:
 
 
 def statistics_of(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Running statistics of the stage's batch norms."""
+    # A functional batch norm updates all statistics of its layer, read by the program or not.
     owners = TreeReads(program.forward, root).owners
-    norms = (module for module in owners if isinstance(module, _BatchNorm))
+    norms = [module for module in owners if isinstance(module, _BatchNorm)]
     return [(norm, name) for norm in norms for name in norm._buffers]
 
 
