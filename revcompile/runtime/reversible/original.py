@@ -207,10 +207,6 @@ def _is_record(value: object) -> bool:
     return plain and isinstance(getattr(value, "__dict__", None), dict)
 
 
-_CHECKPOINTING_FLAGS: Final = frozenset(("gradient_checkpointing", "grad_checkpointing"))
-"""Attributes by which transformers and timm switch activation checkpointing on."""
-
-
 def _flags(module: nn.Module) -> list[str]:
     return [
         f"{path}.{name}".lstrip(".")

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir import ops
-from revcompile.ir.ops import writes_self
 from revcompile.kernels.batch_norm import Statistics
 
 __all__ = ["BufferSnapshot", "Masks", "Replay", "ReplayContext", "StatefulBuffers", "is_capturing"]
