@@ -60,12 +60,19 @@ def suspended() -> Iterator[None]:
         _suspended.reset(token)
 
 
+_AUGMENTED: Final = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
+)
+"""Methods of augmented assignments."""
+
+
 class watched(TorchFunctionMode):
     """Refuses operations that apply rewired weights to data.
 
-    Results of the module's own parameters and buffers alone (norms, counts, averages)
-    is allowed, and so are single numbers and operations in place, which optimizers and
-    initialisers use. Whatever else a method is given, or makes itself, is data.
+    Computing with the module's own parameters and buffers alone is allowed (norms, counts,
+    averages), and so are single numbers and operations in place, which optimizers and initialisers
+    use. Whatever else a method is given, or makes itself, is data.
     """
 
     def __init__(self, call: str, rewired: Callable[[], dict[int, str]], module: nn.Module) -> None:
@@ -88,7 +95,7 @@ class watched(TorchFunctionMode):
         weights = [self._rewired[id(tensor)] for tensor in read if id(tensor) in self._rewired]
         data = [t for t in read if id(t) not in self._state and t.dim() > 0]
         name = str(getattr(func, "__name__", ""))
-        if weights and not name.endswith("_") and (data or name in _LAYERS):
+        if weights and not _is_in_place(name) and (data or name in _LAYERS):
             raise OriginalMethodError(_other_path(self._call, weights[0]))
         result = func(*args, **kwargs)
         if read and not data:
@@ -102,6 +109,13 @@ class watched(TorchFunctionMode):
                 self._state[id(leaf)] = leaf
                 if weights:
                     self._rewired[id(leaf)] = weights[0]
+
+
+def _is_in_place(name: str) -> bool:
+    """Does a function of torch write to its tensor: `add_`, `w[i] = x`, `w += x`, `w.data = x`?"""
+    if name.endswith("__"):
+        return name in ("__setitem__", "__set__") or name in _AUGMENTED
+    return name.endswith("_")
 
 
 def _other_path(call: str, weight: str) -> str:

@@ -86,6 +86,14 @@ class Blocks(Base):
     def by_weight(self, x: Tensor) -> Tensor:
         return x @ self.second.weight.detach().T
 
+    def rows(self, index: Tensor) -> Tensor:
+        return self.second.weight[index.argmax(1)]
+
+    def reinitialise(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.second.weight[0] = x[0]
+            self.second.weight += x[1]
+
     def of_state(self) -> Tensor:
         return self.first(self.stem.weight)
 
@@ -224,6 +232,7 @@ def test_a_mode_of_the_original_is_kept() -> None:
     [
         ("features", "first.weight", 1),
         ("by_weight", "second.weight", 1),
+        ("rows", "second.weight", 1),
         ("of_state", "first.weight", 0),
     ],
 )
@@ -237,6 +246,14 @@ def test_rewired_weights_are_not_applied_by_another_path(
         getattr(made(), method)(*inputs)
     assert "Call the model as a whole" in str(told.value)
     assert isinstance(told.value, AttributeError)
+
+
+def test_weights_may_be_written_by_index() -> None:
+    net, x = made(), torch.randn(3, 4)
+    row = net.second.weight[1].detach().clone()
+    net.reinitialise(x)
+    assert torch.equal(net.second.weight[0], x[0] + x[1])
+    assert torch.equal(net.second.weight[1], row + x[1])
 
 
 def test_properties_and_generators_are_watched_too() -> None:
