@@ -103,12 +103,28 @@ class Recompiler:
         modules = dict(net.named_modules(remove_duplicate=False))
         for path, module in model.named_modules():
             module.training = modules[path].training if path in modules else net.training
+        shared = set[int]()
         modes = [mode for each in guards for mode in (each.train, each.evaluation)]
         for guard in (guard for mode in modes for guard in mode.attributes):
             own = vars(modules[guard.path]) if guard.path in modules else {}
             if guard.name in own and guard.name != "training":
-                vars(model.get_submodule(guard.path))[guard.name] = copy.deepcopy(own[guard.name])
+                value = own[guard.name]
+                if not guard.fields:
+                    vars(model.get_submodule(guard.path))[guard.name] = copy.deepcopy(value)
+                elif id(value) not in shared:
+                    shared.add(id(value))
+                    _share_copy(value, modules, model)
         return model
+
+
+def _share_copy(value: Any, modules: Mapping[str, nn.Module], model: nn.Module) -> None:
+    """Give a model one copy of an object, at all attributes in which the `modules` hold it."""
+    twin = copy.deepcopy(value)
+    own: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        for name in (name for name, held in vars(module).items() if held is value):
+            if path in own:
+                setattr(own[path], name, twin)
 
 
 def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> None:

@@ -5,6 +5,7 @@ becomes a guard: the graph is valid only while the value is the same.
 
     x.shape[1] > 8         a size: computed again from the inputs of the call
     blocks.0.alpha         an attribute of a module: compared with its value then
+    config.use_bias        a field of an object that a module holds: likewise
     is_grad_enabled()      a flag of torch: compared with its value then
 """
 
@@ -66,16 +67,28 @@ class SizeGuards:
 
 @dataclass(frozen=True)
 class AttributeGuard:
-    """An attribute of the module at `path` that the forward pass has read."""
+    """An attribute of the module at `path` that the forward pass has read.
+
+    With `fields` the attribute is an object (a configuration), and one of its fields was read.
+    """
 
     path: str
     name: str
     value: Any
     source: str
+    fields: tuple[str, ...] = ()
 
     @property
     def expression(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        """How a user would write it."""
+        return ".".join((*filter(None, (self.path,)), self.name, *self.fields))
+
+    def current(self, module: nn.Module) -> Any:
+        """The value now, of the module at `path`; that of the capture if it cannot be read."""
+        value = vars(module).get(self.name, self)
+        for field in self.fields if value is not self else ():
+            value = getattr(value, field, self)
+        return self.value if value is self else value
 
 
 @dataclass(frozen=True)
@@ -139,8 +152,7 @@ class Guards:
         def current(guard: AttributeGuard) -> AttributeGuard:
             if guard.name == "training":
                 return guard
-            own = vars(root.get_submodule(guard.path))
-            return replace(guard, value=frozen(own.get(guard.name, guard.value)))
+            return replace(guard, value=frozen(guard.current(root.get_submodule(guard.path))))
 
         def rebase(mode: ModeGuards) -> ModeGuards:
             return replace(mode, attributes=tuple(map(current, mode.attributes)))

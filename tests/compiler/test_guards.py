@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -430,3 +431,88 @@ def test_guards_and_their_cases_travel_with_copies() -> None:
     net = revcompile.reversify(model, x, policy="pretrained", check="off")
     expected = net(long)
     assert torch.equal(copy.deepcopy(net)(long), expected)
+
+
+# -- fields of objects that modules hold -----------------------------------------------------------
+
+
+class Config:
+    """With a field, a field of a field, and another name for a field, as transformers' have."""
+
+    aliases: ClassVar[dict[str, str]] = {"activation": "act"}
+
+    def __init__(self) -> None:
+        self.act, self.unread = "tanh", 3
+        self.scale = types.SimpleNamespace(branch=1.0)
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(Config.aliases.get(name, name))
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.layer(x)
+        f = f.tanh() if self.config.activation == "tanh" else f.sin()
+        if self.config.scale.branch != 1.0:
+            f = self.config.scale.branch * f
+        return x + f
+
+
+class ManyConfigured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.blocks = nn.Sequential(*(Configured(self.config) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def configured() -> tuple[nn.Module, Any, Tensor]:
+    torch.manual_seed(0)
+    model, x = ManyConfigured().double(), torch.randn(3, 4).double()
+    return model, revcompile.reversify(model, x, policy="pretrained"), x
+
+
+def change_act(config: Any) -> None:
+    config.act = "sin"
+
+
+def change_scale(config: Any) -> None:
+    config.scale.branch = 0.5
+
+
+@pytest.mark.parametrize("change", [change_act, change_scale])
+def test_a_changed_field_is_captured_anew(change: Callable[[Any], None]) -> None:
+    model, net, x = configured()
+    before = net(x).detach()
+    change(net.config)
+    assert not torch.allclose(net(x), before)
+    change(model.config)
+    anew = revcompile.reversify(model, x, policy="pretrained")
+    assert torch.equal(net(x), anew(x))
+    net.config.unread = 7  # nobody reads it
+    assert torch.equal(net(x), anew(x))
+
+
+def test_a_changed_field_is_refused_in_stages() -> None:
+    model, _, x = configured()
+    staged = revcompile.petrafy(model, 2, x)
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), lambda y, t: (y - t).mean())
+    trainer.step(x, x)
+    for module in staged.model.modules():
+        if hasattr(module, "config"):
+            module.config.act = "sin"
+    with pytest.raises(GuardError, match=r"config\.act\w* was 'tanh' .* is 'sin' now"):
+        trainer.step(x, x)
+
+
+def test_classes_are_left_as_they_were() -> None:
+    before = Config.__getattribute__
+    configured()
+    assert Config.__getattribute__ is before

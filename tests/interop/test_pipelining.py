@@ -132,7 +132,9 @@ def saved_bytes(stage: nn.Module, inputs: Sequence[Tensor]) -> int:
 
 def test_a_reversible_stage_keeps_nothing_but_its_output() -> None:
     net, inputs = compiled("vit"), data("vit")[0]
-    (first, plain, *_), (_, lean, *_) = (net.to_pipeline_stages(reversible=r) for r in (0, 1))
+    (first, plain, *_), (_, lean, *_) = (
+        net.to_pipeline_stages(reversible=r) for r in (False, True)
+    )
     received = [t.detach().requires_grad_() for t in first(*inputs)]
     output = sum(t.untyped_storage().nbytes() for t in lean(*received))
     assert saved_bytes(lean, received) == output

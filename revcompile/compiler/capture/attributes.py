@@ -2,6 +2,7 @@
 
 self.step += 1             a counter: read, then changed (`AttributeLog.overwritten`)
 if self.alpha > 0:         read: becomes a guard (`AttributeLog.guards`)
+if self.config.bias:       a field of an object that a module holds: likewise
 self.aux = p.mean()        a tensor that only the traced forward computes (`UncomputedTensor`)
 """
 
@@ -46,6 +47,8 @@ class _Event:
     content: Any
     """The value's contents at that time: a list may have grown since."""
     source: str
+    fields: tuple[str, ...] = ()
+    """Not the attribute itself was read, but this field (of a field) of the object in it."""
 
 
 class AttributeLog:
@@ -56,23 +59,31 @@ class AttributeLog:
         self._paused = paused
         self._busy = False
 
-    def note(self, module: nn.Module, name: str, is_read: bool, value: Any) -> None:
+    def note(
+        self,
+        module: nn.Module,
+        name: str,
+        is_read: bool,
+        value: Any,
+        fields: tuple[str, ...] = (),
+    ) -> None:
+        """Note a read, or a write, of an attribute."""
         if self._busy or self._paused():
             return
         self._busy = True  # finding the user's line reads attributes too
         try:
-            event = _Event(module, name, is_read, value, _content(value), user_line())
+            event = _Event(module, name, is_read, value, _content(value), user_line(), fields)
             self.events.append(event)
         finally:
             self._busy = False
 
     def guards(self, paths: Mapping[nn.Module, str]) -> tuple[AttributeGuard, ...]:
         """Guards on plain attributes that were read before the forward pass itself wrote them."""
-        first: dict[tuple[nn.Module, str], _Event] = {}
+        first: dict[Any, _Event] = {}
         for event in self.events:
-            first.setdefault((event.module, event.name), event)
+            first.setdefault((event.module, event.name, event.fields), event)
         return tuple(
-            AttributeGuard(paths[e.module], e.name, frozen(e.value), e.source)
+            AttributeGuard(paths[e.module], e.name, frozen(e.value), e.source, e.fields)
             for e in first.values()
             if e.is_read and e.module in paths and _is_plain(e.value)
         )
@@ -82,6 +93,8 @@ class AttributeLog:
         first: dict[tuple[nn.Module, str], _Event] = {}
         changed: dict[tuple[nn.Module, str], None] = {}
         for event in self.events[since:]:
+            if event.fields:
+                continue
             key = event.module, event.name
             start = first.setdefault(key, event)
             if start.is_read and _content(event.value) != start.content:
@@ -90,19 +103,21 @@ class AttributeLog:
 
     def read_first(self, module: nn.Module, name: str, since: int) -> bool:
         """Was the attribute read before it was written, since an event?"""
-        events = (e for e in self.events[since:] if e.module is module and e.name == name)
-        return next((e.is_read for e in events), False)
+        own = (e for e in self.events[since:] if not e.fields)
+        return next((e.is_read for e in own if e.module is module and e.name == name), False)
 
 
 @contextmanager
 def log_attributes(log: AttributeLog) -> Iterator[None]:
-    """Log reads and writes of all modules' own attributes."""
+    """Log reads and writes of all modules' own attributes, and reads of the objects in them."""
     get, put = object.__getattribute__, nn.Module.__setattr__
+    fields = _FieldReads(log)
 
     def getting(self: nn.Module, name: str) -> Any:
         value = get(self, name)
         if name not in _OF_NN and name in get(self, "__dict__"):
             log.note(self, name, True, value)
+            fields.follow(value, self, name)
         return value
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
@@ -117,6 +132,73 @@ def log_attributes(log: AttributeLog) -> Iterator[None]:
     finally:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = put  # type: ignore[method-assign]
+        fields.stop()
+
+
+class _FieldReads:
+    """Logs reads of the fields of objects that modules hold, such as a configuration.
+
+    The classes of such objects get a `__getattribute__` that logs, until `stop`. Of a class that
+    is written in C (`types.SimpleNamespace`) all fields count as read.
+    """
+
+    def __init__(self, log: AttributeLog) -> None:
+        self._log = log
+        self._held: dict[int, tuple[Any, nn.Module, str, tuple[str, ...]]] = {}
+        """By id: the object (held, so that the id stays its own) and how it was reached first."""
+        self._classes: dict[type, tuple[Any, bool]] = {}
+        """What each class's `__getattribute__` was, and whether the class had its own."""
+
+    def follow(self, value: Any, module: nn.Module, name: str, *fields: str) -> None:
+        if id(value) not in self._held and _has_fields(value):
+            self._held[id(value)] = value, module, name, fields
+            if not self._patch(type(value)):
+                for field, inner in vars(value).items():
+                    self._note(value, field, inner)
+
+    def _note(self, this: Any, field: str, value: Any) -> None:
+        _, module, name, outer = self._held[id(this)]
+        if _is_plain(value):
+            self._log.note(module, name, True, value, (*outer, field))
+        else:
+            self.follow(value, module, name, *outer, field)
+
+    def _patch(self, kind: type) -> bool:
+        """Log reads of a class's objects; False if the class cannot be changed."""
+        if kind in self._classes:
+            return True
+        before = kind.__getattribute__
+
+        def reading(this: Any, field: str) -> Any:
+            value = before(this, field)
+            if id(this) in self._held and not field.startswith("__"):
+                self._note(this, field, value)
+            return value
+
+        is_own = "__getattribute__" in vars(kind)
+        try:
+            kind.__getattribute__ = reading  # type: ignore[method-assign, assignment]
+        except TypeError:  # a class written in C
+            return False
+        self._classes[kind] = before, is_own
+        return True
+
+    def stop(self) -> None:
+        for kind, (before, is_own) in self._classes.items():
+            if is_own:
+                kind.__getattribute__ = before  # type: ignore[method-assign]
+            else:
+                del kind.__getattribute__
+
+
+def _has_fields(value: Any) -> bool:
+    """Is it an object with plain attributes, like a configuration?"""
+    kind = type(value)
+    if issubclass(kind, (nn.Module, torch.Tensor, types.ModuleType)) or _is_scalar(value):
+        return False
+    if kind.__module__.partition(".")[0] in ("torch", "builtins") or callable(value):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.errors import GuardError
-from revcompile.ir.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
+from revcompile.ir.guards import (
+    AttributeGuard,
+    Guards,
+    ModeGuards,
+    SizeGuard,
+    SizeGuards,
+    input_types,
+)
 from revcompile.ir.ops import attribute
 from revcompile.ir.types import TYPE, Rewired, TensorType
 from revcompile.runtime.reversible.graph_code import compile_graph
@@ -248,13 +255,17 @@ class _Tree:
     """Attributes to compare, as a tree like the modules: one walk per call, no lookup by path."""
 
     def __init__(self, mode: ModeGuards) -> None:
-        self._guards: list[tuple[str, Any, Any]] = []
+        self._guards: list[tuple[str, Any, AttributeGuard]] = []
+        self._fields: list[AttributeGuard] = []
         self._children: dict[str, _Tree] = {}
         for guard in mode.attributes:
             tree = self
             for atom in guard.path.split(".") if guard.path else ():
                 tree = tree._children.setdefault(atom, _Tree(ModeGuards()))
-            tree._guards.append((guard.name, guard.value, guard))
+            if guard.fields:
+                tree._fields.append(guard)
+            else:
+                tree._guards.append((guard.name, guard.value, guard))
 
     def changed(self, module: nn.Module) -> Mismatch | None:
         own = module.__dict__
@@ -262,6 +273,10 @@ class _Tree:
             now = own.get(name, value)
             if now is not value and (type(now) is not type(value) or now != value):
                 return Mismatch(guard.expression, value, now, guard.source)
+        for guard in self._fields:
+            now = guard.current(module)
+            if type(now) is not type(guard.value) or now != guard.value:
+                return Mismatch(guard.expression, guard.value, now, guard.source)
         for name, tree in self._children.items():
             child = own["_modules"].get(name)
             problem = None if child is None else tree.changed(child)
