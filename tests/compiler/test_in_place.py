@@ -319,5 +319,5 @@ def test_what_cannot_be_rewritten_becomes_a_leaf_module_with_its_aliases() -> No
 
 
 def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> None:
-    with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_inplace.py:\d+"):
+    with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_in_place.py:\d+"):
         capture(Around(), torch.randn(3, 8))
