@@ -195,7 +195,7 @@ def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
         Run(model="words", steps=9, order="paper"),
         Run(model="vit", steps=7, stage_to_rank=(1, 0, 1, 0)),
     ]
-    how = {"memory": "1GiB", "batch_size": 3}
+    how = {"memory_budget": "1GiB", "batch_size": 3}
     results, codes = launch(tmp_path, 2, "train_all", runs=plain(runs), trainer=how)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
