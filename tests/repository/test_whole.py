@@ -32,7 +32,7 @@ def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert f"{ON}: 1.320 (meets the bar of 1.33) of plain, 1.015 (MISSES the bar of 1.0)" in said
     del seconds["checkpoint"]
-    report("b", seconds, dict.fromkeys(seconds, 2**30), recorded=True)
+    report("b", seconds, dict.fromkeys(seconds, 2**30), captured=True)
     assert "1.320 (MISSES the bar of 1.15) of plain" in capsys.readouterr().out
 
 
