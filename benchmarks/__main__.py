@@ -54,20 +54,20 @@ def listing(known: Iterable[Entry], as_json: bool) -> str:
     """Every benchmark with what it says of itself, by folder."""
     known = list(known)
     if as_json:
-        return json.dumps({one.name: one.says for one in known}, indent=1)
-    width = max(len(one.name) for one in known)
+        return json.dumps({e.name: e.says for e in known}, indent=1)
+    width = max(len(e.name) for e in known)
     lines: list[str] = []
-    for folder in dict.fromkeys(one.folder for one in known):
+    for folder in dict.fromkeys(e.folder for e in known):
         lines += ["", folder]
-        lines += [f"  {one.name:{width}}  {one.says}" for one in known if one.folder == folder]
+        lines += [f"  {e.name:{width}}  {e.says}" for e in known if e.folder == folder]
     return "\n".join(lines[1:])
 
 
 def run(name: str, options: Sequence[str]) -> int:
     """Run one benchmark; rows are written as they come."""
-    found = entry(name)
-    benchmark = found.load()
-    args = options_of(found, benchmark, options)
+    chosen = entry(name)
+    benchmark = chosen.load()
+    args = options_of(chosen, benchmark, options)
     rows: list[Row] = []
     for row in rows_of(benchmark, args):
         rows.append(row)
@@ -77,7 +77,7 @@ def run(name: str, options: Sequence[str]) -> int:
 
 
 def rows_of(benchmark: Benchmark, args: argparse.Namespace) -> Iterable[Row]:
-    """What a run comes to, or a run for each value of every sweep."""
+    """The rows of a run, or of a run for each value of every sweep."""
     from benchmarks.sweep import swept
 
     if not getattr(args, "sweep", None):
@@ -85,11 +85,11 @@ def rows_of(benchmark: Benchmark, args: argparse.Namespace) -> Iterable[Row]:
     return swept(benchmark, args)
 
 
-def options_of(found: Entry, benchmark: Benchmark, options: Sequence[str]) -> argparse.Namespace:
+def options_of(chosen: Entry, benchmark: Benchmark, options: Sequence[str]) -> argparse.Namespace:
     """A benchmark's own options, and those that all have."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks run {found.name}",
-        description=found.description,
+        prog=f"python -m benchmarks run {chosen.name}",
+        description=chosen.description,
         formatter_class=_Help,
     )
     benchmark.arguments(parser)
@@ -100,7 +100,7 @@ def options_of(found: Entry, benchmark: Benchmark, options: Sequence[str]) -> ar
             nargs="+",
             action="append",
             metavar=("OPTION", "VALUE"),
-            help=f"run for each value of {' or '.join(benchmark.sweeps)}; more than one in a row",
+            help=f"run for each value of {' or '.join(benchmark.sweeps)}; may be repeated",
         )
     return parser.parse_args(options)
 

@@ -1,4 +1,4 @@
-"""What every benchmark here stands on: interleaved timing, peak memory, growth, tables.
+"""What all benchmarks use: interleaved timing, peak memory, growth, tables.
 
 Times are compared only within one run: the variants take turns, round by round, and a ratio is the
 median of the rounds' own ratios, so that a machine that slows down slows all of them.
@@ -306,4 +306,4 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))
-    Console(width=130).print(table)
+    Console(width=130, force_jupyter=False).print(table)

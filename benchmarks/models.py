@@ -59,12 +59,12 @@ class Case:
 def create(name: str, size: int, classes: int = 10, *, small: bool = False) -> nn.Module:
     """A model for images of `size` pixels, always with the same weights.
 
-    `name` is timm's, or `transformer-12x128` and `conv-6x32`: a stack of so many blocks of that
+    `name` is timm's, or `transformer-12x128` and `conv-6x32`: a stack of 12 (or 6) blocks of that
     width. `small` gives a ResNet the first layer for small images.
     """
     torch.manual_seed(0)
-    if found := STACK.fullmatch(name):
-        return _stack(found[1], int(found[2]), int(found[3]), size, classes)
+    if match := STACK.fullmatch(name):
+        return _stack(match[1], int(match[2]), int(match[3]), size, classes)
     if not timm.is_model(name):
         kinds = " or ".join(f"{kind}-12x64" for kind in KINDS)
         raise InputError(f"no model {name!r}; use a name of timm's, or a stack such as {kinds}")
@@ -86,10 +86,10 @@ def of_depth(name: str, depth: int | None) -> str:
     """
     if depth is None:
         return name
-    found = STACK.fullmatch(name)
-    if found is None:
+    match = STACK.fullmatch(name)
+    if match is None:
         raise InputError(f"depth {depth}: {name} has its own; use a stack such as conv-{depth}x32")
-    return f"{found[1]}-{depth}x{found[3]}"
+    return f"{match[1]}-{depth}x{match[3]}"
 
 
 class Patches(nn.Module):

@@ -63,9 +63,8 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """What `write` wrote."""
-    found = json.loads(path.read_text())
-    check(found, str(path))
-    record: dict[str, Any] = found
+    record: dict[str, Any] = json.loads(path.read_text())
+    check(record, str(path))
     return record
 
 
@@ -90,13 +89,13 @@ def _device_name(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str | None:

@@ -60,24 +60,24 @@ class Entry:
 
     def load(self) -> Benchmark:
         """Import the module."""
-        found: Benchmark = importlib.import_module(self.module).BENCHMARK
-        return found
+        benchmark: Benchmark = importlib.import_module(self.module).BENCHMARK
+        return benchmark
 
 
 def entries(place: Path = HERE) -> dict[str, Entry]:
     """All benchmarks by name, folder by folder."""
-    found: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     for file in sorted(place.rglob("*.py")):
         tree = _parsed(file)
         for name in _registered(tree):
-            if name in found:
-                other = found[name].module
+            if name in by_name:
+                other = by_name[name].module
                 raise InputError(f"{file}: {name!r} is the name of {other} too; choose another")
             folder = ast.get_docstring(_parsed(file.with_name("__init__.py"))) or ""
             module = ".".join(file.relative_to(place.parent).with_suffix("").parts)
             text = ast.get_docstring(tree) or ""
-            found[name] = Entry(name, folder.partition("\n")[0], module, text)
-    return found
+            by_name[name] = Entry(name, folder.partition("\n")[0], module, text)
+    return by_name
 
 
 def entry(name: str) -> Entry:

@@ -51,11 +51,11 @@ def growth(
     rows: Sequence[Row], values: Sequence[int], of: Callable[[Row], float | None]
 ) -> list[Growth]:
     """A figure of every variant over the values of a sweep."""
-    found = []
+    growths = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         at = {row["value"]: of(row) for row in rows if row["variant"] == variant}
-        found.append(Growth(variant, tuple(values), tuple(at.get(value) for value in values)))
-    return found
+        growths.append(Growth(variant, tuple(values), tuple(at.get(value) for value in values)))
+    return growths
 
 
 def seconds_of(row: Row) -> float | None:
@@ -69,15 +69,18 @@ def bytes_of(row: Row) -> float | None:
 
 
 def _print(
-    title: str, found: Sequence[Growth], values: Sequence[int], unit: Callable[[float], str]
+    title: str,
+    growths: Sequence[Growth],
+    values: Sequence[int],
+    unit: Callable[[float], str],
 ) -> None:
     rows = []
-    for one in found:
-        if not any(one.figures):
+    for growth in growths:
+        if not any(growth.figures):
             continue
-        power = one.exponent
-        shown = [unit(figure) if figure else "–" for figure in one.figures]
-        rows.append((one.variant, *shown, "–" if power is None else f"{power:.2f}"))
+        power = growth.exponent
+        shown = [unit(figure) if figure else "–" for figure in growth.figures]
+        rows.append((growth.variant, *shown, "–" if power is None else f"{power:.2f}"))
     if rows:
         show(title, ("variant", *map(str, values), "exponent"), rows)
 

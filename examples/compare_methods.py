@@ -1,6 +1,6 @@
 """The methods' table as curves: the same model, data and recipe, trained by several methods.
 
-Delay is what tells them apart: `petra` has half that of `petra:paper`, `delayed` keeps a copy of
+They differ in delay: `petra` has half that of `petra:paper`, `delayed` keeps a copy of
 its parameters for every micro-batch in flight, `1f1b` has no delay and idles between updates.
 
     python examples/compare_methods.py
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     for name, epochs in curves.items():
         last = epochs[-1]
         table.add_row(name, f"{last.test_accuracy:.1%}", f"{last.images_per_second:,.0f}")
-    Console().print(table)
+    Console(force_jupyter=False).print(table)
     if draw_curves(curves, args.out / "curves.svg"):
         print(f"curves: {args.out / 'curves.svg'}")
     return {name: epochs[-1].test_accuracy for name, epochs in curves.items()}

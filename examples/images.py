@@ -29,11 +29,11 @@ class Images:
 def digits(folder: Path | None, size: int | None) -> Images:
     """scikit-learn's 1,797 grey 8x8 digits, enlarged and in three colours: nothing to download."""
     size = size or 32
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)
+    raw = load_digits()
+    images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1)
     images = F.interpolate(images, size=size, mode="bilinear")
     images = ((images - images.mean()) / images.std()).expand(-1, 3, -1, -1)
-    data = TensorDataset(images, torch.tensor(found.target))
+    data = TensorDataset(images, torch.tensor(raw.target))
     train, test = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
     return Images(train, test, classes=10, size=size)
 
@@ -50,11 +50,11 @@ def cifar100(folder: Path | None, size: int | None) -> Images:
 
 def imagefolder(folder: Path | None, size: int | None) -> Images:
     """A folder a class, under `train/` and `val/`: ImageNet's layout."""
-    place, size = _needed(folder, "imagefolder"), size or 224
+    root, size = _needed(folder, "imagefolder"), size or 224
     grow = transforms.RandomResizedCrop(size, antialias=True)
     fit = [transforms.Resize(size * 8 // 7, antialias=True), transforms.CenterCrop(size)]
-    train = datasets.ImageFolder(place / "train", _steps(grow, transforms.RandomHorizontalFlip()))
-    test = datasets.ImageFolder(place / "val", _steps(*fit))
+    train = datasets.ImageFolder(root / "train", _steps(grow, transforms.RandomHorizontalFlip()))
+    test = datasets.ImageFolder(root / "val", _steps(*fit))
     return Images(train, test, classes=len(train.classes), size=size)
 
 
@@ -71,20 +71,20 @@ DATASETS: dict[str, Callable[[Path | None, int | None], Images]] = {
 
 
 def _cifar(kind: Any, classes: int, folder: Path | None, size: int | None) -> Images:
-    place, size = _needed(folder, kind.__name__.lower()), size or 32
+    root, size = _needed(folder, kind.__name__.lower()), size or 32
     resize = [transforms.Resize(size, antialias=True)] if size != 32 else []
     augment = (transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip())
-    train = kind(place, train=True, transform=_steps(*augment, *resize), download=True)
-    test = kind(place, train=False, transform=_steps(*resize), download=True)
+    train = kind(root, train=True, transform=_steps(*augment, *resize), download=True)
+    test = kind(root, train=False, transform=_steps(*resize), download=True)
     return Images(train, test, classes=classes, size=size)
 
 
 def _steps(*steps: Any) -> Callable[[Any], Tensor]:
     as_floats = [transforms.ToImage(), transforms.ToDtype(torch.float32, scale=True)]
-    found: Callable[[Any], Tensor] = transforms.Compose(
+    pipeline: Callable[[Any], Tensor] = transforms.Compose(
         [*steps, *as_floats, transforms.Normalize(MEAN, STD)]
     )
-    return found
+    return pipeline
 
 
 def _needed(folder: Path | None, name: str) -> Path:

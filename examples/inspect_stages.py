@@ -1,4 +1,4 @@
-"""Look at what the compiler did: the table, one stage's code, the story of a block, drawings.
+"""Look at what the compiler did: the table, a stage's code, how a block was rewired, drawings.
 
 python examples/inspect_stages.py
 python examples/inspect_stages.py --model vit_base_patch16_224 --stages 8 --block blocks.3
@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--model", default="resnet50", help="name of a timm model")
     parser.add_argument("--stages", type=int, default=18)
-    parser.add_argument("--stage", type=int, help="whose code to print; one in the middle if not")
-    parser.add_argument("--block", help="whose story to tell; the first of that stage if not given")
+    parser.add_argument("--stage", type=int, help="whose code to print (default: in the middle)")
+    parser.add_argument("--block", help="block to explain (default: the first of that stage)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the drawings")
     args = parser.parse_args(argv)
     folder: Path = args.out
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     print(net)
     index = net.num_stages // 2 if args.stage is None else args.stage
     stage = net.stages[index]
-    print(stage.code)
+    print(stage.code)  # stage.source(verbose=True): the flat graphs that run
     print(stage.program)
     print(net.explain(args.block or net.partition.parts[index].pieces[0].name))
 

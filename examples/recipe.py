@@ -10,14 +10,14 @@ from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from revcompile.optim import LeadAdamW, LeadSGD
+from revcompile.optim import DelayAwareAdamW, DelayAwareSGD
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What `net.trainer` needs: `optimizer`, `lr_schedule` and `param_groups`.
 
-    `rate` is the peak learning rate; of `updates` updates the first `warmup` lead up to it.
+    `rate` is the peak learning rate; the first `warmup` of `updates` updates rise to it.
     """
 
     rate: float
@@ -41,9 +41,9 @@ class Recipe:
         for _, parameter in named:
             groups[parameter.dim() > 1].append(parameter)
         return [
-            {"params": found, "weight_decay": self.weight_decay if decays else 0.0}
-            for decays, found in groups.items()
-            if found
+            {"params": parameters, "weight_decay": self.weight_decay if decays else 0.0}
+            for decays, parameters in groups.items()
+            if parameters
         ]
 
     def factor(self, update: int) -> float:
@@ -63,7 +63,7 @@ def paper_recipe(
     warmup: float | None = None,
     **options: Any,
 ) -> Recipe:
-    """The paper's recipe for so many steps of `batch` samples an epoch.
+    """The paper's recipe for epochs of `steps` micro-batches of `batch` samples.
 
     Without `rate` it is the paper's for SGD and `ADAPTIVE_RATE` for others, without `warmup` a
     sixth of all epochs, 5 at most. `options` are further fields of the recipe.
@@ -71,12 +71,12 @@ def paper_recipe(
     >>> paper_recipe(100, 128, 2, 12)
     Recipe(rate=0.1, updates=600, warmup=100, weight_decay=0.0005, kind='sgd', schedule='steps')
     """
-    leading = min(5, epochs / 6) if warmup is None else warmup
-    is_paper = options.get("kind", "sgd") in ("sgd", "lead-sgd")
+    warmup_epochs = min(5, epochs / 6) if warmup is None else warmup
+    is_paper = options.get("kind", "sgd") in ("sgd", "delay-aware-sgd")
     return Recipe(
         rate=rate or (paper_rate(batch * accumulate) if is_paper else ADAPTIVE_RATE),
         updates=epochs * steps // accumulate,
-        warmup=max(1, round(leading * steps / accumulate)),
+        warmup=max(1, round(warmup_epochs * steps / accumulate)),
         **options,
     )
 
@@ -117,7 +117,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
     "adamw": AdamW,
     "nadam": partial(NAdam, betas=(0.99, 0.999), decoupled_weight_decay=True),
-    "lead-sgd": LeadSGD,
-    "lead-adamw": LeadAdamW,
+    "delay-aware-sgd": DelayAwareSGD,
+    "delay-aware-adamw": DelayAwareAdamW,
 }
-"""The last two look as far ahead as a stage's gradients lag behind."""
+"""The last two look as far ahead as a stage's gradients are late."""

@@ -29,20 +29,20 @@ class Epoch:
 
 
 class Report:
-    """The outside of a run: on one rank; on the others (`shown=False`) it does nothing.
+    """Shows and logs a run on one rank; on the others (`shown=False`) it does nothing.
 
     `folder` gets `log.csv` (a line an epoch), `run.json` (options and result) and `curves.svg`.
     """
 
     def __init__(self, folder: Path, steps: int, options: Mapping[str, Any], shown: bool) -> None:
         self.folder, self.steps, self.options, self.shown = folder, steps, options, shown
-        self.console = Console(quiet=not shown)
+        self.console = Console(quiet=not shown, force_jupyter=False)
         self.epochs: list[Epoch] = []
         self._started = time.perf_counter()
 
     @contextmanager
     def progress(self, done: int) -> Iterator[None]:
-        """Show a progress bar that starts at so many steps."""
+        """Show a progress bar that starts at `done` steps."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -67,8 +67,8 @@ class Report:
         self._samples += len(target)
         if loss is not None and output is not None:
             right = (output.argmax(1) == target.to(output.device, non_blocking=True)).sum()
-            found = torch.stack((loss.float() * len(target), right.float()))
-            self._seen = self._seen.to(found.device) + found
+            sums = torch.stack((loss.float() * len(target), right.float()))
+            self._seen = self._seen.to(sums.device) + sums
         self._progress.advance(self._bar)
         if time.perf_counter() - self._drawn > 0.5:
             self._drawn = time.perf_counter()
@@ -81,7 +81,7 @@ class Report:
         loss, accuracy = self._means()
         speed = self._samples / max(seconds, 1e-9)
         self._show(loss, accuracy, speed)
-        found = Epoch(
+        line = Epoch(
             self._epoch + 1,
             loss,
             accuracy,
@@ -90,10 +90,10 @@ class Report:
             round(speed),
             round(seconds, 2),
         )
-        self.epochs.append(found)
+        self.epochs.append(line)
         self._write_log()
         self.console.print(
-            f"epoch {found.epoch}: loss {loss:.3f}, accuracy {accuracy:.1%}; "
+            f"epoch {line.epoch}: loss {loss:.3f}, accuracy {accuracy:.1%}; "
             f"test loss {test_loss:.3f}, test accuracy {test_accuracy:.1%}"
         )
 
@@ -103,7 +103,7 @@ class Report:
             self.epochs = read_log(self.folder)
 
     def finish(self) -> None:
-        """The last words: result and picture."""
+        """Write the result and draw the curves."""
         if not (self.shown and self.epochs):
             return
         last = self.epochs[-1]

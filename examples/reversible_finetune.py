@@ -2,7 +2,7 @@
 
 `reversify` gives an ordinary `nn.Module` that keeps the activations of no reversible block. With
 `policy="pretrained"` it has the original's parameters and no others, so a trained state dict loads
-as it is. Two streams compute something else than one, which a little fine-tuning makes up for.
+as it is. Two streams do not compute quite what one did; a little fine-tuning makes up for that.
 
     python examples/reversible_finetune.py
 """
@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> float:
     print(f"rewired, not yet fine-tuned: {test(net, data):.1%}")
 
     fit(net, data, args.epochs, lr=0.005, what="fine-tuning")
-    found = test(net, data)
-    print(f"rewired and fine-tuned:      {found:.1%}")
-    return found
+    accuracy = test(net, data)
+    print(f"rewired and fine-tuned:      {accuracy:.1%}")
+    return accuracy
 
 
 def fit(model: nn.Module, data: Images, epochs: int, lr: float, what: str) -> None:

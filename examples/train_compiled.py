@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> float:
@@ -153,8 +153,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--stages", type=int, default=4, help="how many stages to cut it into")
     add = parser.add_argument_group("method").add_argument
     add("--method", default="petra", help="petra, backprop, 1f1b, pipedream, ...")
-    add("--order", help='"half" the paper\'s delay (the default) or "paper"')
-    add("--accumulate", type=int, default=1, help="micro-batches an update")
+    add("--order", help='"1f1b" (the default) or "paper", with twice the delay')
+    add("--accumulate", type=int, default=1, help="micro-batches to an update")
     add = parser.add_argument_group("data").add_argument
     add("--data", choices=DATASETS, default="digits")
     add("--data-dir", type=Path, help="where the dataset is (or is downloaded to)")
@@ -163,9 +163,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=0, help="processes that read images")
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=int, default=4)
-    told = "lead-...: with momentum that looks as far ahead as gradients are late; without delay"
-    told += " lead-sgd is sgd, with Nesterov momentum. For transformers: lead-adamw"
-    add("--optimizer", choices=OPTIMIZERS, default="lead-sgd", help=told)
+    kinds = (
+        "delay-aware-...: momentum that looks as far ahead as gradients are late; where there is"
+    )
+    kinds += " no delay, delay-aware-sgd is sgd. For transformers: delay-aware-adamw"
+    add("--optimizer", choices=OPTIMIZERS, default="delay-aware-sgd", help=kinds)
     add("--lr", type=float, help="peak learning rate; 0.1 for 256 samples an update (sgd) or 5e-4")
     add("--schedule", choices=SCHEDULES, default="steps", help="cosine: delay costs less")
     add("--warmup", type=float, help="epochs; a sixth of all, 5 at most, without it")

@@ -7,26 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from revcompile.api import (
+        Buffers,
         InversionReport,
+        LossScale,
+        MemoryPlan,
+        Metrics,
         ReversibleModule,
         StagedModel,
+        Trainer,
         check_invertible,
         petrafy,
         reversify,
     )
     from revcompile.compiler.capture import capture
     from revcompile.errors import RevcompileError
-    from revcompile.ir import Enter, Fuse, Leave, Policy
+    from revcompile.ir.policy import Enter, Fuse, Policy
 
 __all__ = [
+    "Buffers",
     "Enter",
     "Fuse",
     "InversionReport",
-    "Leave",
+    "LossScale",
+    "MemoryPlan",
+    "Metrics",
     "Policy",
     "RevcompileError",
     "ReversibleModule",
     "StagedModel",
+    "Trainer",
     "capture",
     "check_invertible",
     "petrafy",
@@ -35,15 +44,16 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_ELSEWHERE = {"RevcompileError": "errors", "capture": "compiler.capture"} | dict.fromkeys(
-    ("Enter", "Fuse", "Leave", "Policy"), "ir"
+_MODULES = {"RevcompileError": "errors", "capture": "compiler.capture"} | dict.fromkeys(
+    ("Enter", "Fuse", "Policy"), "ir.policy"
 )
+"""The module that defines a public name; `api` has all others."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is first asked for: `revcompile --help` needs no torch."""
+    """Import a public name or submodule at its first use: `revcompile --help` needs no torch."""
     if name in __all__:
-        home = importlib.import_module(f"revcompile.{_ELSEWHERE.get(name, 'api')}")
+        home = importlib.import_module(f"revcompile.{_MODULES.get(name, 'api')}")
         value = globals()[name] = getattr(home, name)
         return value
     try:

@@ -1,45 +1,68 @@
-"""The front door: each entry a readable list of named passes."""
+"""`reversify`, `petrafy` and `check_invertible`: each is the list of passes it runs, in order."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from revcompile.arguments import check_cost, check_model, one_of, whole_number
+from revcompile.arguments import (
+    CheckName,
+    CostName,
+    KeepName,
+    OverlapName,
+    PolicyName,
+    check_cost,
+    check_leaf_modules,
+    check_model,
+    check_optimizer_copies,
+    number,
+    one_of,
+    whole_number,
+)
 from revcompile.compiler.capture import capture, make_example
-from revcompile.compiler.capture.check import Check, model_unchanged
-from revcompile.compiler.capture.copies import attributes_kept
-from revcompile.compiler.cost import How, costs
+from revcompile.compiler.capture.check import Check
+from revcompile.compiler.capture.isolation import preserve_attributes, preserve_model
+from revcompile.compiler.cost import Workload, segment_costs
 from revcompile.compiler.find import find
-from revcompile.compiler.partition import Limits, partition
+from revcompile.compiler.partition import partition
+from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
-from revcompile.inspect.tables import (
-    invertibility_table,
-    most_frequent_refusals,
-    summary_text,
-)
-from revcompile.ir import Policy, Rewired, TensorType
-from revcompile.overlap import Overlap
-from revcompile.probes import Tolerance, tolerance_for
-from revcompile.recapture import Recompiler
-from revcompile.runtime.reversible import Reversible
+from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Rewired, TensorType
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.overlap import Overlap
+from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
-from revcompile.staged import StagedModel
+from revcompile.staged import (
+    Buffers,
+    LossScale,
+    MemoryPlan,
+    Metrics,
+    StagedModel,
+    Trainer,
+)
+from revcompile.units import parse_memory_budget
 
 __all__ = [
+    "Buffers",
     "InversionReport",
+    "LossScale",
+    "MemoryPlan",
+    "Metrics",
     "ReversibleModule",
     "StagedModel",
+    "Trainer",
     "check_invertible",
     "petrafy",
     "reversify",
@@ -60,7 +83,7 @@ class ReversibleModule(Reversible):
 
     def summary(self) -> str:
         """A table of the segments: what became reversible, what did not, and why."""
-        return summary_text(self.rewired, costs(self.rewired))
+        return summary_text(self.rewired, segment_costs(self.rewired))
 
 
 def reversify(
@@ -68,23 +91,34 @@ def reversify(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: str | Policy = "paper",
-    check: str = "fast",
+    policy: PolicyName | Policy = "paper",
+    check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
-    overlap: str | Overlap = "auto",
+    overlap: OverlapName | Overlap = "auto",
 ) -> ReversibleModule:
     """Rewire a model so that training it stores no activations inside its residual chains.
 
-    The model itself is left alone; the result owns copies of its weights. `example_inputs` (a
-    tensor, or a tuple of positional arguments) is not needed for timm models. `policy` is
-    "paper" (PETRA's RevNets: a wider stem and head), "pretrained" (no new parameters), or a
-    `Policy`. `check` says how much is compared on the example: the capture with the original, and
-    the gradients of chains with those of stored activations. "full" compares everything, "fast"
-    gradients only where that takes no longer than compiling (the summary says so), "off"
-    nothing. A chain that reconstructs its input worse than `tolerance` (relative; 1e-3 for
-    float32) is refused. `overlap` says whether a block is rebuilt while the next one is
-    differentiated ("on", "off"; "auto": in steps recorded as CUDA graphs, if kernels are small).
+    Args:
+        model: Left as it is; the result owns copies of its weights.
+        example_inputs: A tensor, or a tuple of positional arguments, with a batch of two or more.
+            timm models need none.
+        example_kwargs: Keyword arguments of the example.
+        policy: How streams begin and end. "paper": as PETRA's RevNets, with a wider stem and head;
+            "pretrained": without new parameters; or a `Policy`.
+        check: What is compared with the original on the example before the result is returned.
+            "full": outputs, gradients and buffers; "fast": outputs, and gradients only where that
+            takes no longer than compiling (the summary says if they were left out); "off": nothing.
+        leaf_modules: Paths or classes of modules that stay one piece instead of being traced.
+        tolerance: A chain that reconstructs its input with a larger relative error is refused.
+            Default: by data type, 1e-3 for float32.
+        overlap: Whether backward rebuilds one block while it differentiates the next, on two CUDA
+            streams. "auto": in steps captured as CUDA graphs, if their kernels are small.
+
+    Raises:
+        CaptureError: The model cannot be turned into a graph.
+        InversionError: A chain does not reconstruct its input within the tolerance.
+        InputError: An argument is not usable as given.
 
     >>> import torch, revcompile
     >>> class Block(torch.nn.Module):
@@ -102,6 +136,7 @@ def reversify(
     _refuse_reversible(model, "reversify")
     check_model("reversify", model)
     net, _ = _reversified(
+        "reversify",
         model,
         example_inputs,
         example_kwargs,
@@ -116,6 +151,7 @@ def reversify(
 
 
 def _reversified(
+    caller: str,
     model: nn.Module,
     example_inputs: Any,
     example_kwargs: Mapping[str, Any] | None,
@@ -123,16 +159,17 @@ def _reversified(
     policy: str | Policy,
     check: str,
     leaf_modules: Iterable[str | type[nn.Module]],
-    tolerance: Tolerance,
+    tolerance: float | None,
     overlap: str | Overlap = "auto",
 ) -> tuple[ReversibleModule, Compared | None]:
     """The passes from a model to a module, and the gradients its chains were compared with."""
     chosen = Policy.named(policy)
     level = Check.parse(check)
-    if tolerance is not None and (isinstance(tolerance, str | bool) or not tolerance > 0):
-        raise InputError(f"tolerance={tolerance!r}; use a number above 0, or None")
+    check_leaf_modules(leaf_modules)
+    if tolerance is not None:
+        number(caller, "tolerance", tolerance, "use a number above 0, or None")
     compared = None
-    with model_unchanged():
+    with preserve_model():
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
         )
@@ -142,10 +179,10 @@ def _reversified(
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, Overlap.parse(overlap))
         net.on_new_case(Recompiler(model, captured, chosen))
-        _warn_of_hooks(net)
+        _warn_of_hooks(net, caller)
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
-            _refuse_uninvertible(net, args, kwargs)
+            _refuse_uninvertible(net, args, kwargs, caller)
             why_not = why_not_compared(net, level)
             if why_not is None:
                 compared = compare_chain(net, args, kwargs)
@@ -161,26 +198,37 @@ def petrafy(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: str | Policy = "paper",
-    check: str = "fast",
+    policy: PolicyName | Policy = "paper",
+    check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
-    cost: How = "analytic",
-    memory_limit: int | None = None,
+    cost: CostName | Mapping[str, float] | Callable[[str], float] = "analytic",
+    memory_budget: int | str | None = None,
     batch_size: int | None = None,
     optimizer_copies: int = 1,
-    keep: str = "nothing",
+    keep: KeepName = "nothing",
 ) -> StagedModel:
     """Rewire a model, cut it into balanced stages and generate each stage's programs.
 
-    Arguments up to `tolerance` are those of `reversify`. `cost` says how work is measured:
-    "analytic" (FLOPs and bytes), "measured" on the device the model is on, updates included,
-    "replayed" (kernels alone, as recorded rounds on a GPU take them), or given as a mapping or
-    function from a block's name to a number. `memory_limit` is what one device can hold, in
-    bytes, with `batch_size` samples a micro-batch (the example's if not given) and
-    `optimizer_copies` numbers of optimizer state a parameter (SGD with momentum 1, Adam 2).
-    `keep` is what stages will keep of a micro-batch, and so what they have to compute again:
-    "nothing", or, where the trainer is given a budget of `memory` that suffices, their "graph".
+    Args:
+        model, example_inputs, example_kwargs, policy, check, leaf_modules, tolerance: As for
+            `reversify`.
+        num_stages: How many stages to cut the model into.
+        cost: How the work of a block is estimated. "analytic": FLOPs and bytes; "measured": timed
+            on the model's device, updates included; "replayed": time of the kernels alone, as in
+            captured steps on a GPU; or a mapping or function from a block's name to a number.
+        memory_budget: What one device, with one stage, can hold, in bytes or as "2GiB". Cuts that
+            need more are not considered.
+        batch_size: Samples in a micro-batch, for the budget. Default: the example's.
+        optimizer_copies: Numbers of optimizer state for each parameter, for the budget: 1 for SGD
+            with momentum, 2 for Adam.
+        keep: What stages will keep of each micro-batch, and so what balancing counts as computed
+            again: "nothing" (rebuild), "input" (recompute) or "graph" (neither; for a trainer with
+            a memory budget that suffices).
+
+    Raises:
+        CaptureError, InversionError: As for `reversify`.
+        InputError: An argument is not usable as given, or the model cannot be cut that way.
 
     >>> import timm, revcompile
     >>> net = revcompile.petrafy(timm.create_model("resnet18"), num_stages=4, check="off")
@@ -191,12 +239,14 @@ def petrafy(
     check_model("petrafy", model)
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
-    kept = Keep(one_of("petrafy", "keep", keep, [one.value for one in Keep]))
+    expected_keep = Keep(one_of("petrafy", "keep", keep, get_args(KeepName)))
     check_cost(cost)
-    for name, given in (("memory_limit", memory_limit), ("batch_size", batch_size)):
-        if given is not None:
-            whole_number("petrafy", name, given, 1)
+    budget = None if memory_budget is None else parse_memory_budget(memory_budget)
+    if batch_size is not None:
+        whole_number("petrafy", "batch_size", batch_size, 1)
+    check_optimizer_copies("petrafy", optimizer_copies)
     net, compared = _reversified(
+        "petrafy",
         model,
         example_inputs,
         example_kwargs,
@@ -207,11 +257,13 @@ def petrafy(
     )
     _refuse_state_in_python(net.rewired)
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
-    method, limits = choose("petra"), None
-    if memory_limit is not None:
-        limits = Limits(memory_limit, batch_size or _example_batch(net), optimizer_copies)
-    expected = dataclasses.replace(method, keep=kept)
-    cut = partition(net.rewired, num_stages, expected, how=cost, limits=limits)
+    method = choose("petra")
+    workload = Workload(
+        dataclasses.replace(method, keep=expected_keep),
+        batch_size or _example_batch(net),
+        optimizer_copies=optimizer_copies,
+    )
+    cut = partition(net.rewired, num_stages, workload, cost=cost, memory_budget=budget)
     verify_partition(cut)
     staged = StagedModel(net, cut, method)
     if compared is not None:
@@ -227,7 +279,7 @@ def _example_batch(net: ReversibleModule) -> int:
 
 @dataclass(frozen=True)
 class InversionReport:
-    """Reconstruction error of every reversible block, relative to its largest input.
+    """Reconstruction error of every reversible block, relative to its largest input element.
 
     >>> report = InversionReport((("blocks.0", 2e-7), ("blocks.1", 1e-7)), tolerance=1e-3)
     >>> report.ok, report.worst
@@ -239,7 +291,6 @@ class InversionReport:
 
     @property
     def ok(self) -> bool:
-        """Is every block within the tolerance?"""
         return all(error <= self.tolerance for _, error in self.errors)
 
     @property
@@ -252,21 +303,30 @@ class InversionReport:
 
 
 def check_invertible(
-    model: nn.Module, *args: Any, tolerance: Tolerance = None, **kwargs: Any
+    model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
 ) -> InversionReport:
     """Run a model forward and back, and report each block's reconstruction error.
 
-    `model` is the result of `reversify`, or a plain model, which is then rewired first. The
-    errors accumulate along a chain from its end to its beginning, as in training.
+    Errors accumulate along a chain from its end to its beginning, as in training.
+
+    Args:
+        model: What `reversify` returned, or a plain model, which is then rewired first.
+        args, kwargs: What the model is called with.
+        tolerance: The largest relative error that is `ok`. Default: by data type, 1e-3 for float32.
 
     >>> import torch, revcompile
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
     >>> revcompile.check_invertible(layer, torch.randn(2, 5, 8)).ok
     True
     """
+    if tolerance is not None:
+        number("check_invertible", "tolerance", tolerance, "use a number above 0, or None")
+    if isinstance(model, StagedModel):
+        raise InputError("check_invertible: got a StagedModel; pass its module, net.module()")
     if not isinstance(model, Reversible):
         check_model("check_invertible", model)
         model, _ = _reversified(
+            "check_invertible",
             model,
             args or None,
             kwargs,
@@ -275,17 +335,18 @@ def check_invertible(
             leaf_modules=(),
             tolerance=tolerance,
         )
-    limit = _tolerance(model, tolerance)
-    with model_unchanged(model), ExitStack() as kept:
-        for part in model.children():  # counters and memories start where the user left them
-            kept.enter_context(attributes_kept(part))
-        errors = model.inversion_errors(*args, **kwargs)
-    return InversionReport(tuple(errors), limit)
+    return _inversion_report(model, args, kwargs, tolerance)
 
 
-def _tolerance(model: nn.Module, tolerance: Tolerance) -> float:
+def _inversion_report(
+    model: Reversible, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: Tolerance
+) -> InversionReport:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return tolerance_for(dtype, tolerance)
+    with preserve_model(model), ExitStack() as unchanged:
+        for part in model.children():  # Python attributes such as counters go back, too
+            unchanged.enter_context(preserve_attributes(part))
+        errors = model.inversion_errors(*args, **kwargs)
+    return InversionReport(tuple(errors), tolerance_for(dtype, tolerance))
 
 
 def _refuse_reversible(model: Any, caller: str) -> None:
@@ -313,21 +374,21 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
         return
     reasons = most_frequent_refusals(rewired, 3)
     why = "; ".join(reasons) or "nowhere is the input of layers added to their output, x + F(x)"
-    kept = {
+    effect = {
         "reversify": "training it keeps all activations, as training the original does",
         "petrafy": "every stage keeps its inputs and computes the rest again",
     }
     warnings.warn(
-        f"{caller}: nothing in {rewired.name} became reversible, so {kept[caller]}. Why: {why}",
+        f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}",
         RevcompileWarning,
         stacklevel=3,
     )
 
 
-def _warn_of_hooks(net: ReversibleModule) -> None:
+def _warn_of_hooks(net: ReversibleModule, caller: str) -> None:
     for path in net.inlined_hooks:
         warnings.warn(
-            f"reversify: {path} has hooks, but its forward is part of the captured graph now: what "
+            f"{caller}: {path} has hooks, but its forward is part of the captured graph now: what "
             "they computed was traced, and they will not run again. Register hooks on the layers "
             f"inside {path}, or keep it whole with leaf_modules=[{path!r}]",
             RevcompileWarning,
@@ -335,18 +396,18 @@ def _warn_of_hooks(net: ReversibleModule) -> None:
         )
 
 
-def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any) -> None:
+def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: str) -> None:
     tensors = [*net.parameters(), *(a for a in args if isinstance(a, torch.Tensor))]
     if any(t.is_meta for t in tensors):
         return
-    with model_unchanged(net):
-        if not net.training:  # of a model in training mode what is frozen stays frozen
+    with preserve_model(net):
+        if not net.training:  # else frozen modules of a model in training mode would be unfrozen
             net.train()
-        report = check_invertible(net, *args, tolerance=net.tolerance, **kwargs)
+        report = _inversion_report(net, args, kwargs, net.tolerance)
     if not report.ok:
         name, error = report.worst
         raise InversionError(
-            f"reversify: {name} reconstructs its input only to {error:.1e} "
+            f"{caller}: {name} reconstructs its input only to {error:.1e} "
             f"(tolerance {report.tolerance:.1e}), so gradients behind it would be wrong. "
             "Its branch is much larger than the stream it is added to, or it is not a function "
             "of its input, or batch norms see too few samples of the example; give an example with "

@@ -1,22 +1,72 @@
-"""Wrong arguments, refused in the user's words: what came, what was expected, what to write."""
+"""Wrong arguments are refused before anything runs: what came, what was expected, what to write.
+
+The `Literal` types list the strings an argument may be, for type checkers and for `help()`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any, SupportsIndex
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, SupportsIndex, get_args
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError
 
-__all__ = ["check_cost", "check_examples", "check_model", "one_of", "whole_number"]
+__all__ = [
+    "BackendName",
+    "CheckName",
+    "CostName",
+    "KeepName",
+    "MethodName",
+    "OrderName",
+    "OverlapName",
+    "PolicyName",
+    "check_cost",
+    "check_device",
+    "check_examples",
+    "check_leaf_modules",
+    "check_model",
+    "check_optimizer_copies",
+    "check_stage_list",
+    "file_path",
+    "flag",
+    "number",
+    "one_of",
+    "whole_number",
+]
+
+MethodName = Literal[
+    "backprop",
+    "reversible_backprop",
+    "gpipe",
+    "1f1b",
+    "pipedream",
+    "ddg",
+    "features_replay",
+    "delayed",
+    "dsp",
+    "petra",
+    "petra_stashed",
+    "dni",
+]
+OrderName = Literal["1f1b", "paper"]
+KeepName = Literal["nothing", "input", "graph"]
+BackendName = Literal["auto", "eager", "cudagraphs", "inductor", "static"]
+PolicyName = Literal["paper", "pretrained"]
+CheckName = Literal["full", "fast", "off"]
+CostName = Literal["analytic", "measured", "replayed"]
+OverlapName = Literal["auto", "on", "off"]
 
 
 def check_model(caller: str, model: Any) -> None:
-    """Refuse what is not a module: a class, a name."""
     if isinstance(model, nn.Module):
         return
     expected = f"{caller}: expected a torch.nn.Module, got "
@@ -68,28 +118,95 @@ def _check_tensor_like(value: Any, where: str) -> None:
         raise InputError(f"{where}: a numpy array; pass a tensor, torch.from_numpy(...)")
     if kind.__module__.partition(".")[0] == "PIL":
         raise InputError(f"{where}: an image; pass a batch of tensors, of shape (2, 3, H, W)")
-    is_loader = "DataLoader" in {base.__name__ for base in kind.__mro__}
-    if is_loader or inspect.isgenerator(value):
+    if isinstance(value, DataLoader) or inspect.isgenerator(value):
         raise InputError(
             f"{where}: a {kind.__name__}; pass the inputs of one batch: x, y = next(iter(loader))"
         )
 
 
-def whole_number(caller: str, name: str, value: Any, least: int, hint: str = "") -> int:
-    """A whole number of at least so much (numpy's are taken too)."""
-    number = None
-    if isinstance(value, SupportsIndex) and not isinstance(value, (bool, Tensor)):
-        number = operator.index(value)
-    if number is None or number < least:
-        shown = type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else repr(value)
+def check_leaf_modules(leaf_modules: Any) -> None:
+    if isinstance(leaf_modules, str | type) or not isinstance(leaf_modules, Iterable):
+        shown = leaf_modules.__name__ if isinstance(leaf_modules, type) else repr(leaf_modules)
         raise InputError(
-            f"{caller}: {name}={shown}; expected a whole number, at least {least}{hint}"
+            "leaf_modules: expected a list of paths or classes of modules, got "
+            f"{shown}; write leaf_modules=[{shown}]"
         )
-    return number
+
+
+def check_device(caller: str, device: Any) -> torch.device | None:
+    """The device a user named, if there is one of that name here; None stays None."""
+    if device is None:
+        return None
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(
+            f"{caller}: device={device!r} does not exist; use 'cpu', 'cuda', 'cuda:1' or a "
+            "torch.device"
+        ) from None
+    if parsed.type == "cuda":
+        count = torch.cuda.device_count()
+        if (parsed.index or 0) >= count:
+            raise InputError(
+                f"{caller}: device={str(parsed)!r}, but torch sees {count} CUDA devices here; "
+                "check torch.cuda.is_available(), or leave out device="
+            )
+    return parsed
+
+
+def check_stage_list(caller: str, name: str, values: Any, stages: int) -> None:
+    """Refuse what is not a list of ranks or devices, one for each stage."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != stages:
+        raise InputError(
+            f"{caller}: {name}={values!r}; expected a list of {stages} numbers, one for each stage"
+        )
+    for value in values:
+        whole_number(caller, f"an entry of {name}", value, 0)
+
+
+def whole_number(caller: str, name: str, value: Any, least: int, hint: str = "") -> int:
+    """`value` as an int of at least `least`; numpy's integers are accepted."""
+    as_int = None
+    if isinstance(value, SupportsIndex) and not isinstance(value, (bool, Tensor)):
+        as_int = operator.index(value)
+    if as_int is None or as_int < least:
+        raise InputError(
+            f"{caller}: {name}={_shown(value)}; expected a whole number, at least {least}{hint}"
+        )
+    return as_int
+
+
+def number(caller: str, name: str, value: Any, hint: str, *, or_zero: bool = False) -> float:
+    """`value` as a finite float above zero, or, with `or_zero`, of at least zero."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf or (value == 0 and not or_zero):
+        raise InputError(f"{caller}: {name}={_shown(value)}; {hint}")
+    return float(value)
+
+
+def check_optimizer_copies(caller: str, value: Any) -> None:
+    hint = "use 0 for plain SGD, 1 for SGD with momentum, 2 for Adam"
+    number(caller, "optimizer_copies", value, hint, or_zero=True)
+
+
+def flag(caller: str, name: str, value: Any) -> bool:
+    """`value` if it is True or False: "no" and None would count as true and false otherwise."""
+    if not isinstance(value, bool):
+        raise InputError(f"{caller}: {name}={_shown(value)}; use True or False")
+    return value
+
+
+def file_path(caller: str, value: Any, example: str) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise InputError(
+            f"{caller}: expected the path of a file, got {_shown(value)}; write e.g. "
+            f"{caller}({example!r})"
+        )
+    return Path(value)
 
 
 def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:
-    """One of some words, or the nearest of them told."""
+    """`value` if it is one of the known words; the error suggests the nearest one."""
     words = sorted(known)
     if isinstance(value, str) and value in words:
         return value
@@ -98,14 +215,18 @@ def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:
 
 
 def check_cost(cost: Any) -> None:
-    """Refuse what says nothing about work: a word that is none of ours, a number."""
-    words = ("analytic", "measured", "replayed")
+    words = get_args(CostName)
     if cost in words if isinstance(cost, str) else isinstance(cost, Mapping) or callable(cost):
         return
     raise InputError(
         'cost: expected "analytic", "measured", "replayed", a mapping of names to numbers, or '
         f"a function of a name, got {cost!r}{_nearest(cost, words)}"
     )
+
+
+def _shown(value: Any) -> str:
+    """The value for a message; of tensors and modules the type alone, they would fill pages."""
+    return type(value).__name__ if isinstance(value, Tensor | nn.Module) else repr(value)
 
 
 def _nearest(value: Any, words: Iterable[str]) -> str:

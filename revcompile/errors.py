@@ -1,4 +1,4 @@
-"""Every error a user can meet: where it happened, what was expected, what came, what to do."""
+"""Every error that revcompile raises on purpose: where, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RevcompileWarning(UserWarning):
 
 
 class TrainerStoppedError(RevcompileError, RuntimeError):
-    """A step failed where it could not be taken back; this trainer cannot go on."""
+    """A step failed where it could not be rolled back; this trainer cannot go on."""
 
 
 class VerificationError(RevcompileError):

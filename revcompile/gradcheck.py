@@ -1,12 +1,11 @@
-"""Gradients compared on the example before anything trains: chain, stages, stored activations.
+"""Gradients compared on the example before training: stored activations, chain, stages.
 
-    stored activations   the rewired model as plain operations: what autograd makes of it
-    chain                the same with couplings that rebuild their input
-    stages               the generated programs, one after the other, at learning rate 0
+    stored activations   the rewired model as plain operations, differentiated by autograd
+    chain                the same with couplings that reconstruct their input
+    stages               the generated programs, one after the other
 
-All of it runs on a copy; model, buffers and random generators stay as they are. Whether it is worth
-its time is decided by counting operations, never by a clock, so that the same model is always
-treated alike.
+All of it runs on copies; the model, its buffers and the random generators do not change. Large
+models are left out by counting operations, never by a clock, so that the result is reproducible.
 """
 
 from __future__ import annotations
@@ -18,32 +17,33 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
-from revcompile.compiler.capture.copies import set_mode
 from revcompile.compiler.capture.decisions import Ties
+from revcompile.compiler.capture.isolation import preserve_rng, seed_all, set_mode
 from revcompile.compiler.capture.memory import tensors_in
-from revcompile.compiler.capture.rng import rng_kept, seed_all
-from revcompile.compiler.flow import tensor_type
+from revcompile.compiler.cost import node_flops
+from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
-from revcompile.ir import Rewired
-from revcompile.probes import Tolerance, tolerance_for
-from revcompile.program import Partition, StageProgram
-from revcompile.runtime.binding import bind
-from revcompile.runtime.objective import Objective
-from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.stage import Stage
+from revcompile.ir.ops import op_name
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.types import Rewired
+from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.stage import Stage
 
 __all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
 
 _PASSES: Final = 14
-"""Forward passes that all comparisons take: 3 and 4 for two backward passes, twice."""
+"""Cost of all comparisons in forward passes: 3 + 4 (two ways to differentiate), twice."""
 _WORK_PER_NODE: Final = 5e8
-"""Operations one core does in the time that compiling one node of a graph takes it."""
+"""Operations that one core executes in the time that compiling one node takes."""
 _MEMORY: Final = 2**31
-"""Bytes of activations, weights and gradients above which the comparison is left out."""
+"""Bytes of activations, weights and gradients above which nothing is compared."""
 _LIMITS: Final = {torch.float64: 1e-6, torch.float32: 2e-2}
 _LIMIT_LOW_PRECISION: Final = 0.3
 
@@ -60,10 +60,10 @@ class Compared:
 
 
 def why_not_compared(net: Reversible, level: Check) -> str | None:
-    """The line of a summary that says that gradients were not compared; None if they are."""
+    """Why gradients are not compared, as a line of the summary; None if they are."""
     tensors = (*net.parameters(), *net.buffers())
     if any(t.is_meta for t in tensors):
-        return "gradients were not compared on the example: the meta device has no numbers"
+        return "gradients were not compared on the example: that needs real tensors, not meta ones"
     if level is Check.FULL:
         return None
     nodes, work, memory = _extent(net.rewired)
@@ -79,7 +79,7 @@ def why_not_compared(net: Reversible, level: Check) -> str | None:
 
 
 def _extent(rewired: Rewired) -> tuple[int, float, int]:
-    """Nodes of all segments, operations of a forward pass, bytes of all values."""
+    """Number of nodes, operations of a forward pass, bytes of all values."""
     nodes, work, memory = 0, 0.0, 0
     for segment in rewired.body.segments:
         for node in segment.graph.nodes:
@@ -87,28 +87,9 @@ def _extent(rewired: Rewired) -> tuple[int, float, int]:
             if kind is None or node.op in ("placeholder", "output", "get_attr"):
                 continue
             nodes += 1
-            work += _operations(node, rewired.root)
+            work += node_flops(node, rewired.root)
             memory += kind.nbytes()
     return nodes, work, memory
-
-
-def _operations(node: fx.Node, root: nn.Module) -> float:
-    """Roughly: two for each weight and place it is used at; products by their inner dimension."""
-    kind = tensor_type(node)
-    assert kind is not None
-    size = kind.numel()
-    if node.op == "call_module":
-        weights = [p for p in root.get_submodule(str(node.target)).parameters() if p.dim() > 1]
-        return size + sum(2.0 * size * p.numel() / p.shape[0] for p in weights)
-    sources = [t for t in map(tensor_type, node.all_input_nodes) if t is not None and t.shape]
-    name = str(getattr(node.target, "__name__", node.target))
-    if "attention" in name and sources:
-        return size + 4.0 * size * sources[0].shape[-2]
-    if any(word in name for word in ("linear", "matmul", "mm", "einsum", "conv")) and sources:
-        last = sources[-1]
-        inner = last.numel() / last.shape[0] if "conv" in name else sources[0].shape[-1]
-        return size + 2.0 * size * inner
-    return float(size)
 
 
 # -- chain ----------------------------------------------------------------------------------------
@@ -116,21 +97,21 @@ def _operations(node: fx.Node, root: nn.Module) -> float:
 
 def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compared:
     """Gradients of the chain must equal those with stored activations; returns the latter."""
-    with rng_kept():
+    with preserve_rng():
         stored = _module_gradients(net, args, kwargs, reversible=False)
         if not stored:
             return Compared(args, kwargs, {})
         try:
-            found = _module_gradients(net, args, kwargs, reversible=True)
+            reversible = _module_gradients(net, args, kwargs, reversible=True)
         except RevcompileError:
             raise
         except Exception as error:
             raise VerificationError(
                 f"reversify: {net.rewired.name} cannot be differentiated on the example when its "
-                f"chains rebuild their inputs ({type(error).__name__}: {error}), but can with "
+                f"chains reconstruct their inputs ({type(error).__name__}: {error}), but can with "
                 "stored activations. " + _ADVICE
             ) from error
-        if wrong := _differences(stored, found, net.tolerance):
+        if wrong := _differences(stored, reversible, net.tolerance):
             precise = _in_double(net, args, kwargs)
             if precise is None or precise:
                 _explain_by_ties(net, args, kwargs, wrong)
@@ -141,17 +122,17 @@ def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, A
 def _explain_by_ties(
     net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any], wrong: Sequence[str]
 ) -> None:
-    """Refuse a model that selects among equal numbers, which are not equal when rebuilt."""
+    """Refuse a model that selects among equal numbers: reconstructed, they are not equal."""
     with Ties() as ties:
         _module_gradients(net, args, kwargs, reversible=False)
     for coupling in net.rewired.couplings:
-        names = {str(getattr(n.target, "__name__", n.target)) for n in coupling.branch.nodes}
-        selecting = [name for name in ties.found if name in names]
+        names = {op_name(node) for node in coupling.branch.nodes}
+        selecting = [name for name in ties.operations if name in names]
         if selecting:
             raise InversionError(
                 f"reversify: {coupling.name} selects among numbers that are exactly equal (by "
-                f"{', '.join(selecting)}). Its input is rebuilt up to rounding errors, so that "
-                "another of them may get the gradient; keep the module as one piece with "
+                f"{', '.join(selecting)}). Its input is reconstructed up to rounding errors, so "
+                "that another of them may get the gradient; make the module a leaf module with "
                 f"leaf_modules=[...], or avoid exact ties. On the example:\n  - {wrong[0]}"
             )
 
@@ -159,16 +140,16 @@ def _explain_by_ties(
 def _in_double(
     net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[str] | None:
-    """What still differs in float64, where rounding explains nothing; None if it cannot run."""
+    """What differs in float64, where rounding errors are negligible; None if it cannot run."""
     try:
         twin = copy.deepcopy(net).double()
         given = _converted((args, kwargs))
-        stored, found = (
+        stored, rebuilt = (
             _module_gradients(twin, *given, reversible=reversible) for reversible in (False, True)
         )
     except Exception:
         return None
-    return _differences(stored, found, None)
+    return _differences(stored, rebuilt, None)
 
 
 def _converted(tree: Any) -> Any:
@@ -189,26 +170,26 @@ def _module_gradients(
         if loss is None or not loss.requires_grad or not bool(loss.isfinite()):
             return {}
         loss.backward()
-    found = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad}
-    return found | {f"input {i}": t.grad for i, t in enumerate(inputs)}
+    gradients = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad}
+    return gradients | {f"input {i}": t.grad for i, t in enumerate(inputs)}
 
 
 def _fresh(tree: Any) -> tuple[Any, list[Tensor]]:
-    """The example's tensors anew, floating ones with a gradient, and a list of those."""
+    """A copy of the example, floating-point tensors with gradients, and a list of those."""
     inputs: list[Tensor] = []
 
-    def anew(tensor: Tensor) -> Tensor:
+    def copy_of(tensor: Tensor) -> Tensor:
         made = tensor.detach().clone()
         if not made.is_floating_point() or not bool(made.isfinite().all()):
             return made
         inputs.append(made.requires_grad_())
-        return made * 1  # models may write into what they are given, which must be no leaf then
+        return made * 1  # models may write to their inputs, which must be no leaves then
 
-    return pytree.tree_map_only(Tensor, anew, tree), inputs
+    return pytree.tree_map_only(Tensor, copy_of, tree), inputs
 
 
 def _loss(output: Any) -> Tensor | None:
-    """A sum of everything the model returns in which every element has a weight of its own."""
+    """A weighted sum of all outputs, with a different weight for every element."""
     terms = []
     for tensor in tensors_in(output):
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -231,20 +212,21 @@ def compare_stages(
 ) -> None:
     """Gradients of the stages' programs must equal each other's and those of the model.
 
-    Stages draw other random numbers than the model: where it does, they are compared with each
-    other alone, and the first of the programs given is the reference.
+    Stages draw other random numbers than the model. If the model draws any, the stages are compared
+    with each other only; the first of `programs` is the reference.
     """
     if not compared.stored:
         return
     stored = {n: g for n, g in compared.stored.items() if not n.startswith("input ")}
-    with rng_kept():
-        found = {
+    with preserve_rng():
+        by_method = {
             method: _staged_gradients(net, partition, given, compared)
             for method, given in programs.items()
         }
-        first = next(iter(found))
-        reference = stored if _is_deterministic(net, programs[first], compared) else found[first]
-    for method, gradients in found.items():
+        first = next(iter(by_method))
+        is_same = _is_deterministic(net, programs[first], compared)
+        reference = stored if is_same else by_method[first]
+    for method, gradients in by_method.items():
         if wrong := _differences(reference, gradients, net.tolerance):
             raise VerificationError(_message("petrafy", net.rewired, f"stages ({method})", wrong))
 
@@ -256,8 +238,8 @@ def _staged_gradients(
     twin = copy.deepcopy(net)
     set_mode(twin, net, training=True)
     stages = [Stage(program, twin, check_finite=False) for program in programs]
-    objective = Objective(partition.rewired, _staged_loss, None, len(stages) - 1)
-    objective.check_finite, objective.targets[0] = False, None
+    loss_head = LossHead(partition.rewired, _staged_loss, None, len(stages) - 1)
+    loss_head.check_finite, loss_head.targets[0] = False, None
     args, kwargs = compared.args, compared.kwargs
     values: Mapping[str, Any] = {
         name: value.detach().clone()
@@ -265,14 +247,14 @@ def _staged_gradients(
     }
     for stage in stages:
         values = stage.forward(0, values)
-    gradients: Mapping[str, Tensor | None] = objective(0, values)
-    values, found = {}, Gradients()
+    gradients: Mapping[str, Tensor | None] = loss_head(0, values)
+    values, summed = {}, Gradients()
     for stage in reversed(stages):
         values, gradients = stage.backward(0, values, gradients)
         for name, gradient in stage.take_gradients().items():
-            before = found.get(name)
-            found[name] = gradient if before is None else before + gradient
-    return found
+            before = summed.get(name)
+            summed[name] = gradient if before is None else before + gradient
+    return summed
 
 
 def _staged_loss(output: Any, target: Any) -> Tensor:
@@ -297,13 +279,13 @@ def _is_deterministic(
     return all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
-# -- how far apart --------------------------------------------------------------------------------
+# -- comparing ------------------------------------------------------------------------------------
 
 
-def _differences(expected: Gradients, found: Gradients, tolerance: Tolerance) -> list[str]:
-    """Each gradient that is missing or differs by more than rounding explains."""
+def _differences(expected: Gradients, actual: Gradients, tolerance: Tolerance) -> list[str]:
+    """Gradients that are missing, or differ by more than rounding errors."""
     want = {name: _dense(gradient) for name, gradient in expected.items()}
-    have = {name: _dense(gradient) for name, gradient in found.items()}
+    have = {name: _dense(gradient) for name, gradient in actual.items()}
     sizes = {name: _largest(g) for name, g in want.items() if g is not None}
     overall = max(sizes.values(), default=0.0)
     wrong = []
@@ -339,8 +321,8 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 _ADVICE: Final = (
-    "Keep the module that is to blame as one piece with leaf_modules=[...], and please report it: "
-    'this is a bug in revcompile (check="off" leaves the comparison out)'
+    "Make the module in question a leaf module with leaf_modules=[...], and please report it: "
+    'this is a bug in revcompile (check="off" skips the comparison)'
 )
 
 

@@ -5,54 +5,102 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.budget import MemoryPlan, Terms, budget, plan_memory
-from revcompile.compiler.cost import MemoryModel, StageMemory
+from revcompile.arguments import (
+    BackendName,
+    MethodName,
+    OrderName,
+    check_device,
+    check_optimizer_copies,
+    check_stage_list,
+    file_path,
+    flag,
+    number,
+    whole_number,
+)
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
 from revcompile.compiler.lower import lower
+from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.verify import verify_programs
-from revcompile.fitting import fit_memory, in_a_row, prove
+from revcompile.errors import InputError
 from revcompile.inspect import drawing
 from revcompile.inspect.code import ActionList, action_list, code_text
 from revcompile.inspect.explain import Explanation, explain
-from revcompile.inspect.stages import StageFacts, stage_facts, stage_table
-from revcompile.program import Part, Partition, StageProgram
-from revcompile.runtime.backend import Backend, backend_of
-from revcompile.runtime.buffers import BuffersLike, buffers_of
+from revcompile.inspect.tables import StageFacts, stage_facts, stage_table
+from revcompile.interop.pipelining import StageModule, pipeline_stages
+from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.checkpoint import export_weights, load_into
-from revcompile.runtime.distributed.share import whole
-from revcompile.runtime.distributed.start import many_ranks
+from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
+from revcompile.runtime.distributed.process_groups import many_ranks, world_size
+from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.objective import Loss
-from revcompile.runtime.pipelining import StageModule, pipeline_stages
-from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.scaling import LossScale, loss_scale_of
-from revcompile.runtime.settings import Settings
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.update import OptimizerFactory, ParamGroups, ScheduleFactory
-from revcompile.schedule import Action, Keep, Method, actions, choose, delay
+from revcompile.runtime.executor.captured import Backend, backend_of
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.activations import Buffers, BuffersLike, buffers_of
+from revcompile.runtime.stage.loss_head import Loss
+from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
+from revcompile.runtime.stage.update import (
+    OptimizerFactory,
+    ParamGroups,
+    ScheduleFactory,
+    state_copies,
+)
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.local import LocalTrainer
+from revcompile.runtime.trainer.metrics import Metrics
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.schedule import (
+    Action,
+    Keep,
+    Method,
+    actions,
+    check_schedule,
+    choose,
+    delay,
+)
+from revcompile.units import parse_memory_budget
 
-__all__ = ["CompiledStage", "StagedModel"]
+__all__ = [
+    "Buffers",
+    "CompiledStage",
+    "LossScale",
+    "MemoryPlan",
+    "Metrics",
+    "StagedModel",
+    "Trainer",
+]
 
 Keeps = tuple[Keep, ...] | None
-"""What each stage keeps, if not what its method says."""
+"""What each stage keeps of a micro-batch; None: what its method says."""
 
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """One stage to look at."""
+    """One stage as `net.stages[i]`: its generated code, its graph, its list of actions."""
 
+    partition: Partition
     part: Part
     generated: StageProgram
     actions: tuple[Action, ...]
 
     @property
     def code(self) -> str:
-        """The forward, inverse and backward programs as Python, module paths as comments."""
-        return code_text(self.generated)
+        """The forward, inverse and backward programs as Python, each branch a function."""
+        return self.source()
+
+    def source(self, verbose: bool = False) -> str:
+        """The programs as Python.
+
+        Args:
+            verbose: Show the graphs exactly as they run: branches inlined, autograd switched on
+                and off, values freed.
+        """
+        return code_text(self.partition, self.generated, verbose=verbose)
 
     @property
     def graph(self) -> fx.Graph:
@@ -66,11 +114,17 @@ class CompiledStage:
 
     @property
     def reversible(self) -> bool:
-        """Does the stage keep nothing between forward and backward?"""
+        """Can the stage's input be rebuilt from its output, so that nothing is kept?"""
         return self.part.reversible
 
     def __str__(self) -> str:
         return self.code
+
+    def __repr__(self) -> str:
+        pieces = self.part.pieces
+        span = pieces[0].name if len(pieces) == 1 else f"{pieces[0].name} to {pieces[-1].name}"
+        kind = "reversible" if self.reversible else "not reversible"
+        return f"CompiledStage({self.part.index} of {self.generated.stages}: {span}, {kind})"
 
 
 class StagedModel:
@@ -93,13 +147,13 @@ class StagedModel:
 
     def __init__(self, model: Reversible, partition: Partition, method: Method) -> None:
         self.model = model
-        """The parameters live here, under their original names."""
+        """The rewired module, which owns the parameters under their original names."""
         self.partition = partition
         self.method = method
         self._lowered: dict[tuple[Method, Keeps], tuple[StageProgram, ...]] = {}
 
     def _programs(self, method: Method, keeps: Keeps = None) -> tuple[StageProgram, ...]:
-        """The programs for a method and what stages keep, made when first asked for."""
+        """The stages' programs for a method and what stages keep; generated at the first call."""
         if (method, keeps) not in self._lowered:
             programs = lower(self.partition, method, keeps)
             verify_programs(self.partition, programs)
@@ -108,7 +162,6 @@ class StagedModel:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
         return len(self.partition.parts)
 
     @property
@@ -117,25 +170,29 @@ class StagedModel:
         count = self.num_stages
         lists = actions(self.method, count, 2 * count, ties=self.partition.ties)
         programs = self._programs(self.method)
-        return tuple(map(CompiledStage, self.partition.parts, programs, lists))
+        parts = self.partition.parts
+        return tuple(
+            CompiledStage(self.partition, part, program, listed)
+            for part, program, listed in zip(parts, programs, lists, strict=True)
+        )
 
     def module(self) -> nn.Module:
         """A plain module with the current weights: a copy to evaluate, save and deploy.
 
         While several ranks train, each of them calls this: the weights come from all of them.
         """
-        twin = whole(self.model)
-        for parameter in twin.parameters():
+        module = whole_model(self.model)
+        for parameter in module.parameters():
             parameter.grad = None
-        return twin
+        return module
 
-    def load(self, place: str | Path) -> None:
-        """Take over the weights of a checkpoint, of the newest one in a folder, or of an export.
+    def load(self, path: str | Path) -> None:
+        """Load the weights of a checkpoint, of the newest one in a folder, or of an export.
 
         Trainers of this model keep copies of shared weights and micro-batches in flight: load
         before making one, or call `trainer.load`.
         """
-        load_into(self.model, place)
+        load_into(self.model, file_path("net.load", path, "runs/a"))
 
     def export(self, file: str | Path) -> Path:
         """Write the current weights as one file of safetensors, under their original names.
@@ -147,7 +204,8 @@ class StagedModel:
         ...     file = net.export(pathlib.Path(folder, "layer.safetensors"))
         ...     net.load(file)
         """
-        return export_weights(self.module(), file)
+        target = file_path("net.export", file, "model.safetensors")
+        return export_weights(self.module(), target)
 
     def to_pipeline_stages(
         self, device: torch.device | str | None = None, reversible: bool = False
@@ -155,9 +213,13 @@ class StagedModel:
         """The same stages as plain modules, for the schedules of `torch.distributed.pipelining`.
 
         Every rank picks its own: `PipelineStage(stages[rank], rank, len(stages), device)`. The
-        modules hold copies of the current weights under their original names. `reversible` has
-        couplings in a row keep only their output; it needs a schedule that computes all gradients
-        of a stage at once (GPipe, 1F1B, interleaved 1F1B), not zero-bubble ones.
+        modules hold copies of the current weights under their original names.
+
+        Args:
+            device: Where to put the modules. Default: where the model is.
+            reversible: Store only the output of couplings in a row. This needs a schedule that
+                computes all gradients of a stage at once (GPipe, 1F1B, interleaved 1F1B), not a
+                zero-bubble one.
 
         Torch's rules: every micro-batch has the same shape, dropout draws from the global
         generator, and a parameter must not be shared between stages.
@@ -176,72 +238,116 @@ class StagedModel:
         >>> net.model.load_state_dict(state)
         <All keys matched successfully>
         """
-        return pipeline_stages(self.partition, device, reversible)
+        target = check_device("net.to_pipeline_stages", device)
+        flag("net.to_pipeline_stages", "reversible", reversible)
+        return pipeline_stages(self.partition, target, reversible)
 
     def trainer(
         self,
         optimizer: OptimizerFactory,
         loss: Loss,
         *,
-        accumulate: int = 1,
-        method: str | Method = "petra",
-        order: str | None = None,
+        # method
+        method: MethodName | Method = "petra",
+        order: OrderName | None = None,
         alpha: float | None = None,
+        accumulate: int = 1,
+        # optimization
         lr_schedule: ScheduleFactory | None = None,
         param_groups: ParamGroups | None = None,
+        clip_grad_norm: float | None = None,
+        # precision
         autocast: torch.dtype | None = None,
         loss_scale: LossScale | float | Literal["dynamic"] | None = None,
-        clip_grad_norm: float | None = None,
+        # memory
+        memory_budget: int | str | None = None,
+        batch_size: int | None = None,
+        buffers: BuffersLike = None,
+        # execution
+        backend: BackendName | Backend = "auto",
+        device: torch.device | str | None = None,
         seed: int = 0,
+        # checks
         check_finite: bool = True,
         measure_every: int | None = None,
-        backend: str | Backend = "auto",
-        buffers: BuffersLike = None,
-        memory: int | str | None = None,
-        batch_size: int | None = None,
-        places: Sequence[int] | None = None,
-        device: torch.device | str | None = None,
+        # ranks
+        stage_to_rank: Sequence[int] | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
         average_statistics: bool = False,
     ) -> Trainer:
-        """A trainer for this model.
+        """A trainer for this model; in a script started by torchrun, that of one rank.
 
-        `optimizer` is a function from a list of parameters to a torch optimizer and is called
-        once a stage (those of `revcompile.optim` make up for its delay); `lr_schedule` one from an
-        optimizer to its schedule, stepped at every update. `method` is a row of the methods' table
-        ("petra", "backprop", "1f1b", "pipedream", ...); `order` "half" (the default) or "paper",
-        the paper's, with twice the delay; `alpha` anything in between or beyond. `param_groups`
-        turns a stage's named parameters into torch's parameter groups. `autocast` computes branches
-        in torch.bfloat16 or torch.float16; with float16 the loss is scaled as torch.amp.GradScaler
-        does, and micro-batches whose gradients overflow are left out (`loss_scale` "dynamic", a
-        number that stays, or a `LossScale`). `clip_grad_norm` clips the norm over the whole model
-        where all stages update together, and each stage's own norm where they do not.
-        `measure_every` has every n-th micro-batch's reconstruction error measured. `backend` is
-        how a full pipeline is run: "eager", action by action; "cudagraphs", a whole round as one
-        CUDA graph, which reports bad gradients some steps late (they are never applied);
-        "inductor", the same with what surrounds convolutions and products compiled; or "auto",
-        eager on the CPU and CUDA graphs on a GPU. `buffers` is how stages that are not reversible
-        keep their float32 inputs: in a smaller precision (torch.bfloat16 halves them,
-        torch.float8_e4m3fn with a scale for each tensor quarters them; backward then computes
-        with rounded values), or, with "offload", on a GPU's host; a `Buffers` says both.
+        Args:
+            optimizer: Function from a list of parameters to a torch optimizer, called once for
+                each stage. Those of `revcompile.optim` compensate for the stage's delay.
+            loss: Function of the model's output and the target to a scalar.
 
-        `memory` is what a device may hold, in bytes or as "2GiB", at `batch_size` samples a
-        micro-batch (default: the example's). Stages for which that suffices keep the graphs of
-        their micro-batches and compute nothing twice; `trainer.memory_plan` says which. Their
-        backward pass goes through the activations of the forward pass, with the latest parameters
-        as ever. The optimizer is built once more, for parameters of a few elements, to see how
-        much it keeps. What a stage keeps cannot be saved as long as it is a graph: flush first.
+        Args: method
+            method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
+            order: "1f1b" (the default; stage j of J is J-1-j updates late) or "paper" (twice that).
+            alpha: The order as a number: 1 is "1f1b", 2 is "paper", and anything from 1 on works.
+            accumulate: Micro-batches to an update (the paper's k).
 
-        In a script started by torchrun (or with a process group of several ranks) this is the
-        trainer of one rank, a `DistributedTrainer`: `places` says on which rank each stage lives
-        (default: in a row, balanced by cost), `device` where to train (default: where the model
-        is; of a model on the CPU only a rank's own stages ever go there), `timeout` after how many
-        seconds of silence a rank gives up, and `report_loss` tells every rank the loss of each
-        step. With more ranks than stages whole pipelines are copied: each copy takes its own data,
-        gradients are averaged at every update, and so are batch norms' running statistics with
-        `average_statistics`.
+        Args: optimization
+            lr_schedule: Function from an optimizer to its `torch.optim.lr_scheduler`, which is
+                stepped at every update.
+            param_groups: Function from a stage's `[(name, parameter), ...]` to torch's parameter
+                groups.
+            clip_grad_norm: The largest gradient norm: of the whole model where all stages update
+                together, of each stage by itself where they do not.
+
+        Args: precision
+            autocast: torch.bfloat16 or torch.float16, for the branches; the streams stay float32.
+            loss_scale: "dynamic" (as torch.amp.GradScaler, the default with float16), a fixed
+                number, or a `LossScale`. Micro-batches whose gradients overflow are left out.
+
+        Args: memory
+            memory_budget: What a device may hold, in bytes or as "2GiB". Stages for which that
+                suffices keep the graphs of their micro-batches and compute nothing twice, with the
+                latest parameters in backward as ever; `trainer.memory_plan` says which. The
+                optimizer is built once more, for a few small parameters, to see how much state it
+                keeps. A trainer that keeps graphs cannot be saved before it is flushed.
+            batch_size: Samples in a micro-batch, for that plan. Default: the example's.
+            buffers: How stages that are not reversible keep their float32 inputs until backward:
+                rounded to torch.bfloat16 (half the memory) or torch.float8_e4m3fn (a quarter),
+                in the host's memory ("offload"), or both (a `Buffers`).
+
+        Args: execution
+            backend: How the steps of a full pipeline are run. "eager": action by action;
+                "cudagraphs": each step captured as one CUDA graph, which reports bad gradients
+                some steps late (they are never applied); "inductor": the same, and the code around
+                convolutions and matrix products compiled; "auto": eager on the CPU, CUDA graphs on
+                a GPU.
+            device: Where to train. Default: where the model is. On ranks only a rank's own stages
+                are moved there.
+            seed: Of everything random in the stages.
+
+        Args: checks
+            check_finite: Look for losses and gradients that are not finite; their micro-batches
+                are never applied.
+            measure_every: Measure the reconstruction error of every n-th micro-batch.
+
+        Args: ranks (without effect in one process)
+            stage_to_rank: The rank of each stage. Default: contiguous, balanced by cost. With more
+                ranks than stages the whole pipeline is replicated, and gradients are averaged at
+                every update.
+            timeout: Seconds without an answer after which a rank gives up.
+            report_loss: Send the loss of each step to every rank, not only to the last stage's.
+            average_statistics: Average the running statistics of batch norms over replicas, too.
+
+        Raises:
+            InputError: An argument is not usable as given. Nothing has been trained then.
         """
+        who = "net.trainer"
+        flag(who, "check_finite", check_finite)
+        flag(who, "report_loss", report_loss)
+        flag(who, "average_statistics", average_statistics)
+        number(who, "timeout", timeout, "use a number of seconds above 0")
+        target = check_device(who, device)
+        microbatch = self._batch_size_or_default(who, batch_size)
+        if stage_to_rank is not None:
+            check_stage_list(who, "stage_to_rank", stage_to_rank, self.num_stages)
         settings = Settings(
             accumulate=accumulate,
             lr_schedule=lr_schedule,
@@ -254,19 +360,24 @@ class StagedModel:
             measure_every=measure_every,
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
-            memory=None if memory is None else budget(memory),
         )
         chosen = choose(method, order=order, alpha=alpha)
-        prove(self.partition, chosen, accumulate)
-        plan = fit_memory(
-            self.partition,
-            chosen,
-            settings,
-            optimizer,
-            parameters=dict(self.model.named_parameters()),
-            batch=self.batch if batch_size is None else batch_size,
-            places=places,
-        )
+        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties)
+        plan = None
+        if memory_budget is not None:
+            parameters = dict(self.model.named_parameters())
+            workload = Workload(
+                chosen,
+                microbatch,
+                accumulate,
+                state_copies(parameters, optimizer, param_groups),
+                settings.buffers.bytes_each,
+                autocast,
+            )
+            devices = self._device_of_each_stage(stage_to_rank)
+            plan = plan_memory(
+                self.partition, parse_memory_budget(memory_budget), workload, devices
+            )
         programs = self._programs(chosen, plan.keeps if plan else None)
         model = self.model
         if many_ranks():
@@ -277,37 +388,40 @@ class StagedModel:
                 optimizer,
                 loss,
                 settings,
-                default_places=self._places,
-                places=places,
-                device=device,
+                default_stage_to_rank=self._default_stage_to_rank,
+                stage_to_rank=stage_to_rank,
+                device=target,
                 timeout=timeout,
                 report_loss=report_loss,
                 average_statistics=average_statistics,
             )
         else:
-            if device is not None:
-                model.to(device)
-            trainer = Trainer(model, self.partition, programs, optimizer, loss, settings)
+            if target is not None:
+                model.to(target)
+            trainer = LocalTrainer(model, self.partition, programs, optimizer, loss, settings)
         trainer.memory_plan = plan
         return trainer
 
     def memory_plan(
         self,
-        memory: int | str,
+        memory_budget: int | str,
         *,
-        batch: int | None = None,
+        batch_size: int | None = None,
         accumulate: int = 1,
         order: str | None = None,
         alpha: float | None = None,
         optimizer_copies: float = 1.0,
         buffers: BuffersLike = None,
-        places: Sequence[int] | None = None,
+        stage_to_rank: Sequence[int] | None = None,
     ) -> MemoryPlan:
-        """What stages keep if a device may hold so much: bytes, or text like "2GiB".
+        """What each stage can keep within a budget per device: bytes, or text like "2GiB".
 
-        `places` are the devices of the stages; without it each stage has its own. The rest is as
-        for the trainer, which makes its own plan; `optimizer_copies` is 1 for SGD with momentum,
-        2 for Adam.
+        Args:
+            memory_budget, batch_size, accumulate, order, alpha, buffers: As for the trainer, which
+                makes such a plan by itself.
+            optimizer_copies: Numbers of optimizer state for each parameter: 1 for SGD with
+                momentum, 2 for Adam.
+            stage_to_rank: The device of each stage. Default: one stage on each device.
 
         >>> import torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -315,84 +429,109 @@ class StagedModel:
         >>> [keep.value for keep in net.memory_plan("1MiB").keeps]
         ['graph', 'graph']
         """
+        check_optimizer_copies("net.memory_plan", optimizer_copies)
+        if stage_to_rank is not None:
+            check_stage_list("net.memory_plan", "stage_to_rank", stage_to_rank, self.num_stages)
         method = choose(self.method, order=order, alpha=alpha)
-        terms = Terms(
+        workload = Workload(
             method,
-            batch or self.batch,
+            self._batch_size_or_default("net.memory_plan", batch_size),
             accumulate,
             optimizer_copies,
             buffers_of(buffers).bytes_each,
         )
-        return plan_memory(self.partition, budget(memory), terms, places)
+        return plan_memory(
+            self.partition, parse_memory_budget(memory_budget), workload, stage_to_rank
+        )
 
-    def _places(self, ranks: int) -> list[int]:
-        return in_a_row(self.partition, ranks)
+    def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
+        """The device of each stage in this world of ranks; in one process they share one."""
+        count, world = self.num_stages, world_size()
+        if world == 1:
+            return [0] * count
+        default = () if stage_to_rank else self._default_stage_to_rank(pipeline_ranks(count, world))
+        return make_layout(count, world, stage_to_rank, default).stage_to_rank
+
+    def _default_stage_to_rank(self, ranks: int) -> list[int]:
+        return assign_contiguous(self.partition, ranks)
 
     def delays(self, accumulate: int = 1) -> tuple[int, ...]:
-        """Updates between forward and backward at each stage, for the default method."""
+        """Updates between forward and backward of a micro-batch at each stage, with PETRA."""
         count = self.num_stages
+        whole_number("net.delays", "accumulate", accumulate, 1)
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
     def memory(
-        self, batch: int | None = None, *, buffers: BuffersLike = None
+        self, batch_size: int | None = None, *, buffers: BuffersLike = None
     ) -> tuple[StageMemory, ...]:
-        """What each stage holds at its peak, in bytes, at so many samples a micro-batch.
+        """What each stage holds at its peak, in bytes, with PETRA.
 
-        `buffers` as the trainer will be given it.
+        Args:
+            batch_size: Samples in a micro-batch. Default: the example's.
+            buffers: As the trainer will be given it.
         """
+        buffer_bytes = buffers_of(buffers).bytes_each
+        size = self._batch_size_or_default("net.memory", batch_size)
         model = MemoryModel.of(
-            self.partition,
-            self.method,
-            batch=batch or self.batch,
-            buffer_bytes=buffers_of(buffers).bytes_each,
+            self.partition, Workload(self.method, size, buffer_bytes=buffer_bytes)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """The batch size of the example the model was captured with."""
         return self.partition.parts[0].costs[0].batch
 
+    def _batch_size_or_default(self, caller: str, batch_size: int | None) -> int:
+        if batch_size is None:
+            return self.batch_size
+        return whole_number(caller, "batch_size", batch_size, 1)
+
     def facts(
         self,
-        batch: int | None = None,
+        batch_size: int | None = None,
         *,
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         buffers: BuffersLike = None,
     ) -> tuple[StageFacts, ...]:
-        """What the summary tells, stage by stage, as numbers."""
-        size = batch or self.batch
+        """The numbers of the summary, stage by stage."""
+        size = self._batch_size_or_default("net.facts", batch_size)
         held: Sequence[StageMemory] = self.memory(size, buffers=buffers)
         programs = self._programs(self.method)
-        if memory is not None:
-            plan = self.memory_plan(memory, batch=size, buffers=buffers)
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=size, buffers=buffers)
             programs = self._programs(self.method, plan.keeps)
             held = [choice.memory for choice in plan.chosen]
         return stage_facts(self.partition, programs, held, size)
 
     def summary(
         self,
-        batch: int | None = None,
+        batch_size: int | None = None,
         *,
-        memory: int | str | None = None,
+        memory_budget: int | str | None = None,
         buffers: BuffersLike = None,
     ) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
-        `batch` is the size of a micro-batch (the example's if not given); `memory` what a device
-        may hold and `buffers` how inputs wait, as for the trainer, with one stage a device.
+        Args:
+            batch_size: Samples in a micro-batch. Default: the example's.
+            memory_budget, buffers: As for the trainer; a device has one stage.
         """
-        facts = self.facts(batch, memory=memory, buffers=buffers)
+        facts = self.facts(batch_size, memory_budget=memory_budget, buffers=buffers)
         planned = ""
-        if memory is not None:
-            planned = f"\n{self.memory_plan(memory, batch=batch, buffers=buffers)}"
-        model = MemoryModel.of(self.partition, choose("backprop"), 1, batch=batch or self.batch)
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=batch_size, buffers=buffers)
+            planned = f"\n{plan}"
+        workload = Workload(
+            choose("backprop"), self._batch_size_or_default("net.summary", batch_size)
+        )
+        model = MemoryModel.of(self.partition, workload, stages=1)
         plain = model.stage(0, 0, len(model.pieces))
         how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
         return stage_table(self.partition, facts, self.method.name + how, plain) + planned
 
     def explain(self, path: str) -> Explanation:
-        """The story of a module: how it was found, by which rule rewired, and where it runs.
+        """What became of a module: how it was found, by which rule rewired, and where it runs.
 
         >>> import torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -403,19 +542,30 @@ class StagedModel:
           rewired  ...(a, b) -> (b, a + F(b))...
           placed   stage ...
         """
+        if not isinstance(path, str):
+            raise InputError(
+                f"net.explain: expected the path of a module, got {path!r}; see print(net)"
+            )
         return explain(self.partition, self._programs(self.method), path)
 
-    def draw(self, path: str | Path, *, batch: int | None = None, name: str | None = None) -> Path:
+    def draw(
+        self, path: str | Path, *, batch_size: int | None = None, name: str | None = None
+    ) -> Path:
         """Draw the stages: `net.svg` to look at, `net.html` to open stage by stage.
 
-        `batch` is the size of a micro-batch (the example's if not given), `name` the title.
+        Args:
+            path: The file to write, by its ending .svg or .html.
+            batch_size: Samples in a micro-batch. Default: the example's.
+            name: The title. Default: the model's class.
         """
-        size = batch or self.batch
+        path = file_path("net.draw", path, "net.svg")
+        size = self._batch_size_or_default("net.draw", batch_size)
         programs, memory = self._programs(self.method), self.memory(size)
         return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
 
     def draw_schedule(self, path: str | Path, *, accumulate: int | None = None) -> Path:
-        """Draw who computes when, for PETRA beside other methods: `timeline.svg`."""
+        """Draw when each stage computes, for PETRA beside other methods: `timeline.svg`."""
+        path = file_path("net.draw_schedule", path, "timeline.svg")
         costs = drawing.costs_of(self.partition)
         name = self.partition.rewired.name
         return drawing.draw_schedule(costs, path, accumulate=accumulate, title=name)
@@ -433,6 +583,12 @@ class StagedModel:
             f"{reversible} reversible)"
         )
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Never:
+        raise InputError(
+            "a StagedModel is trained, not called: net.trainer(...) trains it, and net.module() is "
+            "the plain module with the current weights: net.module()(x)"
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name in ("parameters", "state_dict", "forward", "eval", "train", "to"):
             raise AttributeError(
@@ -445,7 +601,7 @@ class StagedModel:
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What is an attribute of the original is looked up in the model when that runs.
+        # Attributes of the original are read from the model while it runs, so they are set there.
         model = self.__dict__.get("model")
         if model is not None and name not in self.__dict__ and model.is_of_original(name):
             setattr(model, name, value)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from revcompile import ops
+from revcompile.ir import ops
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 

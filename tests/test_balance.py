@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from revcompile.compiler.balance import balance, largest
+from revcompile.compiler.partition.balance import balance, largest
 from revcompile.errors import InputError
 
 Ends = tuple[int, ...]
@@ -57,7 +57,7 @@ class Case:
             {t: float(rng.randint(-2, 5)) for t in triples} if rng.random() < 0.5 else None
         )
         pairs = [(rng.randrange(self.items), rng.randrange(self.items)) for _ in range(2)]
-        self.together = pairs[: rng.choice([0, 0, 1, 2])]
+        self.no_cut = pairs[: rng.choice([0, 0, 1, 2])]
 
     def solve(self) -> Ends | None:
         refused, prices = self.refused, self.prices
@@ -67,13 +67,13 @@ class Case:
             last=self.last,
             allowed=None if refused is None else lambda *part: part not in refused,
             penalty=None if prices is None else lambda *part: prices[part],
-            together=self.together,
+            no_cut=self.no_cut,
         )
 
     def legal(self, ends: Ends) -> bool:
         if self.refused is not None and not self.refused.isdisjoint(spans(ends)):
             return False
-        return not any(min(p) < cut <= max(p) for p in self.together for cut in ends[:-1])
+        return not any(min(p) < cut <= max(p) for p in self.no_cut for cut in ends[:-1])
 
     def value(self, ends: Ends) -> tuple[Fraction, float]:
         price = 0.0 if self.prices is None else sum(self.prices[part] for part in spans(ends))
@@ -100,7 +100,7 @@ def test_no_partition_is_better(start: int) -> None:
 def test_the_random_cases_are_of_every_kind() -> None:
     cases = [Case(seed) for seed in range(2000)]
     kinds = {
-        (c.last is None, c.refused is None, c.prices is None, not c.together, c.best() is None)
+        (c.last is None, c.refused is None, c.prices is None, not c.no_cut, c.best() is None)
         for c in cases
     }
     # Nothing can be refused without a refusal or a pair: 8 * 4 kinds, less those 4.
@@ -109,7 +109,7 @@ def test_the_random_cases_are_of_every_kind() -> None:
 
 def test_as_many_parts_as_items() -> None:
     assert balance([3, 0, 7], 3) == (1, 2, 3)
-    assert balance([3, 0, 7], 3, together=[(0, 1)]) is None
+    assert balance([3, 0, 7], 3, no_cut=[(0, 1)]) is None
 
 
 def test_one_part() -> None:
@@ -212,7 +212,7 @@ def test_largest() -> None:
         ([math.nan], 1, {}, r"costs\[0\]=nan"),
         ([1, 2], 1, {"last": [1, math.inf]}, r"last\[1\]=inf"),
         ([1, 2], 1, {"last": [1]}, "2 costs, but 1 costs for the last part"),
-        ([1, 2], 1, {"together": [(0, 2)]}, r"together=\(0, 2\), but items are 0 to 1"),
+        ([1, 2], 1, {"no_cut": [(0, 2)]}, r"no_cut=\(0, 2\), but items are 0 to 1"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(

@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from transcription import ROWS, Transcription
 
 import revcompile
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 
 EXACT: Final = 1e-10
 STAGES: Final = 4
 MICROBATCHES: Final = 12
 NO_DELAY: Final = ("backprop", "reversible_backprop", "gpipe", "1f1b")
 DELAYED: Final = tuple(method for method in ROWS if method != "dni")
-ORDERS: Final = ("half", "paper")
+ORDERS: Final = ("1f1b", "paper")
 SAME_CHOICES: Final = ("pipedream", "features_replay")
 """In either order their three choices are those of `delayed` and `dsp`: one model is enough."""
 DISTINCT: Final = tuple(method for method in DELAYED if method not in SAME_CHOICES)

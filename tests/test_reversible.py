@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import timm
 import torch
+from helpers import gradients, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from tests.helpers import gradients, worst
 
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "resnet18": ({"drop_path_rate": 0.3, "zero_init_last": False}, 64),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,7 @@ from revcompile.schedule import (
     choose,
     delay,
     dry_run,
+    generate,
     throughput,
     window,
 )
@@ -54,13 +56,13 @@ RX0 F0 SY0 RX1 F1 SY1 RDY0 B0 SDX0 RX2 F2 SY2 RDY1 B1 SDX1 RDY2 B2 SDX2 U0 \
 RX3 F3 SY3 RX4 F4 SY4 RDY3 B3 SDX3 RDY4 B4 SDX4 U1
 RX0 F0 B0 SDX0 RX1 F1 B1 SDX1 RX2 F2 B2 SDX2 U0 RX3 F3 B3 SDX3 RX4 F4 B4 SDX4 U1
 """
-HALF = """
+NEVER_DRAINED = """
 F0 SY0 F1 SY1 F2 SY2 RDY0 B0 U0 F3 SY3 RDY1 B1 U1 F4 SY4 RDY2 B2 U2 RDY3 B3 U3 RDY4 B4 U4
 RX0 F0 SY0 RX1 F1 SY1 RDY0 B0 SDX0 U0 RX2 F2 SY2 RDY1 B1 SDX1 U1 \
 RX3 F3 SY3 RDY2 B2 SDX2 U2 RX4 F4 SY4 RDY3 B3 SDX3 U3 RDY4 B4 SDX4 U4
 RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3 RX4 F4 B4 SDX4 U4
 """
-HALF_3 = """
+NEVER_DRAINED_3 = """
 F0 SY0 F1 SY1 F2 SY2 RDY0 B0 F3 SY3 RDY1 B1 F4 SY4 RDY2 B2 U0 RDY3 B3 RDY4 B4 U1
 RX0 F0 SY0 RX1 F1 SY1 RDY0 B0 SDX0 RX2 F2 SY2 RDY1 B1 SDX1 \
 RX3 F3 SY3 RDY2 B2 SDX2 U0 RX4 F4 SY4 RDY3 B3 SDX3 RDY4 B4 SDX4 U1
@@ -96,13 +98,13 @@ WHOLE = {
     "reversible_backprop": (LOCKED, LOCKED_3),
     "gpipe": (LOCKED, GPIPE_3),  # a group of one is locked
     "1f1b": (LOCKED, ONE_F_ONE_B_3),
-    "pipedream": (HALF, HALF_3),
-    "ddg": (HALF, HALF_3),
-    "features_replay": (HALF, HALF_3),
+    "pipedream": (NEVER_DRAINED, NEVER_DRAINED_3),
+    "ddg": (NEVER_DRAINED, NEVER_DRAINED_3),
+    "features_replay": (NEVER_DRAINED, NEVER_DRAINED_3),
     "delayed": (PAPER, PAPER_3),
     "dsp": (PAPER, PAPER_3),
-    "petra": (HALF, HALF_3),
-    "petra_stashed": (HALF, HALF_3),
+    "petra": (NEVER_DRAINED, NEVER_DRAINED_3),
+    "petra_stashed": (NEVER_DRAINED, NEVER_DRAINED_3),
     "dni": (DNI, DNI_3),
 }
 PETRA_TIED = """
@@ -119,7 +121,7 @@ def parse(lists: str) -> Lists:
     return tuple(tuple(map(Action.parse, line.split())) for line in lists.strip().splitlines())
 
 
-def rounds(schedule: Schedule, microbatches: int) -> Lists:
+def steps(schedule: Schedule, microbatches: int) -> Lists:
     """Injected one by one, then drained, put together."""
     found = [schedule.inject() for _ in range(microbatches)] + [schedule.drain()]
     return tuple(tuple(itertools.chain(*stage)) for stage in zip(*found, strict=True))
@@ -135,6 +137,14 @@ def between(stage: tuple[Action, ...], microbatch: int) -> list[Op]:
     return [a.op for a in stage[start : stage.index(Action(Op.BACKWARD, microbatch))]]
 
 
+def test_the_table_above_the_generator_is_what_it_generates() -> None:
+    schedule = Schedule("petra", stages=3)
+    expected = [*(schedule.inject() for _ in range(4)), schedule.drain()]
+    shown = re.findall(r"^    (?:\d|drain)  +(.*)$", generate.__doc__ or "", re.MULTILINE)
+    for step, line in zip(expected, shown, strict=True):
+        assert re.split(r"  +", line) == [" ".join(map(str, stage)) for stage in step if stage]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_whole_list_of_every_stage(name: str) -> None:
     each, every_third = WHOLE[name]
@@ -144,7 +154,7 @@ def test_the_whole_list_of_every_stage(name: str) -> None:
 
 def test_petra_in_the_papers_order() -> None:
     assert text(actions(choose("petra", order="paper"), 3, 5)) == PAPER
-    assert text(actions(choose("dsp", order="half"), 3, 5)) == HALF
+    assert text(actions(choose("dsp", order="1f1b"), 3, 5)) == NEVER_DRAINED
 
 
 def test_tied_parameters_travel_at_updates() -> None:
@@ -290,14 +300,14 @@ def test_a_drained_pipeline_starts_again_where_the_numbers_ended(
     name: str, ties: list[Tie]
 ) -> None:
     schedule = Schedule(name, stages=3, accumulate=2, ties=ties)
-    rounds(schedule, 5)
+    steps(schedule, 5)
     assert schedule.injected == 5
     assert schedule.outstanding == ((), (), ())
     assert schedule.accumulated == (0, 0, 0)
     assert schedule.updates == (3, 3, 3)
     assert schedule.drain() == ((), (), ())
 
-    again = rounds(schedule, 5)
+    again = steps(schedule, 5)
     dry_run(again, Costs.uniform(3))
     shift = dict.fromkeys(Op, 5) | {op: 3 for op in Op if op is Op.UPDATE or "tied" in op.value}
     first = actions(name, 3, 5, 2, ties)
@@ -335,11 +345,11 @@ def test_a_saved_schedule_goes_on_as_if_never_saved(name: str) -> None:
             schedule.inject()
         state = json.loads(json.dumps(schedule.state()))
         loaded, copied = Schedule.load(state), schedule.copy()
-        expected = rounds(schedule, 5)
-        assert rounds(loaded, 5) == expected
+        expected = steps(schedule, 5)
+        assert steps(loaded, 5) == expected
         assert loaded.state() == schedule.state() != state
-        assert rounds(Schedule.load(state), 5) == expected, "loading must not use up the state"
-        assert rounds(copied, 5) == expected
+        assert steps(Schedule.load(state), 5) == expected, "loading must not use up the state"
+        assert steps(copied, 5) == expected
 
 
 def test_a_changed_method_survives_saving() -> None:
@@ -491,7 +501,7 @@ def test_a_thousand_stages() -> None:
 
 def test_methods_are_looked_up_by_name() -> None:
     assert choose("petra") is METHODS["petra"]
-    assert choose(METHODS["dsp"], order="half").alpha == 1
+    assert choose(METHODS["dsp"], order="1f1b").alpha == 1
     with pytest.raises(InputError, match="'petro' does not exist; did you mean 'petra'"):
         choose("petro")
     with pytest.raises(InputError, match=r"use one of: backprop, .*, dni"):
@@ -500,13 +510,13 @@ def test_methods_are_looked_up_by_name() -> None:
 
 def test_only_continuous_methods_have_another_order() -> None:
     with pytest.raises(InputError, match="'gpipe' has a fixed order; leave out order="):
-        choose("gpipe", order="half")
+        choose("gpipe", order="1f1b")
     with pytest.raises(InputError, match="'backprop' has a fixed order"):
         choose("backprop", alpha=2)
-    with pytest.raises(InputError, match=r'order=.full. does not exist; use "half" or "paper"'):
+    with pytest.raises(InputError, match=r'order=.full. does not exist; use "1f1b" or "paper"'):
         choose("petra", order="full")
     with pytest.raises(InputError, match="give one of them"):
-        choose("petra", order="half", alpha=1)
+        choose("petra", order="1f1b", alpha=1)
 
 
 @pytest.mark.parametrize("alpha", [0.99, 0, -1, math.inf, math.nan])

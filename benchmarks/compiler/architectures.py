@@ -37,7 +37,7 @@ IMAGES: Final[dict[str, Any]] = SMALL | {"image_size": 16, "patch_size": 4}
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model is built, and its keyword arguments for so many samples of some length."""
+    """How a model is built, and its keyword arguments for a number of samples and a length."""
 
     build: Callable[..., nn.Module]
     """Takes the number of layers."""

@@ -27,11 +27,11 @@ import revcompile
 from benchmarks.harness import show
 from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.capture import capture
-from revcompile.compiler.cost import costs
+from revcompile.compiler.cost import segment_costs
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
-from revcompile.ir import Coupling
+from revcompile.ir.types import Coupling
 
 
 def smallest_of_each_family() -> dict[str, str]:
@@ -80,7 +80,7 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
     rewired = rewire(captured, found, revcompile.Policy.named("pretrained"))
     verify_rewired(captured, rewired)
     spent = time.perf_counter() - start
-    cost = list(zip(rewired.body.segments, costs(rewired), strict=True))
+    cost = list(zip(rewired.body.segments, segment_costs(rewired), strict=True))
     flops = sum(c.flops for _, c in cost)
     parameters = sum(c.parameters for _, c in cost)
     inside = [c for segment, c in cost if isinstance(segment, Coupling)]
@@ -90,7 +90,7 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
         reasons[text] = reasons.get(text, 0) + 1
     return {
         "frontend": captured.frontend.value,
-        "leaves": len(captured.leaves),
+        "leaves": len(captured.leaf_modules),
         "seconds": round(spent, 1),
         "segments": len(rewired.body.segments),
         "reversible": len(rewired.couplings),

@@ -124,11 +124,11 @@ def gradient_error(trainer: Any, reference: nn.Module, index: int, x: Any, y: Te
     expected = {name: p.grad for name, p in reference.named_parameters()}
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
     worst = 0.0
-    for actor in trainer.actors:
-        if actor.updater.optimizer is None:
+    for executor in trainer.executors:
+        if executor.updater.optimizer is None:
             continue
-        seen = actor.updater.optimizer.seen[index]
-        for name, got in zip(actor.updater.parameters, seen, strict=True):
+        seen = executor.updater.optimizer.seen[index]
+        for name, got in zip(executor.updater.parameters, seen, strict=True):
             want = expected[name]
             if got is None and want is None:
                 continue

@@ -35,12 +35,12 @@ from benchmarks.compiler.families import Recorder, fixed_randomness, gradient_er
 from benchmarks.harness import show
 from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.capture import capture
-from revcompile.compiler.cost import costs
+from revcompile.compiler.cost import segment_costs
 from revcompile.compiler.find import Found
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import GuardError
-from revcompile.ir import Coupling
-from revcompile.runtime.reversible import Reversible
+from revcompile.ir.types import Coupling
+from revcompile.runtime.reversible.module import Reversible
 
 TOLERANCE = 1e-10
 EXAMPLE = (2, 8)
@@ -169,7 +169,7 @@ def train(net: Any, architecture: Architecture, last: tuple[int, int]) -> float:
 def shares(net: Any) -> dict[str, Any]:
     """What became reversible, and the most frequent reason of what did not."""
     rewired = net.model.rewired
-    cost = list(zip(rewired.body.segments, costs(rewired), strict=True))
+    cost = list(zip(rewired.body.segments, segment_costs(rewired), strict=True))
     inside = [c for segment, c in cost if isinstance(segment, Coupling)]
     reasons: dict[str, int] = {}
     for refusal in rewired.refusals:

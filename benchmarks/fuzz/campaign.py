@@ -40,7 +40,7 @@ CHUNK: Final = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one net, as it travels between processes."""
+    """What came of one net, as it is sent between processes."""
 
     index: int
     discarded: str | None = None
@@ -64,7 +64,7 @@ def _stop(*_: Any) -> None:
     raise TooLong
 
 
-def judge(seed: int, index: int, limit: int, trials: int) -> Outcome:
+def examine_net(seed: int, index: int, limit: int, trials: int) -> Outcome:
     """Examine a net; make it smaller if it fails."""
     start = time.perf_counter()
     signal.signal(signal.SIGALRM, _stop)
@@ -125,12 +125,12 @@ def _smallest(net: Net, finding: Finding, limit: int, trials: int) -> Net:
         signal.alarm(0)
 
 
-def judge_chunk(task: tuple[int, list[int], int, int]) -> list[Outcome]:
+def examine_chunk(task: tuple[int, list[int], int, int]) -> list[Outcome]:
     """Some nets, in a worker process."""
     seed, indices, limit, trials = task
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # torch.export tells its own failures
-    return [judge(seed, index, limit, trials) for index in indices]
+    return [examine_net(seed, index, limit, trials) for index in indices]
 
 
 def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
@@ -143,14 +143,14 @@ def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
     if options.jobs <= 1:
         threads = torch.get_num_threads()
         for task in track(tasks, "nets", disable=len(tasks) < 2):
-            yield from judge_chunk(task)
+            yield from examine_chunk(task)
         torch.set_num_threads(threads)
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=context, max_tasks_per_child=10
     ) as pool:
-        for chunk in track(pool.map(judge_chunk, tasks), "nets", total=len(tasks)):
+        for chunk in track(pool.map(examine_chunk, tasks), "nets", total=len(tasks)):
             yield from chunk
 
 
@@ -185,7 +185,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=60, help="seconds a net may take")
     parser.add_argument("--shrink", type=int, default=60, help="trials to make a finding smaller")
     parser.add_argument(
-        "--hashed", type=int, default=0, help="compile so many nets under two PYTHONHASHSEEDs"
+        "--hashed", type=int, default=0, help="compile this many nets under two PYTHONHASHSEEDs"
     )
     parser.add_argument("--out", type=Path, help="a folder for findings, as scripts")
 
@@ -242,7 +242,7 @@ def _summary(done: Iterable[Outcome], seconds: float) -> dict[str, Any]:
         "nets": len(used),
         "discarded": len(list(done)) - len(used),
         "comparisons": sum(outcome.compared for outcome in used),
-        "wrong gradients": sum(bool(w & {"gradients", "reach"}) for w in wrong),
+        "wrong gradients": sum(bool(w & {"gradients", "gradient path"}) for w in wrong),
         "wrong outputs": sum("outputs" in w for w in wrong),
         "wrong buffers": sum("buffers" in w for w in wrong),
         "wrong modes": sum("modes" in w for w in wrong),

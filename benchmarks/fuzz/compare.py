@@ -11,13 +11,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Call", "Seen", "Values", "autocasting", "dense", "difference", "loss", "observe"]
+__all__ = [
+    "Call",
+    "Seen",
+    "Values",
+    "autocasting",
+    "dense",
+    "difference",
+    "distance",
+    "loss",
+    "observe",
+    "rounded_outputs",
+]
 
 Values = dict[str, Tensor | None]
 TOLERANCE: Final = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 6e-2}
 """Relative to the largest element of a value, or to what is noise if that is larger."""
 NOISE: Final = {"float64": 1e-4, "float32": 1e-2, "bfloat16": 0.3}
 """Of the largest of all values. A bias before a batch norm has a gradient of 0 but for rounding."""
+
+AMPLIFIED: Final = 100.0
+"""Rounding errors of a rebuilt value are so many times those of a computed one, at most.
+
+A batch norm of rows that are equal divides by the root of its eps: gradients behind it have hardly
+any digits, in autograd as here.
+"""
 
 
 @dataclass(frozen=True)
@@ -111,26 +129,66 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def difference(
-    want: Mapping[str, Tensor | None], have: Mapping[str, Tensor | None], precision: str
+    want: Mapping[str, Tensor | None],
+    have: Mapping[str, Tensor | None],
+    precision: str,
+    rounding: float = 0.0,
 ) -> str | None:
-    """The worst difference of what `want` names, or None; other names of `have` do not count."""
+    """The worst difference of what `want` names, or None; other names of `have` do not count.
+
+    Args:
+        want: the expected values.
+        have: the values to check.
+        precision: of the net, which decides the tolerance.
+        rounding: the error that rounding alone makes in these values, if that is known.
+    """
+    error, text = distance(want, have, precision)
+    return text if not error <= max(TOLERANCE[precision], AMPLIFIED * rounding) else None
+
+
+def distance(
+    want: Mapping[str, Tensor | None], have: Mapping[str, Tensor | None], precision: str
+) -> tuple[float, str | None]:
+    """The largest relative error, and a text that names its value; infinite if values are lost."""
     present = [v for v in want.values() if v is not None and v.numel() and not _counts(v)]
     largest = max((float(v.nan_to_num().abs().max()) for v in present), default=0.0)
-    worst, told = 0.0, None
+    worst, text = 0.0, None
     for name, expected in want.items():
         actual = have.get(name)
         if expected is None or actual is None:
             if (expected is None) != (actual is None):
-                return f"{name} is {'missing' if actual is None else 'there but should not be'}"
+                lost = "missing" if actual is None else "there but should not be"
+                return float("inf"), f"{name} is {lost}"
             continue
         if expected.shape != actual.shape:
-            return f"{name} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+            shapes = f"{tuple(actual.shape)}, not {tuple(expected.shape)}"
+            return float("inf"), f"{name} has shape {shapes}"
         if expected.dtype != actual.dtype:
-            return f"{name} is {actual.dtype}, not {expected.dtype}"
+            return float("inf"), f"{name} is {actual.dtype}, not {expected.dtype}"
         error = _distance(expected, actual, NOISE[precision] * largest)
         if not error <= worst:
-            worst, told = error, f"{name} differs by {error:.1e}"
-    return told if not worst <= TOLERANCE[precision] else None
+            worst, text = error, f"{name} differs by {error:.1e}"
+    return worst, text
+
+
+@contextlib.contextmanager
+def rounded_outputs(module: nn.Module) -> Iterator[None]:
+    """Change the outputs of all layers by a few units in the last place, as rounding might."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        noise = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        return output * (1 + 4 * torch.finfo(output.dtype).eps * noise).to(output.dtype)
+
+    layers = [inner for inner in module.modules() if not list(inner.children())]
+    handles = [layer.register_forward_hook(change) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _counts(value: Tensor) -> bool:

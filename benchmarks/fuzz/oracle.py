@@ -23,12 +23,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.fuzz.compare import Call, Seen, Values, dense, difference, loss, observe
+from benchmarks.fuzz.compare import (
+    Call,
+    Seen,
+    Values,
+    dense,
+    difference,
+    distance,
+    loss,
+    observe,
+    rounded_outputs,
+)
 from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.errors import InputError, RevcompileError, VerificationError
-from revcompile.runtime.binding import bind
-from revcompile.runtime.guards import GuardChecker
+from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.guards import GuardChecker
 
 __all__ = ["METHODS", "PHASES", "Finding", "Refusal", "Report", "examine", "programs"]
 
@@ -139,13 +149,34 @@ class Examination:
         if finding.check != "reversify" or (finding.kind, finding.what) not in known:
             self.report.findings.append(finding)
 
-    def compare(self, check: str, want: Seen, have: Seen, *which: str) -> None:
-        """Find what differs between two calls."""
+    def compare(
+        self,
+        check: str,
+        want: Seen,
+        have: Seen,
+        *which: str,
+        rounding: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Find what differs between two calls; `rounding` is asked only if something does."""
         self.report.checks.append(check)
         for name in which or ("outputs", "gradients", "buffers"):
-            told = difference(getattr(want, name), getattr(have, name), self.net.precision)
-            if told is not None:
-                self.report.findings.append(Finding("wrong", check, f"{name}: {told}"))
+            values = getattr(want, name), getattr(have, name)
+            message = difference(*values, self.net.precision)
+            if message is not None and name == "gradients":
+                message = difference(*values, self.net.precision, rounding())
+            if message is not None:
+                self.report.findings.append(Finding("wrong", check, f"{name}: {message}"))
+
+    def rounding(self, stored: nn.Module, calls: Sequence[Call], rate: float = 0.0) -> float:
+        """The largest error that rounding alone makes in the gradients of these calls."""
+        precision = self.net.precision
+        exact = observe(copy.deepcopy(stored), calls, precision, rate=rate)
+        other = copy.deepcopy(stored)
+        with rounded_outputs(other):
+            rounded = observe(other, calls, precision, rate=rate)
+        pairs = zip(exact, rounded, strict=True)
+        errors = [distance(a.gradients, b.gradients, precision)[0] for a, b in pairs]
+        return max((error for error in errors if error < float("inf")), default=0.0)
 
     # -- the net itself -----------------------------------------------------------------------
 
@@ -182,7 +213,7 @@ class Examination:
 
     # -- capture ------------------------------------------------------------------------------
 
-    def capture(self) -> revcompile.ir.Captured:
+    def capture(self) -> revcompile.ir.types.Captured:
         """The graph against the original, in both modes."""
         call = self.calls[0]
         with self.watched("capture"):
@@ -215,12 +246,19 @@ class Examination:
         self._like_original(net)
         stored, chained = copy.deepcopy(net), copy.deepcopy(net)
         stored.reversible = False
+        start = copy.deepcopy(stored)
+
+        def rounding() -> float:
+            return self.rounding(start, self.calls, RATE)
+
         with self.watched("reversify, stored", stop=False):
-            wanted = observe(stored, self.calls, self.net.precision, rate=RATE)
-            with self.watched("reversify, chained", stop=False):
-                have = observe(chained, self.calls, self.net.precision, rate=RATE)
-                for step, (want, got) in enumerate(zip(wanted, have, strict=True)):
-                    self.compare(f"reversify, step {step}", want, got)
+            for step, call in enumerate(self.calls):
+                weights = [p.detach().clone() for p in stored.parameters()]
+                (want,) = observe(stored, [call], self.net.precision, rate=RATE)
+                with self.watched("reversify, chained", stop=False):
+                    _set_weights(chained, weights)
+                    (got,) = observe(chained, [call], self.net.precision)
+                    self.compare(f"reversify, step {step}", want, got, rounding=rounding)
         return net
 
     def _same_modes(self, model: nn.Module, net: nn.Module) -> None:
@@ -238,16 +276,16 @@ class Examination:
             for want, got in zip(self.original, have, strict=True):
                 if not net.rewired.couplings:  # type: ignore[union-attr]
                     self.compare("rewired, no blocks", want, got)
-                self._same_reach(want, got)
+                self._same_gradient_paths(want, got)
             before = {name: b.detach().clone() for name, b in net.named_buffers()}
             self._same_moves("rewired", before, have[-1])
 
-    def _same_reach(self, want: Seen, have: Seen) -> None:
+    def _same_gradient_paths(self, want: Seen, have: Seen) -> None:
         for name, gradient in want.gradients.items():
             if name not in have.gradients:
                 continue
             if gradient is not None and have.gradients[name] is None:
-                what = f"reach: {name} has a gradient in the original and none here"
+                what = f"gradient path: {name} has a gradient in the original and none here"
                 self.report.findings.append(Finding("wrong", "rewired", what))
 
     def _same_moves(self, check: str, before: Values, have: Seen) -> None:
@@ -270,7 +308,7 @@ class Examination:
 
     # -- other sizes and attributes -----------------------------------------------------------
 
-    def other_cases(self, captured: revcompile.ir.Captured, net: nn.Module) -> None:
+    def other_cases(self, captured: revcompile.ir.types.Captured, net: nn.Module) -> None:
         """Calls that take another path through the net's Python: the new path, or an error."""
         for sizes in OTHERS:
             self._other_case(captured, net, f"size {sizes}", sizes, lambda module: None)
@@ -283,7 +321,7 @@ class Examination:
 
     def _other_case(
         self,
-        captured: revcompile.ir.Captured,
+        captured: revcompile.ir.types.Captured,
         net: nn.Module,
         name: str,
         sizes: Sizes,
@@ -312,7 +350,7 @@ class Examination:
 
     def _graph_agrees(
         self,
-        captured: revcompile.ir.Captured,
+        captured: revcompile.ir.types.Captured,
         call: Call,
         want: Seen,
         change: Callable[[nn.Module], None],
@@ -344,9 +382,14 @@ class Examination:
         start = copy.deepcopy(staged.model)
         fed = [self.call((batch, LENGTH), seed) for seed, batch in enumerate((3, 3, 3, 4))]
         reference = None
+        module = staged.module()
+        module.reversible = False  # type: ignore[assignment]
+        stored = copy.deepcopy(module)
+
+        def rounding() -> float:
+            return self.rounding(stored, fed)
+
         if not self.is_random:
-            module = staged.module()
-            module.reversible = False  # type: ignore[assignment]
             with self.watched("petrafy, stored"):
                 reference = observe(module, fed, self.net.precision)
         methods = [m for m in self.methods if m != "backprop"]
@@ -363,7 +406,7 @@ class Examination:
                 for want, got in zip(reference, have, strict=True):
                     names = {n: g for n, g in want.gradients.items() if "input " not in n}
                     want = Seen(want.outputs, names, want.buffers)
-                    self.compare(f"petrafy {method}", want, got, "gradients")
+                    self.compare(f"petrafy {method}", want, got, "gradients", rounding=rounding)
                 want, got = reference[-1], have[-1]
                 if method.startswith("petra"):
                     want, got = (_without(seen, self.shared_norms) for seen in (want, got))
@@ -402,7 +445,7 @@ class Examination:
         return [Seen({}, {**every, **step}, buffers) for step in steps]
 
 
-def graph_of(captured: revcompile.ir.Captured, root: nn.Module) -> Callable[..., Any]:
+def graph_of(captured: revcompile.ir.types.Captured, root: nn.Module) -> Callable[..., Any]:
     """The captured graph, called as the original is."""
     training = root.training
     graph, spec = captured.graph, captured.signature.out_spec
@@ -420,7 +463,7 @@ def graph_of(captured: revcompile.ir.Captured, root: nn.Module) -> Callable[...,
 
 
 def meant_for(
-    captured: revcompile.ir.Captured, root: nn.Module, calls: Sequence[Call]
+    captured: revcompile.ir.types.Captured, root: nn.Module, calls: Sequence[Call]
 ) -> list[Call]:
     """The calls up to the first that the graph is not for: those are captured anew, or refused."""
     checker, found = GuardChecker(captured.guards), list[Call]()
@@ -502,6 +545,14 @@ def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = 
         except _Stop:
             pass
     return one.report
+
+
+def _set_weights(module: nn.Module, weights: Sequence[Tensor]) -> None:
+    """Begin a step with the same weights: copies that differ by a rounding of the step before may
+    fall on different sides of a jump (`frexp`, `round`)."""
+    with torch.no_grad():
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
 
 
 def _without(seen: Seen, paths: tuple[str, ...]) -> Seen:

@@ -79,20 +79,20 @@ def load(folder: Path) -> Cifar:
         parts = [(_sheets(folder, part), labels[part]) for part in ("train", "test")]
     else:
         sets = (CIFAR10(folder, train=train) for train in (True, False))
-        parts = [(found.data, np.array(found.targets)) for found in sets]
+        parts = [(part.data, np.array(part.targets)) for part in sets]
     tensors = []
-    for images, found in parts:
+    for images, labels in parts:
         nchw = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).contiguous()
-        tensors += [nchw, torch.from_numpy(found.astype(np.int64))]
+        tensors += [nchw, torch.from_numpy(labels.astype(np.int64))]
     return Cifar(*tensors)
 
 
 def _sheets(folder: Path, part: str) -> np.ndarray:
     """Sheets hold their images in rows, 32 pixels each."""
-    found = []
+    images = []
     for file in sorted(folder.glob(f"{part}_*.webp")):
         sheet = np.asarray(Image.open(file).convert("RGB"))
         rows, columns = sheet.shape[0] // 32, sheet.shape[1] // 32
         tiles = sheet.reshape(rows, 32, columns, 32, 3).swapaxes(1, 2)
-        found.append(tiles.reshape(-1, 32, 32, 3))
-    return np.concatenate(found)
+        images.append(tiles.reshape(-1, 32, 32, 3))
+    return np.concatenate(images)

@@ -69,9 +69,9 @@ class Experiment:
 
 _Row = tuple[str, str | None, str]
 """Method, order and optimizer."""
-_HALF: Final[_Row] = ("petra", "half", "sgd")
+_ONE_F_ONE_B: Final[_Row] = ("petra", "1f1b", "sgd")
 _PAPER: Final[_Row] = ("petra", "paper", "sgd")
-_LEAD: Final[_Row] = ("petra", "half", "lead-sgd")
+_DELAY_AWARE: Final[_Row] = ("petra", "1f1b", "delay-aware-sgd")
 _BACKPROP: Final[_Row] = ("backprop", None, "sgd")
 
 PARAMETERS_BUFFERED = "params-buffer"
@@ -85,12 +85,15 @@ _ABLATED = {
 
 
 def _orders(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """PETRA's two orders against backprop, and a lead, by accumulation: first what matters most."""
+    """PETRA's two orders, and delay-aware momentum, against backprop, by accumulation.
+
+    What matters most comes first.
+    """
     others = range(1, seeds)
     for seeded, rows in (
-        (range(1), (_LEAD, _BACKPROP, _HALF, _PAPER)),
-        (others, (_LEAD, _BACKPROP)),
-        (others, (_HALF,)),
+        (range(1), (_DELAY_AWARE, _BACKPROP, _ONE_F_ONE_B, _PAPER)),
+        (others, (_DELAY_AWARE, _BACKPROP)),
+        (others, (_ONE_F_ONE_B,)),
         (others, (_PAPER,)),
     ):
         yield from _by_accumulation(seeded, rows, epochs)
@@ -113,7 +116,7 @@ def _cosine(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 def _momentum(seeds: int, epochs: int) -> Iterator[Experiment]:
     """The same again, with a shorter momentum."""
-    for row in (_HALF, _BACKPROP):
+    for row in (_ONE_F_ONE_B, _BACKPROP):
         for experiment in _by_accumulation(range(seeds), (row,), epochs):
             yield replace(experiment, schedule="cosine", recipe="short")
 
@@ -133,7 +136,7 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
         yield Experiment("backprop", None, 1, seed, epochs=epochs, batch=256, rate=0.1)
         for order, recipe in (
             ("paper", ""),
-            *(("half", recipe) for recipe in ("", "t1", "shrink", "cap", "steady", "short")),
+            *(("1f1b", recipe) for recipe in ("", "t1", "shrink", "cap", "steady", "short")),
         ):
             yield Experiment(
                 "petra", order, 1, seed, epochs=epochs, batch=256, rate=0.1, recipe=recipe
@@ -142,7 +145,7 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
     """Gradients compared through training: PETRA's Figures 5 and 6."""
-    for order in ("half", "paper"):
+    for order in ("1f1b", "paper"):
         yield Experiment("petra", order, 1, 0, epochs=epochs, watch=15)
 
 
@@ -155,7 +158,7 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
         stages=8,
         epochs=epochs,
         rate=5e-4,
-        optimizer="lead-adamw",
+        optimizer="delay-aware-adamw",
         schedule="cosine",
         weight_decay=0.05,
     )
@@ -166,7 +169,10 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
             replace(few, accumulate=8, batch=32),
             few,
             same,
-            *(replace(same, method="backprop", optimizer=o) for o in ("adamw", "lead-adamw")),
+            *(
+                replace(same, method="backprop", optimizer=o)
+                for o in ("adamw", "delay-aware-adamw")
+            ),
             *(replace(same, optimizer=o) for o in ("adamw", "nadam")),
         ):
             yield replace(experiment, seed=seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from revcompile.runtime.stage import Stage
+from revcompile.runtime.stage.stage import Stage
 
 
 def rebuild_with_latest(stage: Stage) -> None:
@@ -29,7 +29,7 @@ def rebuild_with_latest(stage: Stage) -> None:
         for tensor, before in statistics:
             tensor.copy_(before)
         stage.in_flight[microbatch] = held
-        _, back, found = differentiate(microbatch, values, gradients)
-        return rebuilt, back, found
+        _, back, parameter_gradients = differentiate(microbatch, values, gradients)
+        return rebuilt, back, parameter_gradients
 
     stage.differentiate = twice  # type: ignore[method-assign]

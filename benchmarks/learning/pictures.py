@@ -15,17 +15,17 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 Log = Sequence[Mapping[str, Any]]
 
 
-def draw_curves(found: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
+def draw_curves(settings: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
     """Training loss and test error by epoch: a column an accumulation factor, a colour a kind.
 
     Lines are means over seeds, with all seeds within the band around them.
     """
-    factors = sorted({results[0]["experiment"]["accumulate"] for results in found.values()})
-    kinds = _kinds(found)
+    factors = sorted({results[0]["experiment"]["accumulate"] for results in settings.values()})
+    kinds = _kinds(settings)
     shades = {kind: index for index, kind in enumerate(dict.fromkeys(kinds.values()))}
     figure = Figure(figsize=(1.5 + 2.6 * max(2, len(factors)), 6.5), layout="constrained")
     grid = figure.subplots(2, len(factors), sharex=True, sharey="row", squeeze=False)
-    for setting, results in found.items():
+    for setting, results in settings.items():
         experiment, kind = results[0]["experiment"], kinds[setting]
         dashes = "--" if experiment["method"] in _WITHOUT_DELAY else "-"
         colour = colormaps["tab10"](shades[kind] % 10)
@@ -68,14 +68,14 @@ _MEASURES: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
 }
 
 
-def _kinds(found: Iterable[str]) -> dict[str, str]:
-    """What of a setting's name tells it from the others, apart from the accumulation factor."""
-    parts = {setting: setting.split("-") for setting in found}
+def _kinds(settings: Iterable[str]) -> dict[str, str]:
+    """The part of a setting's name in which it differs from others, accumulation left out."""
+    parts = {setting: setting.split("-") for setting in settings}
     shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
     return {
-        setting: "-".join(p for p in mine if p not in shared and not re.fullmatch(r"k\d+", p))
+        setting: "-".join(p for p in own if p not in shared and not re.fullmatch(r"k\d+", p))
         or setting
-        for setting, mine in parts.items()
+        for setting, own in parts.items()
     }
 
 
@@ -122,12 +122,14 @@ def _plain(axes: Any) -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_stability(delays: Sequence[int], found: Mapping[str, Sequence[float]], file: Path) -> None:
+def draw_stability(
+    delays: Sequence[int], largest: Mapping[str, Sequence[float]], file: Path
+) -> None:
     """The largest stable curvature by delay, a line a kind of momentum."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for index, (kind, values) in enumerate(found.items()):
-        colour = _colour(0.9 * index / max(1, len(found) - 1))
+    for index, (kind, values) in enumerate(largest.items()):
+        colour = _colour(0.9 * index / max(1, len(largest) - 1))
         axes.plot(delays, values, marker="o", ms=4, color=colour, label=kind)
     axes.set(xlabel="delay in updates", ylabel="largest stable curvature", yscale="log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

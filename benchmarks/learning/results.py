@@ -10,12 +10,12 @@ Result = dict[str, Any]
 
 
 def gather(out: Path) -> dict[str, Result]:
-    """All results so far by name, of this machine and of others; `results.json` has them after."""
+    """All results so far by name, of this machine and of others, collected in `results.json`."""
     file = out / "results.json"
-    found: dict[str, Result] = json.loads(file.read_text()) if file.exists() else {}
-    for one in sorted(out.glob("*/result.json")):
-        result = json.loads(one.read_text())
-        found[result["name"]] = result
+    results: dict[str, Result] = json.loads(file.read_text()) if file.exists() else {}
+    for path in sorted(out.glob("*/result.json")):
+        result = json.loads(path.read_text())
+        results[result["name"]] = result
     out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found))
-    return found
+    file.write_text(json.dumps(results))
+    return results

@@ -104,8 +104,8 @@ class Staged:
             seed=experiment.seed,
         )
         if experiment.method == PARAMETERS_BUFFERED:
-            for actor in self.trainer.actors[:-1]:  # where nothing is late there is one version
-                rebuild_with_latest(actor.stage)
+            for executor in self.trainer.executors[:-1]:  # the last stage has no delay
+                rebuild_with_latest(executor.stage)
 
     def epoch(self, epoch: int) -> dict[str, float]:
         """Train, then test."""
@@ -120,12 +120,12 @@ class Staged:
             losses.append(trainer.step(x, y).loss_tensor)
         if epoch + 1 == experiment.epochs:
             trainer.flush()
-        found = trainer.evaluate(self.data.tests(), {"accuracy": accuracy})
+        evaluation = trainer.evaluate(self.data.tests(), {"accuracy": accuracy})
         loss = torch.stack([loss for loss in losses if loss is not None]).mean().item()
         line: dict[str, Any] = {
             "train_loss": loss,
-            "test_loss": found.loss,
-            "test_accuracy": found.metrics["accuracy"],
+            "test_loss": evaluation.loss,
+            "test_accuracy": evaluation.metrics["accuracy"],
             "norms": self._norms(),
         }
         if probes:
@@ -135,12 +135,12 @@ class Staged:
     def _norms(self) -> list[float]:
         """How large the weights of each stage are, all in all (not those of norms, nor biases)."""
         parameters = dict(self.net.model.named_parameters())
-        found = []
+        norms = []
         for stage in self.net.stages:
-            there = [parameters[name] for name in stage.generated.parameters]
-            squared = [p.detach().square().sum() for p in there if p.dim() > 1]
-            found.append(round(math.sqrt(sum(map(float, squared))), 3))
-        return found
+            own = [parameters[name] for name in stage.generated.parameters]
+            squared = [p.detach().square().sum() for p in own if p.dim() > 1]
+            norms.append(round(math.sqrt(sum(map(float, squared))), 3))
+        return norms
 
     def resume(self, folder: Path) -> Log:
         """Load the last checkpoint, if there is one."""
@@ -162,13 +162,13 @@ class Staged:
         def groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
             named = list(named)
             late = delays[named[0][0]]
-            found = recipe.param_groups(named)
-            for group in found:
+            with_delay = recipe.param_groups(named)
+            for group in with_delay:
                 group["delay"] = late
                 if self.experiment.recipe in MOMENTA:
                     group["momentum"] = MOMENTA[self.experiment.recipe](late)
                     group["lr"] = recipe.rate * (1 - group["momentum"]) / (1 - MOMENTUM)
-            return found
+            return with_delay
 
         return groups
 
@@ -200,15 +200,15 @@ def _delays(net: revcompile.StagedModel, experiment: Experiment) -> dict[str, in
 def _gradients(reports: list[Any]) -> list[dict[str, float]]:
     """Means over an epoch's reports, stage by stage."""
     pairs = ("method_vs_delayed", "method_vs_end_to_end", "delayed_vs_end_to_end")
-    found = []
+    means = []
     for stages in zip(*(report.stages for report in reports), strict=True):
         line = {}
         for pair in pairs:
             for measure in ("cosine", "norm_ratio"):
                 values = [getattr(getattr(stage, pair), measure) for stage in stages]
                 line[f"{pair}.{measure}"] = sum(values) / len(values)
-        found.append(line)
-    return found
+        means.append(line)
+    return means
 
 
 class Plain:

@@ -2,9 +2,10 @@
 
     python -m benchmarks run stability --out docs/results/stability.svg
 
-Parameter, mean of gradients and gradients on their way are one linear recurrence where the loss is
-a parabola. It is stable as long as no eigenvalue is larger than 1; given is the largest curvature
-for which that is so, times how far a gradient moves its parameter in the end.
+Where the loss is a parabola, the parameter, the mean of gradients and the delayed gradients are one
+linear recurrence, which is stable as long as no eigenvalue is larger than 1. Printed is the largest
+curvature for which that holds, times the effective step: how far a gradient moves its parameter in
+the end.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ import torch
 from benchmarks.harness import show
 from benchmarks.learning.pictures import draw_stability
 from benchmarks.registry import Benchmark, Row
-from revcompile.optim import lead_of, memory_of
+from revcompile.optim.delay_aware import averaging_horizon, look_ahead
 
 Momentum = Callable[[int], tuple[float, float]]
-"""From a delay in updates to how long the mean of gradients is, and how far to look ahead."""
+"""From a delay in updates to the averaging horizon of gradients, and the look-ahead, in updates."""
 
 KINDS: Final[Mapping[str, Momentum]] = {
     "momentum 0.9, as Adam has it": lambda delay: (10, 0),
     "Nesterov momentum 0.9": lambda delay: (10, 1),
     "no momentum": lambda delay: (1, 0),
-    "with a lead": lambda delay: (memory_of(delay), lead_of(delay)),
+    "delay-aware": lambda delay: (averaging_horizon(delay), look_ahead(delay)),
 }
 
 
-def radius(memory: float, lead: float, delay: int, curvature: float) -> float:
+def radius(horizon: float, ahead: float, delay: int, curvature: float) -> float:
     """The largest eigenvalue: how much an error grows in an update, in the long run.
 
     The state is the parameter now and at each update back to the delay, then the mean.
     """
-    size, rate = delay + 2, 1 / memory
+    size, rate = delay + 2, 1 / horizon
     late, mean = torch.zeros(2, size, dtype=torch.float64)
     late[delay] = curvature
     mean[-1] = 1 - rate
     mean += rate * late
-    fresh = min(lead * rate, 1.0)
+    fresh = min(ahead * rate, 1.0)
     update = torch.zeros(size, size, dtype=torch.float64)
     update[0, 0] = 1
     update[0] -= mean + fresh * (late - mean)
@@ -52,18 +53,18 @@ def radius(memory: float, lead: float, delay: int, curvature: float) -> float:
     return float(torch.linalg.eigvals(update).abs().max())
 
 
-def most_curved(memory: float, lead: float, delay: int) -> float:
+def most_curved(horizon: float, ahead: float, delay: int) -> float:
     """The largest stable curvature.
 
     >>> round(most_curved(10, 1, 0), 1)
     13.6
     """
-    low, high = 1e-3, 1e-3
-    while radius(memory, lead, delay, high) <= 1 + 1e-9:
+    low, high = 1e-3, 1e-3  # found by bisection
+    while radius(horizon, ahead, delay, high) <= 1 + 1e-9:
         low, high = high, 1.1 * high
     for _ in range(30):
         middle = (low + high) / 2
-        is_stable = radius(memory, lead, delay, middle) <= 1 + 1e-9
+        is_stable = radius(horizon, ahead, delay, middle) <= 1 + 1e-9
         low, high = (middle, high) if is_stable else (low, middle)
     return low
 
@@ -76,18 +77,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
     """Print the table, draw the picture."""
-    found = {
+    largest = {
         kind: [most_curved(*momentum(delay), delay) for delay in options.delays]
         for kind, momentum in KINDS.items()
     }
     show(
         "largest stable curvature, by delay in updates",
         ("", *map(str, options.delays)),
-        [(kind, *(f"{value:.2f}" for value in values)) for kind, values in found.items()],
+        [(kind, *(f"{value:.2f}" for value in values)) for kind, values in largest.items()],
     )
     if options.out is not None:
-        draw_stability(options.delays, found, options.out)
-    for kind, values in found.items():
+        draw_stability(options.delays, largest, options.out)
+    for kind, values in largest.items():
         yield {"kind": kind, **dict(zip(map(str, options.delays), values, strict=True))}
 
 

@@ -8,7 +8,7 @@ and given again it goes on from the last checkpoints. `results.json` in the fold
 so far: copied to another machine, training goes on there with what is missing. The second command
 prints the results and draws the curves.
 
-Tables: orders (two orders of PETRA, and momentum with a lead, against backprop, by accumulation),
+Tables: orders (two orders of PETRA, and delay-aware momentum, against backprop, by accumulation),
 cosine (the same with another schedule), momentum (with a shorter one), ablation (PETRA's Table 4),
 helps (what else to do about delay), watched (its Figures 5 and 6), transformer.
 """
@@ -53,18 +53,18 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
 def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> None:
     """Accuracies by setting, mean and deviation over seeds; curves."""
     known = gather(options.out)
-    found: dict[str, list[Any]] = {}
+    by_setting: dict[str, list[Any]] = {}
     for experiment in sorted(experiments, key=lambda experiment: experiment.accumulate):
         if experiment.name in known:
-            found.setdefault(experiment.setting, []).append(known[experiment.name])
-    if not found:
-        there = sorted({result["experiment"]["epochs"] for result in known.values()})
+            by_setting.setdefault(experiment.setting, []).append(known[experiment.name])
+    if not by_setting:
+        epochs = sorted({result["experiment"]["epochs"] for result in known.values()})
         raise SystemExit(
             f"{options.out} has no results of {options.table!r} with {options.epochs} epochs"
-            + (f"; there are some with --epochs {' or '.join(map(str, there))}" if there else "")
+            + (f"; there are some with --epochs {' or '.join(map(str, epochs))}" if epochs else "")
         )
     rows = []
-    for setting, results in found.items():
+    for setting, results in by_setting.items():
         last = [100 * result["log"][-1]["test_accuracy"] for result in results]
         best = [100 * max(line["test_accuracy"] for line in r["log"]) for r in results]
         seconds = fmean(sum(line["seconds"] for line in r["log"]) for r in results)
@@ -83,8 +83,8 @@ def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> No
         ("setting", "seeds", "test accuracy, %", "best epoch, %", "seconds"),
         rows,
     )
-    draw_curves(found, options.out / "curves.svg")
-    for setting, results in found.items():
+    draw_curves(by_setting, options.out / "curves.svg")
+    for setting, results in by_setting.items():
         if any("gradients" in line for line in results[0]["log"]):
             draw_gradients(results[0]["log"], options.out / f"gradients-{setting}.svg")
 
@@ -98,7 +98,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--jobs", type=int, default=8, help="trainings side by side")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop and save after")
-    parser.add_argument("--samples", type=int, help="use only so many images, to try it out")
+    parser.add_argument(
+        "--samples", type=int, help="train on the first N images only, to try it out"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto", help="all train alike; inductor is fastest")
     parser.add_argument("--show", action="store_true", help="train nothing")

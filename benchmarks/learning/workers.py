@@ -29,26 +29,26 @@ def train(
 ) -> None:
     """Processes take experiments from one queue until it is empty or the time is over."""
     context: Any = multiprocessing.get_context("spawn")
-    todo, told = context.Queue(), context.Queue()
+    todo, messages = context.Queue(), context.Queue()
     for experiment in [*experiments, *[None] * jobs]:
         todo.put(experiment)
-    arguments = (todo, told, data, device, out, time.monotonic() + seconds)
+    arguments = (todo, messages, data, device, out, time.monotonic() + seconds)
     workers = [context.Process(target=work, args=arguments) for _ in range(jobs)]
     for worker in workers:
         worker.start()
-    console = Console()
-    news = _news(told, workers, len(experiments))
+    console = Console(force_jupyter=False)
+    news = _news(messages, workers, len(experiments))
     for line in track(news, "trainings", total=len(experiments), console=console):
         console.print(line)
     for worker in workers:
         worker.join()
 
 
-def _news(told: Any, workers: Sequence[Any], count: int) -> Iterator[str]:
-    """What the workers tell, as long as one of them lives."""
+def _news(messages: Any, workers: Sequence[Any], count: int) -> Iterator[str]:
+    """The workers' messages, as long as one of them runs."""
     while count:
         try:
-            yield told.get(timeout=1.0)
+            yield messages.get(timeout=1.0)
             count -= 1
         except queue.Empty:
             if not any(worker.is_alive() for worker in workers):
@@ -56,7 +56,7 @@ def _news(told: Any, workers: Sequence[Any], count: int) -> Iterator[str]:
                 return
 
 
-def work(todo: Any, told: Any, data: Cifar, device: str, out: Path, deadline: float) -> None:
+def work(todo: Any, messages: Any, data: Cifar, device: str, out: Path, deadline: float) -> None:
     """One process: one failed training does not end the others."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -64,13 +64,13 @@ def work(todo: Any, told: Any, data: Cifar, device: str, out: Path, deadline: fl
     while (experiment := todo.get()) is not None:
         name = experiment.name
         if time.monotonic() > deadline:
-            told.put(f"{name}: no time left")
+            messages.put(f"{name}: no time left")
             continue
         try:
             log = run(experiment, data, out / name, deadline)
             seconds = sum(line["seconds"] for line in log)
-            told.put(f"{name}: {log[-1]['test_accuracy']:.2%} in {seconds:.0f} s")
+            messages.put(f"{name}: {log[-1]['test_accuracy']:.2%} in {seconds:.0f} s")
         except OutOfTime:
-            told.put(f"{name}: out of time, saved")
+            messages.put(f"{name}: out of time, saved")
         except Exception:
-            told.put(f"{name}: failed\n{traceback.format_exc()}")
+            messages.put(f"{name}: failed\n{traceback.format_exc()}")

@@ -41,17 +41,17 @@ def spent(step: Callable[[], None], device: torch.device, warmup: int) -> dict[s
 
 def collected(events: Iterable[Any], is_cuda: bool) -> dict[str, Spent]:
     """Kernels, or operations, by a name that is short enough to be read."""
-    found: dict[str, Spent] = {}
+    by_kernel: dict[str, Spent] = {}
     for event in events:
         is_kernel = event.device_type == DeviceType.CUDA
         if is_kernel != is_cuda or getattr(event, "is_user_annotation", False):
             continue
         time = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         name = short(event.key)
-        before = found.get(name, Spent(0.0, 0.0))
+        before = by_kernel.get(name, Spent(0.0, 0.0))
         seconds, calls = time * 1e-6 / STEPS, event.count / STEPS
-        found[name] = Spent(before.seconds + seconds, before.calls + calls)
-    return found
+        by_kernel[name] = Spent(before.seconds + seconds, before.calls + calls)
+    return by_kernel
 
 
 def short(name: str) -> str:

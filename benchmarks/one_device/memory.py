@@ -32,7 +32,7 @@ CPU = {"transformer": Sizes(0, 64, 64, 16), "conv": Sizes(0, 16, 32, 8)}
 CUDA = {"transformer": Sizes(0, 768, 196, 64), "conv": Sizes(0, 128, 56, 64)}
 
 
-def memory_of(
+def step_memory(
     net: nn.Module, x: Tensor, y: Tensor, device: torch.device, dtype: str = "fp32"
 ) -> Memory:
     """One training step of `net` in training mode."""
@@ -57,35 +57,35 @@ def against_depth(
 ) -> dict[str, list[Memory]]:
     """The memory of one stack, plain and reversible, at every depth. `options` of `reversify`."""
     x, y = batch_of(kind, sizes, device)
-    found: dict[str, list[Memory]] = {"plain": [], "reversify": []}
+    memory: dict[str, list[Memory]] = {"plain": [], "reversify": []}
     for depth in depths:
         plain = KINDS[kind](depth, sizes.width).to(device)
         net = revcompile.reversify(plain, x[:2], check="off", **options)
-        found["plain"].append(memory_of(plain, x, y, device, dtype))
-        found["reversify"].append(memory_of(net, x, y, device, dtype))
-    return found
+        memory["plain"].append(step_memory(plain, x, y, device, dtype))
+        memory["reversify"].append(step_memory(net, x, y, device, dtype))
+    return memory
 
 
-def slope_share(depths: Sequence[int], found: dict[str, list[Memory]], of: str) -> float:
+def slope_share(depths: Sequence[int], memory: dict[str, list[Memory]], of: str) -> float:
     """What a block adds to the reversible stack, as a share of what it adds to the plain one."""
-    grown = {name: slope(depths, [getattr(m, of) for m in all_]) for name, all_ in found.items()}
+    grown = {name: slope(depths, [getattr(m, of) for m in all_]) for name, all_ in memory.items()}
     return grown["reversify"] / grown["plain"]
 
 
 def report_depths(
-    kind: str, sizes: Sizes, depths: Sequence[int], found: dict[str, list[Memory]]
+    kind: str, sizes: Sizes, depths: Sequence[int], memory: dict[str, list[Memory]]
 ) -> dict[str, float]:
     """Print one stack's table; returns its slopes' shares."""
     what = "tokens" if kind == "transformer" else "pixels"
     side = f"{sizes.side}" if kind == "transformer" else f"{sizes.side}x{sizes.side}"
     rows: list[list[object]] = []
     for index, depth in enumerate(depths):
-        plain, ours = found["plain"][index], found["reversify"][index]
+        plain, ours = memory["plain"][index], memory["reversify"][index]
         figures = (plain.held, ours.held, plain.peak, ours.peak)
         rows.append([depth, *map(mib, figures), f"{plain.peak / ours.peak:.1f}x"])
-    shares = {of: slope_share(depths, found, of) for of in ("held", "peak")}
+    shares = {of: slope_share(depths, memory, of) for of in ("held", "peak")}
     held, peak = (
-        [slope(depths, [getattr(m, of) for m in found[name]]) for name in ("plain", "reversify")]
+        [slope(depths, [getattr(m, of) for m in memory[name]]) for name in ("plain", "reversify")]
         for of in ("held", "peak")
     )
     rows.append(["per block", mib(held[0]), mib(held[1]), mib(peak[0]), mib(peak[1]), ""])
@@ -123,21 +123,21 @@ def of_model(
         makers["checkpoint"] = checkpointed
     size = tuple(getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
     x, y = torch.randn(batch, *size, device=device), torch.zeros(batch, device=device).long()
-    found: dict[str, Memory] = {}
+    memory: dict[str, Memory] = {}
     for variant, make in makers.items():
         net = make().to(device)
-        found[variant] = memory_of(net, x, y, device, dtype)
+        memory[variant] = step_memory(net, x, y, device, dtype)
         del net
         gc.collect()
-    return found
+    return memory
 
 
-def report_model(title: str, found: dict[str, Memory]) -> float:
+def report_model(title: str, memory: dict[str, Memory]) -> float:
     """Print one model's table; returns how many times less memory `reversify` takes."""
-    plain = found["plain"].peak
-    rows = [[n, mib(m.held), mib(m.peak), f"{plain / m.peak:.2f}x"] for n, m in found.items()]
+    plain = memory["plain"].peak
+    rows = [[n, mib(m.held), mib(m.peak), f"{plain / m.peak:.2f}x"] for n, m in memory.items()]
     show(title, ("training", "held", "peak", "less than plain"), rows)
-    less = plain / found["reversify"].peak
+    less = plain / memory["reversify"].peak
     verdict = "meets" if less >= MODEL_BAR else "MISSES"
     print(f"{less:.2f} times less activation memory ({verdict} the bar of {MODEL_BAR:.0f})\n")
     return less

@@ -194,7 +194,7 @@ def torch_schedule(kind: str) -> Make:
         ]
         schedule = getattr(pipelining, kind)(stages, setting.microbatches, loss_fn=F.cross_entropy)
         optimizer = sgd([p for m in modules for p in m.parameters() if p.requires_grad])
-        many = [torch.cat([one] * setting.microbatches) for one in (x, y)]
+        many = [torch.cat([tensor] * setting.microbatches) for tensor in (x, y)]
 
         def turn() -> float:
             losses: list[Tensor] = []
@@ -254,8 +254,8 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
             except Missing as why:
                 skipped[name] = str(why)
         turns = {name: peer.turn for name, peer in ready.items()}
-        found = interleave(turns, options.rounds, options.warmup, setting.device)
-    seconds = {name: [s / ready[name].steps for s in rounds] for name, rounds in found.items()}
+        timed = interleave(turns, options.rounds, options.warmup, setting.device)
+    seconds = {name: [s / ready[name].steps for s in rounds] for name, rounds in timed.items()}
     report(f"{case}, {options.stages} stages, {options.dtype}", ready, seconds, skipped)
     for name, peer in ready.items():
         figures = {"seconds": seconds[name], "bytes": peer.bytes, "loss": peer.loss}

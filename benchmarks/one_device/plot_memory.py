@@ -29,10 +29,10 @@ def draw(rows: list[dict[str, Any]], target: Path) -> None:
     figure, panels = pyplot.subplots(
         1, len(stacks), figsize=(8.4, 3.1), layout="constrained", squeeze=False
     )
-    for panel, (kind, found) in zip(panels[0], stacks.items(), strict=True):
-        depths = found["depths"]
+    for panel, (kind, stack) in zip(panels[0], stacks.items(), strict=True):
+        depths = stack["depths"]
         for name, colour in (("plain", PLAIN), ("reversify", OURS)):
-            gigabytes = [entry["peak"] / 2**30 for entry in found["memory"][name]]
+            gigabytes = [entry["peak"] / 2**30 for entry in stack["memory"][name]]
             panel.plot(depths, gigabytes, marker="o", color=colour, linewidth=2, markersize=4)
             label = f"{name} {gigabytes[-1]:.1f} GiB"
             panel.annotate(

@@ -131,15 +131,15 @@ def assert_same_work(
     tolerance = 0.01 if dtype == "fp32" else 0.1  # TF32 and bf16 reconstruct no better
     groups = (("plain", "checkpoint", "checkpoint, all"), (OURS, "rewired, stored", "memcnn"))
     for group in groups:
-        found = {}
+        results = {}
         for name in group:
             if name in nets:
                 loss = steps[name]()
                 stem = next(nets[name].parameters())
                 assert stem.grad is not None
-                found[name] = torch.cat([loss.reshape(1), stem.grad.flatten()])
-        first = found[group[0]]
-        for name, value in found.items():
+                results[name] = torch.cat([loss.reshape(1), stem.grad.flatten()])
+        first = results[group[0]]
+        for name, value in results.items():
             deviation = float((value - first).norm() / first.norm())
             if deviation > tolerance:
                 raise AssertionError(f"{name} differs from {group[0]} by {deviation:.1e}")

@@ -2,12 +2,12 @@
 
     python -m benchmarks run whole --model vit_tiny_patch16_224 --batch 2       # on the CPU
     python -m benchmarks run whole --device cuda --dtype bf16 --batch 16 256 \
-        --model swin_base_patch4_window7_224 [--recorded]
+        --model swin_base_patch4_window7_224 [--captured]
     python -m benchmarks run whole --device cuda --dtype bf16 --model vit_large_patch16_224 --fit 16
     python -m benchmarks run whole --device cuda --dtype bf16 --batch 256 --profile \
         --model resnet152
 
-`--recorded` runs every variant's step as a CUDA graph, so that starting kernels costs nothing and
+`--captured` runs every variant's step as a CUDA graph, so that starting kernels costs nothing and
 what is left is what the GPU itself cannot hide. `--profile` tells which kernels take the time.
 """
 
@@ -28,9 +28,9 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.harness import autocast, interleave, ratio, show
 from benchmarks.one_device import hotspots
-from benchmarks.one_device.memory import memory_of
+from benchmarks.one_device.memory import step_memory
 from benchmarks.registry import Benchmark, Row
-from revcompile.overlap import Overlap
+from revcompile.runtime.reversible.overlap import Overlap
 
 OFF, ON = "reversify, overlap off", "reversify, overlap on"
 PLAIN_BAR, SMALL_BAR, CHECKPOINT_BAR, FIT_BAR = 1.33, 1.15, 1.0, 5.0
@@ -45,7 +45,7 @@ class Setting:
     dtype: str
     rounds: int
     warmup: int
-    recorded: bool = False
+    captured: bool = False
 
 
 def create(name: str) -> nn.Module:
@@ -101,7 +101,7 @@ def step_of(net: nn.Module, x: Tensor, y: Tensor, setting: Setting) -> Callable[
     return step
 
 
-def record(step: Callable[[], None], net: nn.Module) -> Callable[[], None]:
+def capture_step(step: Callable[[], None], net: nn.Module) -> Callable[[], None]:
     """A step as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -124,12 +124,12 @@ def timed(
     peaks = {}
     steps: dict[str, Callable[[], None]] = {}
     for name, net in nets.items():
-        if name == "checkpoint" and setting.recorded:
-            continue  # it reads the generator's state, which a recording forbids
-        peaks[name] = memory_of(net, x, y, setting.device, setting.dtype).peak
+        if name == "checkpoint" and setting.captured:
+            continue  # it reads the generator's state, which a capture forbids
+        peaks[name] = step_memory(net, x, y, setting.device, setting.dtype).peak
         steps[name] = step_of(net, x, y, setting)
-        if setting.recorded:
-            steps[name] = record(steps[name], net)
+        if setting.captured:
+            steps[name] = capture_step(steps[name], net)
     return interleave(steps, setting.rounds, setting.warmup, setting.device), peaks
 
 
@@ -137,7 +137,7 @@ def report(
     title: str,
     seconds: Mapping[str, Sequence[float]],
     peaks: Mapping[str, int],
-    recorded: bool = False,
+    captured: bool = False,
 ) -> dict[str, Any]:
     """Print one table and what it says of the bars; returns the figures."""
     of_plain = {name: ratio(times, seconds["plain"]) for name, times in seconds.items()}
@@ -147,7 +147,7 @@ def report(
     ]
     show(title, ("training", "step", "activations", "time / plain"), rows)
     best = min((OFF, ON), key=lambda name: of_plain[name].median)
-    bar = SMALL_BAR if recorded else PLAIN_BAR
+    bar = SMALL_BAR if captured else PLAIN_BAR
     said = [f"{verdict(of_plain[best].median, bar)} of plain"]
     if "checkpoint" in seconds:
         of_checkpoint = ratio(seconds[best], seconds["checkpoint"]).median
@@ -169,12 +169,12 @@ def time_models(
     names: Sequence[str], batches: Sequence[int], setting: Setting
 ) -> Iterator[dict[str, Any]]:
     """One table for every model and batch."""
-    how = ", recorded" if setting.recorded else ""
+    how = ", captured" if setting.captured else ""
     for name in names:
         nets = variants(name, setting.device)
         for batch in batches:
             title = f"{name}, batch {batch}, {setting.dtype}{how}"
-            figures = report(title, *timed(nets, batch, setting), setting.recorded)
+            figures = report(title, *timed(nets, batch, setting), setting.captured)
             yield {"model": name, "batch": batch, **figures}
 
 
@@ -240,18 +240,18 @@ def fit_models(names: Sequence[str], gib: float, setting: Setting) -> Iterator[d
     total = torch.cuda.get_device_properties(place).total_memory
     torch.cuda.set_per_process_memory_fraction(gib * GIB / total, place)
     for name in names:
-        found: dict[str, int] = {}
+        largest: dict[str, int] = {}
         nets = variants(name, torch.device("cpu"))
         for variant in ("plain", OFF, ON):
             net = nets[variant].to(setting.device)
-            found[variant] = largest_batch(net, nets["plain"], setting)
+            largest[variant] = largest_batch(net, nets["plain"], setting)
             net.to("cpu")
-        times = found[OFF] / max(1, found["plain"])
+        times = largest[OFF] / max(1, largest["plain"])
         enough = "meets" if times >= FIT_BAR else "MISSES"
         columns = ("training", "largest batch")
-        show(f"{name} in {gib:g} GiB, {setting.dtype}", columns, list(found.items()))
+        show(f"{name} in {gib:g} GiB, {setting.dtype}", columns, list(largest.items()))
         print(f"{times:.1f} times plain's ({enough} the bar of {FIT_BAR:.0f})\n")
-        yield {"model": name, "gib": gib, "largest": found}
+        yield {"model": name, "gib": gib, "largest": largest}
     torch.cuda.set_per_process_memory_fraction(1.0, place)
 
 
@@ -273,8 +273,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[8])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
-    parser.add_argument("--recorded", action="store_true", help="steps as CUDA graphs")
-    parser.add_argument("--fit", type=float, help="the largest batch in so many GiB instead")
+    parser.add_argument("--captured", action="store_true", help="steps as CUDA graphs")
+    parser.add_argument("--fit", type=float, help="find the largest batch in this many GiB instead")
     parser.add_argument(
         "--profile", type=int, nargs="?", const=15, metavar="KERNELS", help="where the time goes"
     )
@@ -286,7 +286,7 @@ def main(args: argparse.Namespace) -> Iterator[Row]:
     """Measure and print."""
     torch.manual_seed(0)
     device = torch.device(args.device)
-    setting = Setting(device, args.dtype, args.rounds, args.warmup, args.recorded)
+    setting = Setting(device, args.dtype, args.rounds, args.warmup, args.captured)
     if args.fit is not None:
         yield from fit_models(args.model, args.fit, setting)
     elif args.profile is not None:

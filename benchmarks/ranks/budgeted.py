@@ -1,4 +1,4 @@
-"""PETRA under a memory budget on two ranks, for `pipeline --memory`: what is told of it.
+"""PETRA under a memory budget on two ranks, for `pipeline --memory-budget`: its tables.
 
 Two ranks that compute all the time suffer more from other people's load than two that wait for
 each other. So beside the clock there is processor time, and what each schedule would take if every
@@ -78,10 +78,10 @@ def on_free_cores(results: dict[int, Any], name: str, microbatches: int) -> floa
     if name == IDEAL:
         return max(min(r["busy"][name]) for r in results.values())
     forward, backward, rest = zip(*(r["spent"][name] for r in results.values()), strict=True)
-    group = microbatches if name == TORCH or "every" in name else 1
+    accumulate = microbatches if name == TORCH or "every" in name else 1
     links = (0.0,) * (len(forward) - 1)
-    costs = Costs(forward, backward, tuple(group * one for one in rest), links, links)
-    return period("1f1b" if name == TORCH else "petra", costs, group)
+    costs = Costs(forward, backward, tuple(accumulate * one for one in rest), links, links)
+    return period("1f1b" if name == TORCH else "petra", costs, accumulate)
 
 
 def report(title: str, microbatches: int, results: dict[int, Any]) -> dict[str, Any]:

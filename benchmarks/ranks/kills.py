@@ -37,8 +37,8 @@ from benchmarks.ranks.victim import (
     EVERY,
     STEPS,
     TIMEOUT,
-    Life,
     Plain,
+    RankProcess,
     Run,
     Torchrun,
     checkpoints,
@@ -49,13 +49,13 @@ from revcompile.runtime.checkpoint import load_training
 
 METHODS: Final = ("petra", "1f1b", "gpipe", "delayed", "pipedream", "ddg", "dni", "backprop")
 SLACK: Final = 30.0
-"""Seconds beyond the trainer's timeout, for last words and a busy machine."""
+"""Seconds beyond the trainer's timeout, for error messages and a busy machine."""
 PATIENCE: Final = 180.0
 """Seconds for a whole run, restarts included."""
 
 
 class Moment(enum.Enum):
-    """When to strike."""
+    """When ranks are killed."""
 
     START = "start"
     STEP = "step"
@@ -91,15 +91,15 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What a trial came to."""
+    """What a trial showed."""
 
     trial: Trial
-    struck: bool = False
+    killed: bool = False
     hung: bool = False
     orphans: int = 0
     corrupted: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
-    """Steps that went another way."""
+    """Steps that differ from the undisturbed run."""
     unnamed: list[str] = field(default_factory=list)
     """Survivors that did not say who is gone and how far they had come."""
     failed: str = ""
@@ -114,59 +114,61 @@ class Outcome:
     @property
     def problems(self) -> list[str]:
         """All that went wrong, in words."""
-        found = ["hung past the timeout"] if self.hung else []
-        found += [f"{self.orphans} processes left behind"] if self.orphans else []
-        found += [f"went another way: {', '.join(self.differing[:3])}"] if self.differing else []
-        found += [f"said not enough: {one}" for one in self.unnamed]
-        return [*found, *self.corrupted, *filter(None, [self.failed])]
+        problems = ["hung past the timeout"] if self.hung else []
+        problems += [f"{self.orphans} processes left behind"] if self.orphans else []
+        problems += [f"differs: {', '.join(self.differing[:3])}"] if self.differing else []
+        problems += [f"named no dead rank: {message}" for message in self.unnamed]
+        return [*problems, *self.corrupted, *filter(None, [self.failed])]
 
 
 # -- one trial ------------------------------------------------------------------------------------
 
 
 def attempt(trial: Trial, expected: Mapping[int, Mapping[str, Any]]) -> Outcome:
-    """Start, strike, look at what is left, start again, compare."""
+    """Start, kill, look at what is left, start again, compare."""
     outcome = Outcome(trial)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         kind = Torchrun if trial.under_torchrun else Plain
         launched = kind(trial.run, trial.ranks, folder)
-        dead, survivors, since = strike(folder, trial)
-        outcome.struck = bool(dead)
+        dead, survivors, since = kill_at_moment(folder, trial)
+        outcome.killed = bool(dead)
         if not until(lambda: not any(s.is_running for s in survivors), TIMEOUT + SLACK):
             outcome.hung = True
         outcome.stopped_after = time.monotonic() - since
         code = launched.wait(PATIENCE if not outcome.hung else 0.0)
         outcome.hung |= code is None
-        left = bury(folder)
+        left = end_leftovers(folder)
         outcome.orphans = 0 if outcome.hung else left
         if not trial.under_torchrun and code:
             outcome.corrupted += corrupted(folder)
-            for one in survivors:
-                judge(one, dead, outcome)
+            for survivor in survivors:
+                check_message(survivor, dead, outcome)
             code = Plain(trial.run, trial.ranks, folder).wait(PATIENCE)
-            outcome.orphans += bury(folder)
+            outcome.orphans += end_leftovers(folder)
         outcome.corrupted += corrupted(folder)
         if code != 0:
-            outcome.failed = f"ended with {code}: {last_words(folder)}"
-        compare(Life.all(folder), expected, outcome)
-        kept_all([*dead, *survivors], Life.all(folder), outcome)
+            outcome.failed = f"ended with {code}: {last_output(folder)}"
+        compare(RankProcess.all(folder), expected, outcome)
+        kept_all([*dead, *survivors], RankProcess.all(folder), outcome)
     return outcome
 
 
-def strike(folder: Path, trial: Trial) -> tuple[list[Life], list[Life], float]:
+def kill_at_moment(
+    folder: Path, trial: Trial
+) -> tuple[list[RankProcess], list[RankProcess], float]:
     """Wait for the moment and kill; returns who was, who was not, and when."""
     dice = random.Random(trial.seed + 1)
     first = trial.victims[0]
 
-    def lives() -> dict[int, Life]:
-        return {life.rank: life for life in Life.all(folder)}
+    def by_rank() -> dict[int, RankProcess]:
+        return {process.rank: process for process in RankProcess.all(folder)}
 
     def noted(count: int) -> bool:
-        return first in lives() and len(lives()[first].steps) >= count
+        return first in by_rank() and len(by_rank()[first].steps) >= count
 
     if trial.moment is Moment.START:
-        until(lambda: first in lives(), 60)
+        until(lambda: first in by_rank(), 60)
         time.sleep(dice.uniform(0.0, 1.5))
     elif trial.moment is Moment.STEP:
         step = dice.randrange(1, STEPS)
@@ -177,18 +179,18 @@ def strike(folder: Path, trial: Trial) -> tuple[list[Life], list[Life], float]:
         until(lambda: noted(saves * EVERY), 90)
         until((checkpoints(folder) / "saving.tmp").exists, 5)
         time.sleep(dice.uniform(0.0, 0.4))
-    found = {life.rank: life for life in Life.all(folder) if life.is_running}
-    dead = [found.pop(rank) for rank in trial.victims if rank in found]
+    running = {process.rank: process for process in RankProcess.all(folder) if process.is_running}
+    dead = [running.pop(rank) for rank in trial.victims if rank in running]
     since = time.monotonic()
-    for life in dead:
-        with suppress(ProcessLookupError):  # another's death may have been its own
-            os.kill(life.pid, signal.SIGKILL)
-        time.sleep(dice.uniform(0.0, 0.2) if life is not dead[-1] else 0.0)
-    return dead, list(found.values()), since
+    for process in dead:
+        with suppress(ProcessLookupError):  # it may have ended because of another's end
+            os.kill(process.pid, signal.SIGKILL)
+        time.sleep(dice.uniform(0.0, 0.2) if process is not dead[-1] else 0.0)
+    return dead, list(running.values()), since
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for something; False if it does not come about."""
+    """Wait until the condition holds; False if it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -197,12 +199,12 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def bury(folder: Path) -> int:
+def end_leftovers(folder: Path) -> int:
     """End ranks that are still there shortly after their launcher; how many there were."""
-    until(lambda: not any(life.is_running for life in Life.all(folder)), 5)
-    left = [life for life in Life.all(folder) if life.is_running]
-    for life in left:
-        os.kill(life.pid, signal.SIGKILL)
+    until(lambda: not any(process.is_running for process in RankProcess.all(folder)), 5)
+    left = [process for process in RankProcess.all(folder) if process.is_running]
+    for process in left:
+        os.kill(process.pid, signal.SIGKILL)
     return len(left)
 
 
@@ -210,7 +212,7 @@ def bury(folder: Path) -> int:
 
 
 def corrupted(folder: Path) -> list[str]:
-    """Checkpoints that do not load whole; none are there that have no right to their name."""
+    """Why checkpoints do not load, one reason for each that does not."""
     problems = []
     saved = checkpoints(folder)
     for place in saved.glob("step_*[0-9]"):
@@ -221,58 +223,63 @@ def corrupted(folder: Path) -> list[str]:
     return problems
 
 
-def judge(one: Life, dead: Sequence[Life], outcome: Outcome) -> None:
+def check_message(survivor: RankProcess, dead: Sequence[RankProcess], outcome: Outcome) -> None:
     """Did a survivor say who is gone, and how far it had come itself?"""
-    steps = one.steps
-    if not steps or any("done" in line for line in one.lines):
+    steps = survivor.steps
+    if not steps or any("done" in line for line in survivor.lines):
         return
-    gone = "|".join(str(life.rank) for life in dead)
-    found = re.search(rf"rank ({gone}) \([^)]*\) is gone", one.words)
-    last = re.search(rf"micro-batch here \(rank {one.rank} \([^)]*\)\): (-?\d+)", one.words)
+    gone = "|".join(str(process.rank) for process in dead)
+    rank, output = survivor.rank, survivor.output
+    named = re.search(rf"rank ({gone}) \([^)]*\) is gone", output)
+    last = re.search(rf"micro-batch here \(rank {rank} \([^)]*\)\): (-?\d+)", output)
     noted = min(steps[-1]["step"], STEPS - 1)
-    if found and last and int(last[1]) in (noted, noted + 1):  # it notes a step after the step
+    if named and last and int(last[1]) in (noted, noted + 1):  # it notes a step after the step
         outcome.named += 1
     else:
-        outcome.unnamed.append(f"rank {one.rank}, after step {noted}: {one.words[-500:]}")
+        outcome.unnamed.append(f"rank {rank}, after step {noted}: {output[-500:]}")
 
 
 def compare(
-    lives: Sequence[Life], expected: Mapping[int, Mapping[str, Any]], outcome: Outcome
+    processes: Sequence[RankProcess], expected: Mapping[int, Mapping[str, Any]], outcome: Outcome
 ) -> None:
     """Every step that any rank noted with the undisturbed run's; and are all there?"""
     missing = {rank: set(expected) for rank in range(outcome.trial.ranks)}
-    for life in lives:
-        for line in life.steps:
-            missing[life.rank].discard(line["step"])
+    for process in processes:
+        for line in process.steps:
+            missing[process.rank].discard(line["step"])
             if unlike(line, expected[line["step"]]):
-                outcome.differing.append(f"rank {life.rank}, step {line['step']}")
-        if life.began:
-            outcome.compared += sum(len(line["digests"]) for line in life.steps)
+                outcome.differing.append(f"rank {process.rank}, step {line['step']}")
+        if process.began:
+            outcome.compared += sum(len(line["digests"]) for line in process.steps)
     for rank, steps in missing.items() if not outcome.failed else ():
         outcome.differing += [f"rank {rank}, step {step}: missing" for step in sorted(steps)]
 
 
-def kept_all(before: Sequence[Life], lives: Sequence[Life], outcome: Outcome) -> None:
+def kept_all(
+    before: Sequence[RankProcess], processes: Sequence[RankProcess], outcome: Outcome
+) -> None:
     """What any rank knew to be saved was not lost."""
-    saved = max((line.get("saved", 0) for life in before for line in life.lines), default=0)
-    old = {life.pid for life in before}
-    for life in lives:
-        if life.pid not in old and life.began is not None and life.began < saved:
-            outcome.differing.append(f"step {saved} was saved, but went on from {life.began}")
+    saved = max((line.get("saved", 0) for process in before for line in process.lines), default=0)
+    old = {process.pid for process in before}
+    for process in processes:
+        if process.pid not in old and process.began is not None and process.began < saved:
+            outcome.differing.append(f"step {saved} was saved, but went on from {process.began}")
 
 
 def unlike(line: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Did a rank's step go another way? It knows only its stages, and not always the loss."""
+    """Does a rank's step differ? It knows only its stages, and not always the loss."""
     is_known = line["loss"] is not None
-    other = any(expected["digests"][stage] != found for stage, found in line["digests"].items())
+    other = any(expected["digests"][stage] != digest for stage, digest in line["digests"].items())
     return other or (is_known and line["loss"] != expected["loss"])
 
 
-def last_words(folder: Path) -> str:
+def last_output(folder: Path) -> str:
     """The end of what the processes printed."""
-    words = [f"rank {life.rank}: {life.words[-400:]}" for life in Life.all(folder)]
+    outputs = [
+        f"rank {process.rank}: {process.output[-400:]}" for process in RankProcess.all(folder)
+    ]
     log = folder / "log"
-    return "\n".join([*words, log.read_text()[-600:] if log.exists() else ""])
+    return "\n".join([*outputs, log.read_text()[-600:] if log.exists() else ""])
 
 
 # -- all of them ----------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def counts(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
     times = [o.stopped_after for o in outcomes if o.stopped_after is not None]
     return (
         len(outcomes),
-        sum(o.struck for o in outcomes),
+        sum(o.killed for o in outcomes),
         sum(o.hung for o in outcomes),
         sum(len(o.corrupted) for o in outcomes),
         sum(o.orphans for o in outcomes),
@@ -318,7 +325,7 @@ def counts(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
 COLUMNS: Final = (
     "trials",
     "count",
-    "struck",
+    "killed",
     "hung",
     "corrupted",
     "orphans",
@@ -347,8 +354,8 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         trying = [pool.submit(attempt, trial, expected[trial.run]) for trial in trials]
-        for one in track(as_completed(trying), "killing", total=len(trials)):
-            outcomes.append(one.result())
+        for trial in track(as_completed(trying), "killing", total=len(trials)):
+            outcomes.append(trial.result())
             yield {**asdict(outcomes[-1]), "failed": outcomes[-1].problems}
     show("Kills", COLUMNS, list(summary(outcomes)))
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""Ranks on this machine: processes joined over gloo, one thread each, and what they come to."""
+"""Ranks on this machine: processes joined over gloo, one thread each, and their results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = RANKS) -> l
         for process in processes:
             process.start()
         _join(processes)
-        found = dict(results)
-    if len(found) < ranks:
+        by_rank = dict(results)
+    if len(by_rank) < ranks:
         codes = ", ".join(f"rank {rank}: {p.exitcode}" for rank, p in enumerate(processes))
         raise RuntimeError(f"{work.__module__}: a rank gave no result (exit codes: {codes})")
-    return [found[rank] for rank in range(ranks)]
+    return [by_rank[rank] for rank in range(ranks)]
 
 
 def _join(processes: Sequence[Any]) -> None:

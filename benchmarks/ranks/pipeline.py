@@ -2,7 +2,7 @@
 
     python -m benchmarks run pipeline resnet18:64:16                    model:pixels:batch
     taskset -c 0,2 python -m benchmarks run pipeline --short vit_tiny_patch16_224:96:12
-    python -m benchmarks run pipeline --memory 8GiB --microbatches 4 vit_tiny_patch16_224:96:12
+    python -m benchmarks run pipeline --memory-budget 8GiB --microbatches 4 resnet18:64:16
 
 Every variant trains the same two stages with the same micro-batches; they take turns, round by
 round, and a figure is the median of the rounds. "ideal" is `1 / max stage time`: each rank runs its
@@ -10,8 +10,8 @@ own stage's programs on made-up messages, both at once, nothing sent. torch's ow
 `net.to_pipeline_stages()`, with and without activation checkpointing. Peak memory of each rank is
 counted in a run of its own (live tensors, less parameters and optimizer state).
 
-With `--memory` only a budget for each rank is looked at: PETRA whose stages keep what it allows,
-against its own ideal and against torch's 1F1B without checkpointing.
+With `--memory-budget` only PETRA under a budget for each rank is timed: its stages keep what the
+budget allows, against its own ideal and against torch's 1F1B without checkpointing.
 
 The last table sums up. Model parallel runs one rank at a time, and a lone rank may be faster than
 two at once, which share caches and memory (and, as hyper-threads, a core): stage times are measured
@@ -42,7 +42,7 @@ from benchmarks.ranks import budgeted
 from benchmarks.ranks.launch import RANKS, on_ranks
 from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
-from revcompile.compiler.partition.pieces import torn_pieces, whole_pieces
+from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.schedule import Keep
 from revcompile.staged import StagedModel
@@ -65,7 +65,7 @@ def measured(model: nn.Module, x: Tensor, keep: Keep) -> dict[str, float]:
 
 def _measured(model: nn.Module, x: Tensor, keep: Keep) -> dict[str, float]:
     rewired = revcompile.reversify(model, x, check="off").rewired
-    groups, new_types = torn_pieces(rewired, whole_pieces(rewired.body))
+    groups, new_types = split_pieces(rewired, whole_pieces(rewired.body))
     pieces = [piece for group in groups for piece in group]
     types = {**rewired.body.types, **new_types}
     found = piece_costs(rewired, pieces, types, "measured")
@@ -77,7 +77,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, case: Case, rank: int) -> None:
         self.options, self.case, self.rank = options, case, rank
-        self.keep = Keep.NOTHING if options.memory is None else Keep.GRAPH
+        self.keep = Keep.NOTHING if options.memory_budget is None else Keep.GRAPH
         generator = torch.Generator().manual_seed(0)
         shape = (case.batch, 3, case.size, case.size)
         self.x = torch.randn(shape, generator=generator)
@@ -109,14 +109,14 @@ class Bench:
 
     def budgeted(self) -> dict[str, Turn]:
         """Stages that keep what a budget allows, and what they are measured by."""
-        count, memory = self.options.microbatches, self.options.memory
+        count, memory = self.options.microbatches, self.options.memory_budget
         found = {budgeted.PLANNED: self._ours("petra", memory=memory)}
         found[budgeted.IDEAL] = self._alone(self.trainers[-1])
         found[f"{budgeted.PLANNED}, every {count}"] = self._ours("petra", count, memory)
         found["petra"] = self._ours("petra")
         ours = (name for name in found if name != budgeted.IDEAL)
         for name, trainer in zip(ours, self.trainers, strict=True):
-            stage = trainer.actors[0].stage
+            stage = trainer.executors[0].stage
             self.spent[name] = budgeted.Spent(stage, "forward", "backward")
         found[budgeted.TORCH] = self._torch(Schedule1F1B, False)
         passes = ("forward_one_chunk", "backward_one_chunk")
@@ -125,7 +125,7 @@ class Bench:
 
     def variants(self) -> dict[str, Turn]:
         """Each a function that trains on `options.microbatches` micro-batches."""
-        if self.options.memory is not None:
+        if self.options.memory_budget is not None:
             return self.budgeted()
         count = self.options.microbatches
         found = {
@@ -156,7 +156,7 @@ class Bench:
             F.cross_entropy,
             method=method,
             accumulate=accumulate,
-            memory=memory,
+            memory_budget=memory,
             batch_size=self.case.batch,
         )
         assert isinstance(trainer, DistributedTrainer)
@@ -170,8 +170,8 @@ class Bench:
 
     def _alone(self, trainer: DistributedTrainer) -> Turn:
         """A rank's own stage on messages made up once: no waiting, nothing sent."""
-        (actor,) = trainer.actors
-        stage, program, state = actor.stage, actor.program, {"m": 1_000_000}
+        (executor,) = trainer.executors
+        stage, program, state = executor.stage, executor.program, {"m": 1_000_000}
         inputs: dict[str, Any] = {}
         for port in program.inputs:
             kind = port.type
@@ -182,15 +182,15 @@ class Bench:
         def one() -> None:
             m = state["m"] = state["m"] + 1
             outputs = stage.forward(m, inputs)
-            if actor.objective is not None:
-                trainer.objective.targets[m] = self.y
-                gradients = actor.objective(m, outputs)
-                trainer.objective.losses.pop(m)
-                trainer.objective.outputs.pop(m)
+            if executor.loss_head is not None:
+                trainer.loss_head.targets[m] = self.y
+                gradients = executor.loss_head(m, outputs)
+                trainer.loss_head.losses.pop(m)
+                trainer.loss_head.outputs.pop(m)
             else:
-                gradients = {n: outputs[n] for n in program.graded_outputs}
+                gradients = {n: outputs[n] for n in program.outputs_with_grad}
             stage.backward(m, outputs, gradients)
-            actor.updater.apply({n: g * 1e-9 for n, g in stage.take_gradients().items()})
+            executor.updater.apply({n: g * 1e-9 for n, g in stage.take_gradients().items()})
             stage.updated()
 
         def turn() -> None:
@@ -259,8 +259,8 @@ def work(rank: int, options: argparse.Namespace, case: Case) -> dict[str, Any]:
     memory = {name: _peak(turn) for name, turn in trained.items()}
     plans = [str(trainer.memory_plan) for trainer in bench.trainers if trainer.memory_plan]
     spent = {name: one.least(options.microbatches) for name, one in bench.spent.items()}
-    told = {"memory": memory, "plans": plans, "spent": spent}
-    return {"times": times, "own": own, "busy": busy, **told}
+    extra = {"memory": memory, "plans": plans, "spent": spent}
+    return {"times": times, "own": own, "busy": busy, **extra}
 
 
 def _peak(turn: Turn) -> int:
@@ -278,7 +278,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cost", choices=("analytic", "measured"), default="measured")
     parser.add_argument("--short", action="store_true", help="only what the last table needs")
-    parser.add_argument("--memory", help="a budget for each rank, e.g. 8GiB: only its variants")
+    parser.add_argument(
+        "--memory-budget", help="of each rank, e.g. 8GiB: only the variants under a budget"
+    )
 
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
@@ -286,7 +288,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     summary = []
     for case in options.cases:
         found = run(options, case)
-        if options.memory is None:
+        if options.memory_budget is None:
             summary.append(found["summary"])
         yield found
     if not summary:
@@ -302,7 +304,7 @@ def run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 def report(options: argparse.Namespace, case: Case, results: dict[int, Any]) -> dict[str, Any]:
     """Milliseconds a micro-batch, throughput against ideal and against PETRA, memory by rank."""
-    if options.memory is not None:
+    if options.memory_budget is not None:
         title = f"{case.model}, {case.size} px, {options.microbatches} x batch {case.batch}"
         return {**asdict(case), **budgeted.report(title, options.microbatches, results)}
     times = budgeted.slowest(results)

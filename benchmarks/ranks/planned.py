@@ -6,7 +6,7 @@
 On the CPU two ranks over gloo train, one thread each: pieces are measured on both at once, a rank's
 throughput is that of its steps, and a trace of the run says which share of the time each rank
 computed, beside the share it did not spend waiting for messages. On a GPU all stages are in this
-process: once with recorded rounds, against the time of the pieces' kernels, and once action by
+process: once with captured steps, against the time of the pieces' kernels, and once action by
 action, against the time of calls.
 """
 
@@ -30,11 +30,11 @@ from benchmarks.harness import ratio, show, synchronize
 from benchmarks.models import Case
 from benchmarks.ranks.launch import RANKS, on_ranks
 from benchmarks.registry import Benchmark, Row
-from revcompile.compiler.cost import piece_costs
-from revcompile.planning import Seconds, stage_costs, update_speed
-from revcompile.program import Partition
+from revcompile.compiler.cost import Workload, piece_costs
+from revcompile.ir.program import Partition
+from revcompile.plan.cluster import NetworkLink, TimeModel, stage_times, update_speed
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.schedule import Costs, Wire, choose, in_one_process, period
+from revcompile.schedule import Costs, choose, in_one_process, period
 from revcompile.staged import StagedModel
 
 CLOCKS = {"cudagraphs": "replayed", "eager": "measured"}
@@ -71,10 +71,13 @@ def measured(cut: Partition, how: str) -> Partition:
     return replace(cut, parts=parts)
 
 
-def costs_here(cut: Partition, case: Case, wire: Wire, device: str, how: str = "measured") -> Costs:
+def costs_here(
+    cut: Partition, case: Case, link: NetworkLink, device: str, how: str = "measured"
+) -> Costs:
     """What the planner would say of these stages on this machine."""
-    seconds = Seconds.measured(update_speed(device))
-    return stage_costs(measured(cut, how), choose("petra"), seconds, batch=case.batch, wire=wire)
+    time_model = TimeModel.measured(update_speed(device))
+    workload = Workload(choose("petra"), case.batch)
+    return stage_times(measured(cut, how), workload, time_model, link)
 
 
 # -- two ranks ------------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ def work(rank: int, case: Case, options: argparse.Namespace, place: str) -> dict
     found: dict[str, list[float]] = {"predicted": [], "measured": []}
     for _ in range(options.rounds):
         distributed.barrier()
-        costs = costs_here(plain.partition, case, Wire(1e9, 1e-4), "cpu")
+        costs = costs_here(plain.partition, case, NetworkLink(1e9, 1e-4), "cpu")
         found["predicted"].append(period("petra", costs))
         distributed.barrier()
         start = time.perf_counter()
@@ -153,7 +156,8 @@ def in_process(case: Case, options: argparse.Namespace, backend: str) -> dict[st
         trainer.step(x, y)
     found: dict[str, list[float]] = {"predicted": [], "measured": []}
     for _ in range(options.rounds):
-        costs = costs_here(plain.partition, case, Wire(1e12), options.device, CLOCKS[backend])
+        link = NetworkLink(1e12)
+        costs = costs_here(plain.partition, case, link, options.device, CLOCKS[backend])
         found["predicted"].append(period("petra", in_one_process(costs)))
         synchronize(device)
         start = time.perf_counter()

@@ -25,18 +25,18 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.runtime.checkpoint.trees import take_apart
+from revcompile.runtime.checkpoint.codec import encode_tree
+from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.distributed.weights import homes
-from revcompile.runtime.state import referenced
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.stage.tensors import detach_tree
+from revcompile.runtime.trainer.core import Trainer
 
 __all__ = [
     "EVERY",
     "STEPS",
     "TIMEOUT",
-    "Life",
     "Plain",
+    "RankProcess",
     "Run",
     "Torchrun",
     "at_every_touch",
@@ -128,24 +128,24 @@ def train(run: Run, folder: Path, note: Note) -> None:
 def digests(trainer: Trainer) -> dict[str, str]:
     """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
     state, found = trainer.model.state_dict(), {}
-    home = homes(trainer.model, trainer.programs)
-    for actor in trainer.actors:
-        own = {name: state[name] for name in home if home[name] == actor.index and name in state}
-        updater = actor.updater.state(referenced)
+    owners = owning_stages(trainer.model, trainer.programs)
+    for executor in trainer.executors:
+        own = {n: state[n] for n, owner in owners.items() if owner == executor.index and n in state}
+        updater = executor.updater.state_dict(detach_tree)
         settings = [updater["groups"], updater["lr_schedule"], trainer.schedule.injected]
-        tree = {"model": own, "optimizer": updater["state"], "gradients": actor.stage.gradients}
-        tensors = take_apart(tree)[1]
+        tree = {"model": own, "optimizer": updater["state"], "gradients": executor.stage.gradients}
+        tensors = encode_tree(tree)[1]
         total = hashlib.sha256(json.dumps(settings).encode())
         for name in sorted(tensors):
             total.update(name.encode() + tensors[name].detach().cpu().numpy().tobytes())
-        found[str(actor.index)] = total.hexdigest()[:16]
+        found[str(executor.index)] = total.hexdigest()[:16]
     return found
 
 
 # -- one rank ------------------------------------------------------------------------------------
 
 
-def live(run: Run, folder: Path) -> None:
+def run_rank(run: Run, folder: Path) -> None:
     """One rank's life: its steps and its last words go to files named after rank and process."""
     torch.set_num_threads(1)
     place = folder / "ranks"
@@ -205,7 +205,7 @@ class Plain:
 def _rank(rank: int, world: int, port: int, run: Run, folder: Path) -> None:
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{world}", "LOCAL_RANK": f"{rank}"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **_environment()}
-    live(run, folder)
+    run_rank(run, folder)
 
 
 class Torchrun:
@@ -233,7 +233,7 @@ def _environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Life:
+class RankProcess:
     """A rank's process, by the files it has written."""
 
     rank: int
@@ -241,14 +241,14 @@ class Life:
     file: Path
 
     @classmethod
-    def all(cls, folder: Path) -> list[Life]:
+    def all(cls, folder: Path) -> list[RankProcess]:
         """Every process there has been."""
         files = [(file, file.stem.split("_")) for file in (folder / "ranks").glob("*.jsonl")]
         return [cls(int(rank), int(pid), file) for file, (rank, pid) in files]
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What it noted."""
+        """The lines it wrote."""
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
     @property
@@ -258,17 +258,17 @@ class Life:
 
     @property
     def began(self) -> int | None:
-        """At which step; None if it did not come so far."""
+        """The step it started from; None if it did not get that far."""
         return next((line["from"] for line in self.lines), None)
 
     @property
-    def words(self) -> str:
+    def output(self) -> str:
         """What it printed."""
         return self.file.with_suffix(".log").read_text()
 
     @property
     def is_running(self) -> bool:
-        """Is it there, and not only waiting to be buried?"""
+        """Is it running, and no zombie?"""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
@@ -279,7 +279,7 @@ class Life:
 def main() -> None:
     """As a script: what torchrun starts."""
     folder, method, accumulate = sys.argv[1:]
-    live(Run(method, int(accumulate)), Path(folder))
+    run_rank(Run(method, int(accumulate)), Path(folder))
 
 
 if __name__ == "__main__":

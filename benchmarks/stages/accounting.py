@@ -30,9 +30,9 @@ import revcompile
 from benchmarks.harness import show
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
-from revcompile.compiler.cost import MemoryModel, costs
-from revcompile.ir import Rewired
-from revcompile.program import Piece
+from revcompile.compiler.cost import MemoryModel, Workload, segment_costs
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Rewired
 from revcompile.schedule import Keep, Method, Weights, choose
 
 STAGES: Final = 18
@@ -64,8 +64,8 @@ ROWS: Final = (
     Row(inputs=True, parameters=False, order="paper", expected=43.6),
     Row(inputs=False, parameters=True, order="paper", expected=21.2),
     Row(inputs=False, parameters=False, order="paper", expected=20.3),
-    Row(inputs=False, parameters=False, order="half", expected=11.2),
-    Row(False, False, "half", 6.6, buffer_dtype=torch.bfloat16),
+    Row(inputs=False, parameters=False, order="1f1b", expected=11.2),
+    Row(False, False, "1f1b", 6.6, buffer_dtype=torch.bfloat16),
 )
 
 
@@ -79,18 +79,17 @@ def revnet50() -> Rewired:
 def table3(rewired: Rewired, batch: int = BATCH) -> Iterator[Row]:
     """The rows of the table with their totals: one segment a stage."""
     pieces = tuple(Piece(segment) for segment in rewired.body.segments)
-    found = costs(rewired)
+    found = segment_costs(rewired)
     for row in ROWS:
+        buffer_bytes = row.buffer_dtype.itemsize if row.buffer_dtype else None
         model = MemoryModel(
             pieces,
             rewired.body.types,
             found,
-            row.method,
             len(pieces),
-            batch=batch,
-            buffer_bytes=row.buffer_dtype.itemsize if row.buffer_dtype else None,
+            Workload(row.method, batch, buffer_bytes=buffer_bytes),
             first_input_free=not row.inputs,
-            lean=True,
+            only_needed_inputs=True,
         )
         yield replace(row, total=sum(_counted(model, stage) for stage in range(len(pieces))))
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks run engine --model revnet18 --backends eager cudagraphs
     python -m benchmarks run engine --model revnet50 --backends eager cudagraphs inductor
-    python -m benchmarks run engine --model revnet50 --orders half paper --buffers bf16
-    python -m benchmarks run engine --device cpu --batch 4 --backends eager recorded
+    python -m benchmarks run engine --model revnet50 --orders 1f1b paper --buffers bf16
+    python -m benchmarks run engine --device cpu --batch 4 --backends eager static
     python -m benchmarks run engine --model conv-12x64 --size 32 --sweep depth 6 12 24
 
 Every variant trains the same weights on the same micro-batches with a full pipeline. Times are of
@@ -38,7 +38,7 @@ from benchmarks.harness import (
 from benchmarks.models import Case, create, of_depth
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
-from revcompile.runtime.trainer import Trainer
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 
 QUIET: Final = 100
@@ -220,7 +220,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--buffers", choices=("as they are", "bf16"), default="as they are")
     parser.add_argument("--backends", nargs="+", default=["eager", "cudagraphs"])
-    parser.add_argument("--orders", nargs="+", default=["half"])
+    parser.add_argument("--orders", nargs="+", default=["1f1b"])
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
@@ -253,6 +253,6 @@ BENCHMARK = Benchmark(
     "engine",
     arguments,
     main,
-    smallest=(*SMALLEST, "--steps", "1", "--rounds", "1", "--backends", "eager", "recorded"),
+    smallest=(*SMALLEST, "--steps", "1", "--rounds", "1", "--backends", "eager", "static"),
     sweeps=("batch", "depth", "stages"),
 )

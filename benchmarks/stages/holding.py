@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.harness import LiveStorages
 from revcompile.compiler.cost import StageMemory
-from revcompile.runtime.stage import InFlight, Stage
-from revcompile.runtime.stash import as_of
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.transport import InProcess, Message
-from revcompile.runtime.worker import Actor
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import InProcess, Message
+from revcompile.runtime.stage.stage import InFlight, Stage
+from revcompile.runtime.stage.weights import at_versions
+from revcompile.runtime.trainer.core import Trainer
 from revcompile.schedule import Action
 
 __all__ = ["Bytes", "CpuMeter", "CudaMeter", "Meter", "Watch", "held_by", "saved_by"]
@@ -114,36 +114,36 @@ def _saved(functions: Iterable[Any]) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
 
 
-def held_by(actor: Actor, transport: InProcess) -> StageMemory:
+def held_by(executor: StageExecutor, transport: InProcess) -> StageMemory:
     """What a stage holds at this moment. Messages belong to the stage they are sent to."""
-    stage, count = actor.stage, Bytes()
+    stage, count = executor.stage, Bytes()
     own = count.of(stage.parameters)
     count.of(dict(stage.root.named_buffers()))
-    optimizer = actor.updater.optimizer
+    optimizer = executor.updater.optimizer
     state = optimizer.state if optimizer is not None else {}
     flights = stage.in_flight.values()
     return StageMemory(
         parameters=own,
         optimizer=count.of(list(state.values())),
         stashed=count.of([dict(flight.weights or {}) for flight in flights]),
-        gradients=count.of([stage.gradients, actor.gradients]),
+        gradients=count.of([stage.gradients, executor.gradients]),
         buffers=sum(_in_flight(stage, flight, count) for flight in flights),
-        messages=count.of(list(_mail(actor, transport))),
+        messages=count.of(list(_mail(executor, transport))),
     )
 
 
 def _in_flight(stage: Stage, flight: InFlight, count: Bytes) -> int:
     """Of a micro-batch; its graph may refer to parameters that have been updated since."""
-    with as_of(stage._referenced(), flight.read_at):
+    with at_versions(stage._saved_by_reference(), flight.parameter_versions):
         return count.of(list(flight.kept))
 
 
-def _mail(actor: Actor, transport: InProcess) -> Iterator[Any]:
-    yield from (dict(values or {}) for values in actor.inputs.values())
+def _mail(executor: StageExecutor, transport: InProcess) -> Iterator[Any]:
+    yield from (dict(values or {}) for values in executor.inputs.values())
     for (_, target, _), queue in transport.queues.items():
-        if target == actor.index:
+        if target == executor.index:
             yield from map(_contents, queue)
-    yield from map(_contents, actor.incoming.values())
+    yield from map(_contents, executor.incoming.values())
 
 
 def _contents(message: Message) -> Any:
@@ -155,32 +155,34 @@ class Watch:
 
     def __init__(self, trainer: Trainer, meter: Meter) -> None:
         self.meter, self.on = meter, False
-        self.peaks = [0] * len(trainer.actors)
-        self.held = [StageMemory()] * len(trainer.actors)
+        self.peaks = [0] * len(trainer.executors)
+        self.held = [StageMemory()] * len(trainer.executors)
         self.peak = 0
         self._transport = trainer.transport
-        for actor in trainer.actors:
-            setattr(actor, "perform", self._watched(actor, actor.perform))  # noqa: B010
+        for executor in trainer.executors:
+            setattr(executor, "perform", self._watched(executor, executor.perform))  # noqa: B010
 
-    def _watched(self, actor: Actor, perform: Callable[[Action], bool]) -> Callable[[Action], bool]:
+    def _watched(
+        self, executor: StageExecutor, perform: Callable[[Action], bool]
+    ) -> Callable[[Action], bool]:
         def watched(action: Action) -> bool:
             if not self.on:
                 return perform(action)
-            before = self._look(actor)
+            before = self._look(executor)
             start = self._begin()
             done = perform(action)
             extra = self._end() - start
-            self.peaks[actor.index] = max(self.peaks[actor.index], before.total + extra)
-            self._look(actor)
+            self.peaks[executor.index] = max(self.peaks[executor.index], before.total + extra)
+            self._look(executor)
             return done
 
         return watched
 
-    def _look(self, actor: Actor) -> StageMemory:
-        now, most = held_by(actor, self._transport), self.held[actor.index]
+    def _look(self, executor: StageExecutor) -> StageMemory:
+        now, most = held_by(executor, self._transport), self.held[executor.index]
         names = [field.name for field in fields(StageMemory)]
         largest = {name: max(getattr(now, name), getattr(most, name)) for name in names}
-        self.held[actor.index] = StageMemory(**largest)
+        self.held[executor.index] = StageMemory(**largest)
         return now
 
     def start(self) -> None:

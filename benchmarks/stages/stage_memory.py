@@ -26,10 +26,10 @@ from benchmarks.harness import LiveStorages, mib, show
 from benchmarks.models import create
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
-from revcompile.compiler.cost import MemoryModel, StageMemory
-from revcompile.ir import TensorType
-from revcompile.program import Partition
-from revcompile.runtime.buffers import BuffersLike, buffers_of
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
+from revcompile.ir.program import Partition
+from revcompile.ir.types import TensorType
+from revcompile.runtime.stage.activations import BuffersLike, buffers_of
 from revcompile.schedule import Method, Weights, choose, window
 from revcompile.staged import StagedModel
 
@@ -109,14 +109,14 @@ class Measured:
 
 def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]:
     """What the accounting says of every stage, as the runtime keeps it."""
-    model = MemoryModel.of(
-        partition,
+    workload = Workload(
         setting.chosen,
-        batch=setting.batch,
+        setting.batch,
+        setting.accumulate,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
         buffer_bytes=buffers_of(setting.buffers).bytes_each,
-        group=setting.accumulate,
     )
+    model = MemoryModel.of(partition, workload)
     return tuple(model.stage(j, *ends) for j, ends in enumerate(partition.ranges))
 
 
@@ -271,7 +271,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=64, help="of the images")
     parser.add_argument("--method", default="petra")
-    parser.add_argument("--order", nargs="+", choices=("half", "paper"), help="one run for each")
+    parser.add_argument("--order", nargs="+", choices=("1f1b", "paper"), help="one run for each")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--buffers", choices=tuple(_BUFFERS), help="offload: on a GPU only")

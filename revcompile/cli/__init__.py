@@ -1,7 +1,7 @@
-"""The command line: look at a model, draw it, plan for a cluster.
+"""The command line: inspect a model, draw it, plan its training on a cluster.
 
-One file a subcommand, each with `add` (its options) and `run`. Whatever needs torch is imported
-when a subcommand runs, so that help comes at once.
+Each subcommand is a file with `add` (its options) and `run`. Torch is imported only when a
+subcommand runs, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
     "plan": plan,
 }
 _EPILOG: Final = """\
-exit codes: 0 done; 1 the answer is no, or a run failed; 2 the command or its input is not usable;
+exit codes: 0 done; 1 the answer is no, or a run failed; 2 the command or its input is invalid;
 130 interrupted. Errors go to stderr, results to stdout.
 
 examples:
@@ -33,7 +33,7 @@ examples:
   revcompile inspect resnet50 --stages 18 --explain layer3.0
   revcompile coverage swin_tiny_patch4_window7_224
   revcompile draw vit_base_patch16_224 --stages 8 --out net.html
-  revcompile plan resnet50 --devices 64 --link 100Gbps --batch 32
+  revcompile plan resnet50 --devices 64 --link 100Gbps --batch-size 32
   revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64
 """
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `revcompile ... | head` has seen enough
+    except BrokenPipeError:  # the reader of the pipe is gone: `revcompile ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="revcompile",
-        description="Compile residual models into reversible, pipelined ones, and look at them.",
+        description="Compile residual models into reversible, pipelined ones, and inspect them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -67,15 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in _COMMANDS.items():
         text = module.__doc__ or ""
-        one = commands.add_parser(
+        command = commands.add_parser(
             name,
             help=text.partition("\n")[0].rstrip("."),
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        one.add_argument("--json", action="store_true", help="print the result as JSON")
-        module.add(one)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        module.add(command)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Why is my model not reversible? Every block and every sum: taken, or refused with a reason.
+"""List every block and every sum of a model: made reversible, or refused with a reason.
 
 Exit code 1 if nothing in the model can be made reversible.
 """
@@ -13,29 +13,31 @@ from revcompile.cli.models import add_model, load, rewired
 from revcompile.cli.output import say, say_json
 
 if TYPE_CHECKING:
-    from revcompile.ir import Cost, Rewired
+    from revcompile.ir.types import Cost, Rewired
 
 __all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
     add_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the segments, their shares, and the reasons."""
-    from revcompile.compiler.cost import costs
+    from revcompile.compiler.cost import segment_costs
     from revcompile.inspect.tables import summary_text
 
-    found = rewired(load(args), args).rewired
-    priced = costs(found)
-    say_json(_facts(found, priced)) if args.json else say(summary_text(found, priced))
-    return 0 if found.couplings else 1
+    net = rewired(load(args), args).rewired
+    costs = segment_costs(net)
+    if args.json:
+        say_json(_facts(net, costs))
+    else:
+        say(summary_text(net, costs))
+    return 0 if net.couplings else 1
 
 
-def _facts(found: Rewired, priced: tuple[Cost, ...]) -> dict[str, Any]:
-    from revcompile.ir import Opaque
+def _facts(net: Rewired, segment_costs: tuple[Cost, ...]) -> dict[str, Any]:
+    from revcompile.ir.types import Opaque
 
     segments = [
         {
@@ -45,12 +47,12 @@ def _facts(found: Rewired, priced: tuple[Cost, ...]) -> dict[str, Any]:
             "parameters": cost.parameters,
             "flops": cost.flops,
         }
-        for segment, cost in zip(found.body.segments, priced, strict=True)
+        for segment, cost in zip(net.body.segments, segment_costs, strict=True)
     ]
     return {
-        "model": found.name,
+        "model": net.name,
         "segments": segments,
-        "found": [{"path": b.path, "kind": b.kind.value} for b in found.residuals],
-        "refused": [dataclasses.asdict(refusal) for refusal in found.refusals],
-        "notes": list(found.notes),
+        "found": [{"path": b.path, "kind": b.kind.value} for b in net.residuals],
+        "refused": [dataclasses.asdict(refusal) for refusal in net.refusals],
+        "notes": list(net.notes),
     }

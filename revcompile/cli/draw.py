@@ -17,7 +17,6 @@ __all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
     add_model(parser)
     add_stages(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="net.svg or net.html")
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     net = staged(loaded, args)
     written = []
     if args.out is not None:
-        written.append(net.draw(args.out, batch=args.batch, name=loaded.name))
+        written.append(net.draw(args.out, batch_size=args.batch_size, name=loaded.name))
     if args.schedule is not None:
         written.append(net.draw_schedule(args.schedule))
     names = [str(path) for path in written]

@@ -1,6 +1,6 @@
-"""Show a model's stages: what each holds, sends, keeps, and why it is reversible or not.
+"""Show a model's stages: what each computes, sends and keeps, and why it is reversible or not.
 
-The model is built without weights, so that even large ones take no memory.
+The model is built on the meta device, so that even large ones take no memory.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ __all__ = ["add", "run"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
     add_model(parser)
     add_stages(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--explain", metavar="PATH", help="the story of one module")
+    what.add_argument("--explain", metavar="PATH", help="how a module was rewired, where it runs")
     what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")
+    parser.add_argument("--verbose", action="store_true", help="with --code: the code as it runs")
     what.add_argument("--program", type=int, metavar="STAGE", help="a stage's list of actions")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, or one thing of it."""
+    """Print the table of stages, or the detail that an option names."""
     net = staged(load(args), args)
     if args.explain is not None:
-        story = net.explain(args.explain)
-        say_json(dataclasses.asdict(story)) if args.json else say(story)
+        explanation = net.explain(args.explain)
+        say_json(dataclasses.asdict(explanation)) if args.json else say(explanation)
     elif args.code is not None:
-        code = _stage(net, args.code).code
+        code = _stage(net, args.code).source(args.verbose)
         say_json({"stage": args.code, "code": code}) if args.json else say(code)
     elif args.program is not None:
         actions = _stage(net, args.program).program
         listed = {"stage": args.program, "actions": [str(action) for action in actions]}
         say_json(listed) if args.json else say(actions)
     elif args.json:
-        say_json(_facts(net, args.batch))
+        say_json(_facts(net, args.batch_size))
     else:
-        say(net.summary(args.batch))
+        say(net.summary(args.batch_size))
     return 0
 
 
@@ -55,12 +55,12 @@ def _stage(net: StagedModel, index: int) -> CompiledStage:
     return net.stages[index]
 
 
-def _facts(net: StagedModel, batch: int | None) -> dict[str, object]:
+def _facts(net: StagedModel, batch_size: int | None) -> dict[str, object]:
     rewired = net.partition.rewired
     return {
         "model": rewired.name,
         "method": net.method.name,
-        "stages": [dataclasses.asdict(stage) for stage in net.facts(batch)],
+        "stages": [dataclasses.asdict(stage) for stage in net.facts(batch_size)],
         "ties": [
             {"owner": tie.owner, "holder": tie.holder, "parameters": list(names)}
             for tie, names in net.partition.ties.items()

@@ -25,7 +25,7 @@ __all__ = ["Loaded", "add_model", "load", "rewired", "staged"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and what to call it with; None where the model knows that itself."""
+    """A model and its example inputs; None if the model itself describes them."""
 
     name: str
     model: nn.Module
@@ -33,7 +33,7 @@ class Loaded:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The options that say which model."""
+    """Add the options that choose a model."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -52,40 +52,42 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_stages(parser: argparse.ArgumentParser) -> None:
-    """The options that say how to cut it and how to train."""
+    """Add the options for stages and method."""
     parser.add_argument(
         "--stages", type=count, required=True, metavar="N", help="how many stages to cut it into"
     )
     parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
-    parser.add_argument("--order", help='"half" the delay (the default) or "paper"')
+    parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')
     parser.add_argument(
-        "--batch", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
+        "--batch-size", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
     )
 
 
-def load(args: argparse.Namespace, *, batch: int | None = None, device: str = "meta") -> Loaded:
-    """Build the model; to look at it the meta device will do, where it takes no memory."""
+def load(
+    args: argparse.Namespace, *, batch_size: int | None = None, device: str = "meta"
+) -> Loaded:
+    """Build the model, by default on the meta device, where it takes no memory."""
     import torch
 
     with torch.device(device):
-        model, example = _found(args.model)
+        model, example = _build(args.model)
     name = args.model.rpartition(":")[2]
     dims = args.input or _sample(model, args.model)
-    if example is None and dims is not None and (args.input or batch or not _is_timm(model)):
-        here = next((p.device for p in model.parameters()), torch.device(device))
-        example = torch.randn(batch or 2, *dims, device=here)
+    if example is None and dims is not None and (args.input or batch_size or not _is_timm(model)):
+        on = next((p.device for p in model.parameters()), torch.device(device))
+        example = torch.randn(batch_size or 2, *dims, device=on)
     return Loaded(name, model, example)
 
 
 def rewired(loaded: Loaded, args: argparse.Namespace) -> ReversibleModule:
-    """The model as a reversible one, not cut."""
+    """The model made reversible, not cut into stages."""
     from revcompile.api import reversify
 
     return reversify(loaded.model, loaded.example, policy=args.policy, check="off")
 
 
 def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
-    """The model cut into stages, with the method asked for as its own."""
+    """The model cut into stages, for the method given on the command line."""
     from revcompile.api import petrafy
     from revcompile.schedule import choose
 
@@ -94,10 +96,10 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     return net
 
 
-def _found(name: str) -> tuple[nn.Module, Any]:
+def _build(name: str) -> tuple[nn.Module, Any]:
     source, colon, rest = name.partition(":")
     if colon and source not in ("timm", "torchvision"):
-        return _made(source, rest)
+        return _call_factory(source, rest)
     wanted = rest if colon else name
     for library, find in (("timm", _from_timm), ("torchvision", _from_torchvision)):
         if not colon or source == library:
@@ -108,7 +110,7 @@ def _found(name: str) -> tuple[nn.Module, Any]:
 
 
 def _from_timm(name: str) -> nn.Module | None:
-    timm = _library("timm")
+    timm = _import_or_none("timm")
     if timm is None or not timm.is_model(name):
         return None
     model: nn.Module = timm.create_model(name)
@@ -116,14 +118,14 @@ def _from_timm(name: str) -> nn.Module | None:
 
 
 def _from_torchvision(name: str) -> nn.Module | None:
-    vision = _library("torchvision")
+    vision = _import_or_none("torchvision")
     if vision is None or name not in vision.models.list_models():
         return None
     model: nn.Module = vision.models.get_model(name, weights=None)
     return model
 
 
-def _library(name: str) -> Any:
+def _import_or_none(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -131,7 +133,7 @@ def _library(name: str) -> Any:
 
 
 def _unknown(name: str) -> str:
-    timm, vision = _library("timm"), _library("torchvision")
+    timm, vision = _import_or_none("timm"), _import_or_none("torchvision")
     if timm is None and vision is None:
         return f"no model {name!r}: install timm or torchvision, or give package.module:factory"
     known = [
@@ -143,20 +145,20 @@ def _unknown(name: str) -> str:
     return f"no model {name!r}; {hint} (your own: package.module:factory)"
 
 
-def _made(module: str, function: str) -> tuple[nn.Module, Any]:
+def _call_factory(module: str, function: str) -> tuple[nn.Module, Any]:
     from torch import nn
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+        factory: Callable[[], Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
             f"{module}:{function} cannot be imported ({error}); expected package.module:factory, "
             "seen from the folder the command is run in"
         ) from error
-    made = found()
-    model, example = made if isinstance(made, tuple) else (made, None)
+    result = factory()
+    model, example = result if isinstance(result, tuple) else (result, None)
     if not isinstance(model, nn.Module):
         raise InputError(
             f"{module}:{function}() returned {type(model).__name__}; expected a torch.nn.Module "

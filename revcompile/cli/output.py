@@ -1,4 +1,4 @@
-"""What subcommands print."""
+"""Printing results: text, or JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["say", "say_json"]
 
 
 def say(text: object) -> None:
-    """A result, to stdout."""
+    """Write a result to stdout."""
     sys.stdout.write(f"{text}\n")
 
 
 def say_json(value: Any) -> None:
-    """A result for programs. JSON has no infinity: null stands for it."""
+    """Write a result as JSON; infinities and NaN, which JSON has not, become null."""
     say(json.dumps(_finite(value), indent=2))
 
 
@@ -24,5 +24,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

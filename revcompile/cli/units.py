@@ -1,4 +1,4 @@
-"""Quantities as people write them: 100Gbps, 12GB/s, 80GiB, 50ms, 400T."""
+"""Quantities on the command line: 100Gbps, 12GB/s, 80GiB, 50ms, 400T."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from revcompile.errors import InputError
-from revcompile.quantities import BINARY, DECIMAL, parsed, size_of
+from revcompile.units import BINARY, DECIMAL, parse_quantity, parse_size
 
 __all__ = ["bandwidth", "count", "rate", "seconds", "shape", "size"]
 
@@ -29,7 +29,7 @@ def bandwidth(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Things a second (FLOPs, bytes).
+    """FLOPs or bytes a second.
 
     >>> rate("400T"), rate("3.3TB/s")
     (400000000000000.0, 3300000000000.0)
@@ -46,7 +46,7 @@ def size(text: str) -> int:
     >>> size("80GiB"), size("141GB")
     (85899345920, 141000000000)
     """
-    return _understood(lambda: size_of(text))
+    return _as_argument_error(lambda: parse_size(text))
 
 
 def seconds(text: str) -> float:
@@ -59,7 +59,7 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on.
+    """A positive whole number.
 
     >>> count("4096")
     4096
@@ -70,21 +70,20 @@ def count(text: str) -> int:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Sizes between commas.
+    """Sizes separated by commas.
 
     >>> shape("3,224,224")
     (3, 224, 224)
     """
-    found: Callable[[str], int] = count
-    return tuple(found(part.strip()) for part in text.split(","))
+    return tuple(count(part.strip()) for part in text.split(","))
 
 
 def _parsed(text: str, units: dict[str, float], examples: str) -> float:
-    return _understood(lambda: parsed(text, units, examples))
+    return _as_argument_error(lambda: parse_quantity(text, units, examples))
 
 
-def _understood(read: Callable[[], Number]) -> Number:
-    """An error of a command line, not of a library."""
+def _as_argument_error(read: Callable[[], Number]) -> Number:
+    """Turn an InputError into the error that argparse reports."""
     try:
         return read()
     except InputError as error:

@@ -1,6 +1,6 @@
-"""Between two passes: does the value handed over keep the rules of the next one?
+"""Checks between passes: what one pass hands on must satisfy the rules of the next.
 
-Every violation is collected before anything is raised.
+All violations are collected before an error is raised.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from revcompile.compiler.flow import holds_tensor, is_plain
-from revcompile.compiler.partition.cuts import graphs_of, parameter_names
-from revcompile.compiler.reach import lost_in_programs, lost_in_rewired
+from revcompile.compiler.dataflow import holds_tensor, is_plain
+from revcompile.compiler.gradient_paths import lost_in_programs, lost_in_rewired
+from revcompile.compiler.partition.cuts import parameter_names
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
-from revcompile.ir import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
-from revcompile.ops import store_buffer
-from revcompile.program import Part, Partition, StageProgram
+from revcompile.ir.ops import store_buffer
+from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.ir.types import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
 
 __all__ = ["verify_partition", "verify_programs", "verify_rewired"]
 
@@ -24,11 +24,14 @@ __all__ = ["verify_partition", "verify_programs", "verify_rewired"]
 def verify_rewired(captured: Captured, rewired: Rewired) -> None:
     """Every captured value is computed once, read only after that, and keeps its gradient."""
     problems = [*_computed_once(captured, rewired), *_defined_before_use(rewired, rewired.body)]
-    problems += [*_structured(rewired.body, "the model"), *lost_in_rewired(captured, rewired)]
+    problems += [
+        *_structured_values(rewired.body, "the model"),
+        *lost_in_rewired(captured, rewired),
+    ]
     if rewired.eval_body is not None:
         problems += _defined_before_use(rewired, rewired.eval_body)
-        problems += _structured(rewired.eval_body, "the model in eval mode")
-    _raise(f"rewire: {rewired.name} came out wrong", problems)
+        problems += _structured_values(rewired.eval_body, "the model in eval mode")
+    _raise(f"rewire: invalid result for {rewired.name}", problems)
 
 
 def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
@@ -38,10 +41,10 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
     for segment in rewired.body.segments:
         graph = segment.graph
         counts.update(n.meta[ORIGIN] for n in graph.nodes if ORIGIN in n.meta)
-        if isinstance(segment, Coupling) and segment.link is not None:
-            nodes = (n.meta.get(ORIGIN) for n in segment.link.forward.nodes)
-            linked = dict.fromkeys(name for name in nodes if name is not None)
-            counts.update([name for name in linked if not counts[name]])
+        if isinstance(segment, Coupling) and segment.rearrange is not None:
+            nodes = (n.meta.get(ORIGIN) for n in segment.rearrange.forward.nodes)
+            rearranged = dict.fromkeys(name for name in nodes if name is not None)
+            counts.update([name for name in rearranged if not counts[name]])
     problems = []
     constants: set[str] = set()
     for node in captured.graph.nodes:
@@ -53,7 +56,7 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
             constants.add(node.name)
             continue
         if node.target is store_buffer and counts[node.name] != 1:
-            problems.append(f"{node.name} is done {counts[node.name]} times")
+            problems.append(f"{node.name} is executed {counts[node.name]} times")
         if is_plain(node) or node.name in replaced:
             continue
         if counts[node.name] == 0 and node.users:
@@ -69,17 +72,17 @@ def _defined_before_use(rewired: Rewired, body: Body) -> list[str]:
     for segment in body.segments:
         for name in segment.inputs:
             if name not in known:
-                problems.append(f"{segment.name} reads {name}, which nobody has computed yet")
+                problems.append(f"{segment.name} reads {name} before it is computed")
         again = [name for name in segment.outputs if name in known]
-        problems += [f"{segment.name} computes {name} once more" for name in again]
+        problems += [f"{segment.name} computes {name} again" for name in again]
         known |= set(segment.outputs)
     for leaf in body.result:
         if isinstance(leaf, Live) and leaf.name not in known:
-            problems.append(f"the result reads {leaf.name}, which nobody has computed")
+            problems.append(f"the result reads {leaf.name}, which is computed nowhere")
     return problems
 
 
-def _structured(body: Body, where: str) -> list[str]:
+def _structured_values(body: Body, where: str) -> list[str]:
     """Only tensors and plain values pass from one segment to another."""
     passing = dict.fromkeys(
         name for segment in body.segments for name in (*segment.inputs, *segment.outputs)
@@ -98,24 +101,26 @@ def verify_partition(partition: Partition) -> None:
     problems = []
     for before, after in itertools.pairwise(parts):
         if before.outputs != after.inputs:
-            problems.append(f"stage {before.index} sends {before.outputs}, the next expects others")
+            problems.append(
+                f"stage {before.index} sends {before.outputs}, the next expects {after.inputs}"
+            )
     expected = _computations(rewired.body.segments)
-    found = _computations([piece.segment for part in parts for piece in part.pieces])
-    for name in dict.fromkeys((*expected, *found)):
-        if expected[name] != found[name]:
-            problems.append(f"{name} is computed {found[name]} times, not {expected[name]}")
+    actual = _computations([piece.segment for part in parts for piece in part.pieces])
+    for name in dict.fromkeys((*expected, *actual)):
+        if expected[name] != actual[name]:
+            problems.append(f"{name} is computed {actual[name]} times, not {expected[name]}")
     for leaf in rewired.body.result:
         if isinstance(leaf, Live) and leaf.name not in parts[-1].outputs:
             problems.append(f"the result {leaf.name} does not leave the last stage")
     made = Counter(name for part in parts for piece in part.pieces for name in piece.outputs)
     problems += [f"{name} is computed in {n} places" for name, n in made.items() if n > 1]
     for part in parts:
-        problems += _reads_what_is_there(part)
+        problems += _undefined_values(part)
         for name in part.outputs:
             kind = partition.types.get(name)
             if holds_tensor(kind) and not isinstance(kind, TensorType):
                 problems.append(f"stage {part.index} sends {name} as a {type(kind).__name__}")
-    _raise(f"partition: {rewired.name} came out wrong", problems)
+    _raise(f"partition: invalid result for {rewired.name}", problems)
 
 
 def _computations(segments: Sequence[Segment]) -> Counter[str]:
@@ -128,32 +133,35 @@ def _computations(segments: Sequence[Segment]) -> Counter[str]:
     return counts
 
 
-def _reads_what_is_there(part: Part) -> list[str]:
+def _undefined_values(part: Part) -> list[str]:
     known, problems = set(part.inputs), []
     for piece in part.pieces:
         for name in piece.inputs:
             if name not in known:
                 problems.append(
-                    f"stage {part.index}: {piece.name} reads {name}, which is not there"
+                    f"stage {part.index}: {piece.name} reads {name}, which is not computed before"
                 )
         known |= set(piece.outputs)
     missing = [name for name in part.outputs if name not in known]
-    return [*problems, *(f"stage {part.index} sends {name}, which it has not" for name in missing)]
+    return [
+        *problems,
+        *(f"stage {part.index} sends {name}, which it does not have" for name in missing),
+    ]
 
 
 def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> None:
-    """What one stage wants back the next one returns, code and signature agree, and every
-    parameter that has a gradient in the model has one here."""
+    """Neighbouring stages agree on what is sent back, code and signature agree, and every parameter
+    that has a gradient in the model has one here."""
     problems = []
     for before, after in itertools.pairwise(programs):
-        if before.wanted != after.returned:
-            problems.append(f"stage {before.index} wants {before.wanted}, not what comes back")
+        if before.needs_back != after.sends_back:
+            problems.append(f"stage {before.index} wants {before.needs_back}, not what comes back")
     for program in programs:
         takes = len(program.forward.find_nodes(op="placeholder"))
         if takes != 1 + len(program.inputs):
             problems.append(f"stage {program.index}: forward takes {takes - 1} values")
         takes = len(program.backward.find_nodes(op="placeholder"))
-        given = len(program.kept) + len(program.wanted) + len(program.graded_outputs)
+        given = len(program.kept) + len(program.needs_back) + len(program.outputs_with_grad)
         if takes != 1 + given:
             problems.append(
                 f"stage {program.index}: backward takes {takes - 1} values, not {given}"
@@ -166,12 +174,11 @@ def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> N
         name
         for part in partition.parts
         for piece in part.pieces
-        for graph in graphs_of(piece.segment)
-        for name in parameter_names(graph, partition.rewired.root)
+        for name in parameter_names(piece.segment.graph, partition.rewired.root)
     }
-    problems += [f"nobody computes the gradient of {name}" for name in sorted(used - covered)]
+    problems += [f"no stage computes the gradient of {name}" for name in sorted(used - covered)]
     problems += lost_in_programs(partition, programs)
-    _raise(f"lower: {partition.rewired.name} came out wrong", problems)
+    _raise(f"lower: invalid result for {partition.rewired.name}", problems)
 
 
 def _raise(what: str, problems: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""One stage to read: its generated programs as Python, and its list of actions in words."""
+"""A stage as text: its programs as Python, and its list of actions."""
 
 from __future__ import annotations
 
@@ -6,72 +6,71 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from torch import fx
+from torch import fx, nn
 
-from revcompile.ir import PATH
-from revcompile.program import StageProgram
+from revcompile.inspect.function_text import python_text
+from revcompile.inspect.source import SourceWriter
+from revcompile.inspect.source_backward import BackwardWriter
+from revcompile.ir.program import Partition, StageProgram
 from revcompile.schedule import Action, Keep, Op
 
 __all__ = ["ActionList", "action_list", "code_text"]
 
-_RESULTLESS: Final = re.compile(r"_\w* = ((?:recording|reseed)\([^)]*\));  _\w* = None")
-_ASSIGNED: Final = re.compile(r"    (\w+)(?: : .*?)? = ")
+_RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
+_PREFIX: Final = re.compile(r"\brevcompile_ir_(?:stage_)?ops_")
 
 
-def code_text(program: StageProgram) -> str:
-    """Forward, inverse (where there is one) and backward as generated, module paths beside."""
-    kept = ", ".join(program.kept) or "nothing"
-    head = [f"# stage {program.index} of {program.stages}, {program.method.name}"]
-    head += [f"#   takes  {port}" for port in program.inputs]
-    head += [f"#   gives  {port}" for port in program.outputs]
-    head += [f"#   keeps  {kept}"]
-    programs = (("forward", program.forward), ("inverse", program.inverse))
-    code = [_source(graph, name) for name, graph in programs if graph is not None]
-    return "\n\n".join(["\n".join(head), *code, _source(program.backward, "backward")])
+def code_text(partition: Partition, program: StageProgram, *, verbose: bool = False) -> str:
+    """A stage's generated programs as Python.
+
+    Args:
+        partition: The stages.
+        program: The program of one of them.
+        verbose: Show the graphs exactly as they run, with branches inlined, autograd switched on
+            and off, and values freed. Otherwise each branch is a function, called in a few lines
+            that compute the same.
+    """
+    if verbose:
+        head = _head(program, {})
+        programs = {"forward": program.forward, "inverse": program.inverse}
+        graphs = {**programs, "backward": program.backward}
+        code = [_flat(n, g, partition.rewired.root) for n, g in graphs.items() if g is not None]
+        return "\n\n".join([head, *code])
+    writer = SourceWriter(partition, program)
+    variables = writer.forward()
+    if program.inverse is not None:
+        writer.inverse()
+    BackwardWriter(writer).write()
+    parts = [_head(program, variables), *writer.listing.import_text(), *writer.listing.functions]
+    return "\n\n".join(parts)
 
 
-def _source(graph: fx.Graph, name: str) -> str:
-    text = graph.python_code("self").src.strip()
-    text = text.replace("revcompile_steps_", "").replace("revcompile_ops_", "")
-    text = _RESULTLESS.sub(r"\1", text)
-    text = text.replace("def forward(", f"def {name}(", 1)
-    return "\n".join(_with_paths(text.split("\n"), _owners(graph)))
+def _head(program: StageProgram, variables: Mapping[str, str]) -> str:
+    lines = [f"# stage {program.index} of {program.stages}, {program.method.name}"]
+    for word, ports in (("takes", program.inputs), ("gives", program.outputs)):
+        for port in ports:
+            variable = variables.get(port.name, port.name)
+            renamed = "" if variable == port.name else f"{variable} = "
+            lines.append(f"#   {word}  {renamed}{port}")
+    return "\n".join([*lines, f"#   keeps  {', '.join(program.kept) or 'nothing'}"])
 
 
-def _owners(graph: fx.Graph) -> dict[str, tuple[str, str]]:
-    """For the name of each node: the module whose code it is, and its own path."""
-    found = {}
-    for node in graph.nodes:
-        path = str(node.meta.get(PATH, ""))
-        if path:
-            is_layer = node.op == "call_module" or _is_norm(node)
-            owner = path.rpartition(".")[0] if is_layer else path
-            found[node.name] = (owner, path)
-    return found
+def _flat(name: str, graph: fx.Graph, root: nn.Module) -> str:
+    text, _ = python_text(graph, root)
+    text = _RESULTLESS.sub(_without_result, _PREFIX.sub("", text))
+    return text.replace("def forward(", f"def {name}(", 1)
 
 
-def _is_norm(node: fx.Node) -> bool:
-    """Batch norms are called through a step, which gets the layer as its first argument."""
-    first = node.args[0] if node.args else None
-    return isinstance(first, fx.Node) and first.op == "get_attr" and first.name.endswith("_layer")
-
-
-def _with_paths(lines: Iterable[str], owners: Mapping[str, tuple[str, str]]) -> Iterable[str]:
-    """A comment wherever the code of another module begins."""
-    current = None
-    for line in lines:
-        found = _ASSIGNED.match(line)
-        owner, path = owners.get(found[1], (None, "")) if found else (None, "")
-        if owner is not None and (owner or path) != current:
-            current = owner or path
-            yield f"    # {current}"
-        yield line
+def _without_result(call: re.Match[str]) -> str:
+    """`_ = reseed(key, 0);  key = _ = None` without the variable that is never read."""
+    freed = [name for name in call[3].split(" = ") if not name.startswith("_")]
+    return f"{call[1]}{call[2]}" + (f";  {' = '.join(freed)}" if len(freed) > 1 else "")
 
 
 class ActionList(tuple[Action, ...]):
-    """What a stage does, in order; as text in words, a line for each micro-batch that enters."""
+    """What a stage does, in order; printed, a line for each micro-batch that enters."""
 
-    words: Mapping[Op, str]
+    texts: Mapping[Op, str]
 
     def __str__(self) -> str:
         lines: list[list[str]] = [[]]
@@ -79,24 +78,24 @@ class ActionList(tuple[Action, ...]):
             enters = Op.FORWARD if before is None or before.op is not Op.RECV_X else None
             if action.op in (Op.RECV_X, enters) and lines[-1]:
                 lines.append([])
-            lines[-1].append(self._word(action))
+            lines[-1].append(self._text(action))
         return "\n".join(" · ".join(line) for line in lines)
 
-    def _word(self, action: Action) -> str:
+    def _text(self, action: Action) -> str:
         peer = "" if action.peer is None else f" stage {action.peer}"
-        return self.words[action.op].format(action.index) + peer
+        return self.texts[action.op].format(action.index) + peer
 
 
 def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:
-    """A stage's actions, in the words that fit its program."""
-    found = ActionList(actions)
-    found.words = {
+    """A stage's actions, printed with what its backward pass consists of."""
+    listed = ActionList(actions)
+    listed.texts = {
         Op.RECV_X: "RECV x,m{}",
         Op.FORWARD: "FORWARD m{}",
         Op.SEND_Y: "SEND y,m{}",
-        Op.RECV_DY: ("RECV (y,dy)" if program.wanted else "RECV dy") + ",m{}",
+        Op.RECV_DY: ("RECV (y,dy)" if program.needs_back else "RECV dy") + ",m{}",
         Op.BACKWARD: _backward(program) + " m{}",
-        Op.SEND_DX: ("SEND (x,dx)" if program.returned else "SEND dx") + ",m{}",
+        Op.SEND_DX: ("SEND (x,dx)" if program.sends_back else "SEND dx") + ",m{}",
         Op.UPDATE: "UPDATE u{}",
         Op.TRAIN: "TRAIN m{}",
         Op.SEND_TIED_GRAD: "SEND tied grad,u{} to",
@@ -104,7 +103,7 @@ def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:
         Op.SEND_TIED_WEIGHT: "SEND tied weight,u{} to",
         Op.RECV_TIED_WEIGHT: "RECV tied weight,u{} from",
     }
-    return found
+    return listed
 
 
 def _backward(program: StageProgram) -> str:

@@ -1,4 +1,4 @@
-"""The story of a block: how it was found, by which rule it was rewired, and where it runs."""
+"""How a block was found, by which rule it was rewired, and in which stage it runs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import Final
 
 from revcompile.errors import InputError
-from revcompile.inspect.facts import modules_of
-from revcompile.inspect.stages import short_range
-from revcompile.inspect.words import bytes_of, size
-from revcompile.ir import (
+from revcompile.inspect.formatting import bytes_of, size
+from revcompile.inspect.tables import short_range
+from revcompile.inspect.views import modules_of
+from revcompile.ir.program import Part, Partition, Piece, StageProgram
+from revcompile.ir.types import (
     PATH,
     SOURCE,
     Coupling,
-    Growth,
-    NameSet,
     Opaque,
     Residual,
     ResidualKind,
     Rewired,
     TensorType,
 )
-from revcompile.program import Part, Partition, Piece, StageProgram
+from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep, delay, window
 
-__all__ = ["Explanation", "Story", "explain"]
+__all__ = ["Explanation", "PieceExplanation", "explain"]
 
 _OWN: Final = str(Path(__file__).parent.parent)
 _SHAPES: Final = {
@@ -36,17 +35,19 @@ _SHAPES: Final = {
     ResidualKind.PROJECTED: "P(x) + F(x), a shortcut projected to another shape",
     ResidualKind.PARALLEL: "x + F(x) + G(x), branches side by side on one input",
 }
-_GROWTHS: Final = {
-    Growth.TILE: "twice as wide, starting as [W, W]",
-    Growth.HALVE: "reads both streams, starting as [W/2, W/2]",
-    Growth.COPY: "a copy of its own",
-    Growth.WAKE: "starts as 1: it was 0, and behind the ReLU in F nothing would ever move it",
+_EXPANSIONS: Final = {
+    WeightExpansion.TILE: "twice as wide, starting as [W, W]",
+    WeightExpansion.HALVE: "reads both streams, starting as [W/2, W/2]",
+    WeightExpansion.COPY: "a copy of its own",
+    WeightExpansion.REVIVE_ZERO_INIT: (
+        "starts as 1: it was 0, and behind the ReLU in F it would never get a gradient"
+    ),
 }
 
 
 @dataclass(frozen=True)
-class Story:
-    """What became of one piece of the model, told in lines."""
+class PieceExplanation:
+    """What the compiler did with one piece of the model, in lines of text."""
 
     piece: str
     stage: int
@@ -64,28 +65,37 @@ class Story:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The stories of all pieces that a module has a part in; prints as text."""
+    """The explanations of all pieces that run code of a module; prints as text."""
 
     path: str
-    stories: tuple[Story, ...]
+    pieces: tuple[PieceExplanation, ...]
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.stories))
+        return "\n\n".join(map(str, self.pieces))
 
     __repr__ = __str__
 
 
 def explain(partition: Partition, programs: Sequence[StageProgram], path: str) -> Explanation:
-    """Tell what became of the module at a path, or of the piece of that name."""
-    stories = tuple(
-        _Teller(partition, program, part, place).story()
+    """Explain what the compiler did with a module.
+
+    Args:
+        partition: The stages.
+        programs: A program for each.
+        path: Path of a module, or the name of a piece.
+
+    Raises:
+        InputError: if nothing has that name.
+    """
+    pieces = tuple(
+        _Explainer(partition, program, part, place).explain()
         for part, program in zip(partition.parts, programs, strict=True)
         for place, piece in enumerate(part.pieces)
         if _concerns(piece, path)
     )
-    if not stories:
+    if not pieces:
         raise InputError(_unknown(partition, path))
-    return Explanation(path, stories)
+    return Explanation(path, pieces)
 
 
 def _concerns(piece: Piece, path: str) -> bool:
@@ -106,8 +116,8 @@ def _unknown(partition: Partition, path: str) -> str:
     return f"explain: no part of {partition.rewired.name} is called {path!r}; {hint}"
 
 
-class _Teller:
-    """One piece, and all there is to know about it."""
+class _Explainer:
+    """Writes the explanation of one piece."""
 
     def __init__(self, partition: Partition, program: StageProgram, part: Part, place: int) -> None:
         self.partition, self.program = partition, program
@@ -117,8 +127,8 @@ class _Teller:
         self.graph = self.piece.segment.graph
         self.block = self._block()
 
-    def story(self) -> Story:
-        return Story(
+    def explain(self) -> PieceExplanation:
+        return PieceExplanation(
             piece=self.piece.name,
             stage=self.part.index,
             found=tuple(self._found()),
@@ -127,10 +137,10 @@ class _Teller:
         )
 
     def _block(self) -> Residual | None:
-        """The shortcut that the piece was made of; copies of nodes keep their names."""
+        """The residual block that the piece was made of, recognised by the names of its nodes."""
         names = {node.name for node in self.graph.nodes if node.op.startswith("call")}
         for block in self.rewired.residuals:
-            if names & block.branch:
+            if names & {*block.branch}:
                 return block
         return None
 
@@ -139,7 +149,7 @@ class _Teller:
     def _found(self) -> Iterator[str]:
         block = self.block
         if block is None:
-            yield f"no shortcut that could be used: {self._reason()}"
+            yield f"no usable shortcut: {self._reason()}"
         else:
             yield f"in {block.path or 'the top level'}: {_SHAPES[block.kind]}"
             yield f"F = {self._layers(block.branch)}"
@@ -163,8 +173,8 @@ class _Teller:
     def _holds(self, name: str) -> bool:
         return any(node.name == name for node in self.graph.nodes)
 
-    def _layers(self, names: NameSet) -> str:
-        """Module paths of nodes in the order they run, without what they have in common."""
+    def _layers(self, names: tuple[str, ...]) -> str:
+        """Module paths of nodes in the order they run, relative to the block."""
         nodes = [node for node in self.graph.nodes if node.name in names]
         paths = dict.fromkeys(str(n.meta.get(PATH, "")) or n.name for n in nodes)
         prefix = f"{self.block.path}." if self.block and self.block.path else ""
@@ -178,18 +188,18 @@ class _Teller:
             yield "reversible coupling: (a, b) -> (b, a + F(b)), back by (b, y) -> (y - F(b), b)"
             if segment.kind is ResidualKind.POST_ACTIVATION:
                 yield "the activation behind the sum moved into F"
-            if segment.link is not None:
+            if segment.rearrange is not None:
                 yield "both streams are rearranged first, and back in the inverse"
-        elif block is not None and block.kind is ResidualKind.PROJECTED:
+        elif block is not None and block.is_projected:
             yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
             yield f"not reversible: {segment.reason}"
         else:
-            yield f"left as it is, not reversible: {segment.reason}"
+            yield f"unchanged, not reversible: {segment.reason}"
         modules = modules_of(self.piece)
-        for name, (original, growth) in self.rewired.growths.items():
+        for name, (original, expansion) in self.rewired.weight_expansions.items():
             owner = name.rpartition(".")[0]
             if any(_within(owner, module) for module in modules):
-                yield f"{name}: {_GROWTHS[growth]}" + (
+                yield f"{name}: {_EXPANSIONS[expansion]}" + (
                     f", from {original}" if original != name else ""
                 )
         for note in self.rewired.notes:
@@ -223,15 +233,15 @@ class _Teller:
 
     def _keeps(self) -> str:
         """What is kept between forward and backward for the unit the piece belongs to."""
-        program, name = self.program, self.piece.name
-        unit = next(unit for unit in program.units if name in unit.pieces)
-        flying = window(program.method, program.stages, self.part.index)
-        many = f"{flying} micro-batch{'es' * (flying != 1)} in flight"
+        program = self.program
+        unit = next(unit for unit in program.units if self.piece in unit.pieces)
+        in_flight = window(program.method, program.stages, self.part.index)
+        count = f"{in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
         if unit.keep is Keep.NOTHING:
-            return f"with {many} it keeps nothing: backward inverts it"
+            return f"with {count} it keeps nothing: backward inverts it"
         if unit.keep is Keep.GRAPH:
-            return f"with {many} its graph is kept"
+            return f"with {count} its graph is kept"
         kinds = (self.partition.types.get(name) for name in self.part.inputs)
         read = sum(bytes_of(kind, None) for kind in kinds if isinstance(kind, TensorType))
         whole = f" ({size(read)} each)" if len(program.units) == 1 else ""
-        return f"with {many} the input of {unit.name} is kept{whole}, and computed from again"
+        return f"with {count} the input of {unit.name} is kept{whole}; backward recomputes from it"

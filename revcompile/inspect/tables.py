@@ -1,30 +1,46 @@
-"""Tables for the terminal, drawn with rich."""
+"""Tables as plain text: a rewired model's segments, the stages of one that is cut."""
 
 from __future__ import annotations
 
 import io
+import math
 import shutil
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
+from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from revcompile.ir import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.inspect.formatting import amount, bytes_of, counted, dtype, shape, size, span
+from revcompile.inspect.views import Memory, stage_views
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.ir.weight_expansion import WeightExpansion
 
 __all__ = [
+    "StageFacts",
     "invertibility_table",
     "most_frequent_refusals",
     "refusals",
     "render",
+    "short_range",
+    "stage_facts",
+    "stage_table",
     "summary_text",
 ]
 
 
 def render(*parts: object) -> str:
-    """Rich renderables as plain text, as wide as the terminal within reason."""
+    """Rich renderables as plain text, as wide as the terminal, between 80 and 120 columns.
+
+    `force_jupyter=False`: in a notebook rich would display the text itself, besides returning it.
+    """
     width = max(80, min(120, shutil.get_terminal_size((100, 24)).columns))
-    console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
+    console = Console(
+        width=width, record=True, file=io.StringIO(), force_terminal=False, force_jupyter=False
+    )
     for part in parts:
         console.print(part, highlight=False, markup=False)
     lines = console.export_text().rstrip().split("\n")
@@ -32,12 +48,13 @@ def render(*parts: object) -> str:
 
 
 def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
-    """The segments of a rewired model, their shares, and what stayed opaque and why."""
+    """The segments of a rewired model: how much they compute, and why some are not reversible."""
     flops = max(sum(cost.flops for cost in costs), 1)
     parameters = max(sum(cost.parameters for cost in costs), 1)
-    table = Table(title=f"{rewired.name}: {len(rewired.body.segments)} segments")
-    for column, side in _COLUMNS:
-        table.add_column(column, justify=side, overflow="fold", no_wrap=column == "segment")
+    title = f"{rewired.name}: {len(rewired.body.segments)} segments"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    for column, side in _SEGMENT_COLUMNS:
+        table.add_column(column, justify=side, overflow="fold", no_wrap=column != "how or why")
     inside = Cost(0, 0)
     for segment, cost in zip(rewired.body.segments, costs, strict=True):
         reversible = isinstance(segment, Coupling)
@@ -59,7 +76,7 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
     return render(table, totals, *refusals(rewired), *rewired.notes)
 
 
-_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
+_SEGMENT_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
     ("segment", "left"),
     ("kind", "left"),
     ("parameters", "right"),
@@ -71,22 +88,22 @@ _COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
 
 def _shape(rewired: Rewired, segment: Segment) -> str:
     kind = rewired.body.types.get(segment.outputs[-1]) if segment.outputs else None
-    return str(kind) if isinstance(kind, TensorType) else ""
+    return f"{dtype(kind)}{shape(kind)}" if isinstance(kind, TensorType) else ""
 
 
 def refusals(rewired: Rewired) -> list[str]:
-    """Sums that were not rewired, those of one reason together."""
+    """Sums that were not rewired, grouped by reason."""
     return [f"not rewired: {where}: {reason}" for reason, where, _ in _by_reason(rewired)]
 
 
 def most_frequent_refusals(rewired: Rewired, count: int) -> list[str]:
     """The reasons why most sums were not rewired, each with some of the places."""
-    found = sorted(_by_reason(rewired), key=lambda entry: -entry[2])[:count]
-    return [f"{where}: {reason}" for reason, where, _ in found]
+    frequent = sorted(_by_reason(rewired), key=lambda entry: -entry[2])[:count]
+    return [f"{where}: {reason}" for reason, where, _ in frequent]
 
 
 def _by_reason(rewired: Rewired) -> list[tuple[str, str, int]]:
-    """Every reason with its places in words, and how many there are."""
+    """Every reason, some of its places as text, and how many places there are."""
     places: dict[str, list[str]] = {}
     for refusal in rewired.refusals:
         places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
@@ -108,3 +125,233 @@ def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -
     for name, error in errors:
         table.add_row(name, f"{error:.1e}", "ok" if error <= tolerance else "TOO LARGE")
     return render(table)
+
+
+# -- stages ---------------------------------------------------------------------------------------
+
+
+class PeakMemory(Memory, Protocol):
+    """`Memory` with what a pass needs while it runs, and copies of weights."""
+
+    @property
+    def working(self) -> int: ...
+    @property
+    def stashed(self) -> int: ...
+    @property
+    def newest(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What tables and JSON show of one stage; sizes in bytes, at `batch` samples a micro-batch."""
+
+    index: int
+    pieces: tuple[str, ...]
+    modules: tuple[str, ...]
+    """Paths of the modules whose code the stage runs."""
+    reversible: bool
+    opaque: tuple[tuple[str, str], ...]
+    """Pieces that are not reversible, and why."""
+    parameters: int
+    flops_share: float
+    work_share: float
+    sends: tuple[str, ...]
+    sent_bytes: int
+    window: int
+    delay: int
+    buffers: int
+    working: int
+    weights: int
+    """Copies of parameters, where they are stashed."""
+    memory: int
+    batch: int
+
+
+def stage_facts(
+    partition: Partition, programs: Sequence[StageProgram], memory: Sequence[PeakMemory], batch: int
+) -> tuple[StageFacts, ...]:
+    """The facts of every stage; `memory` is given at the same batch size."""
+    stages = stage_views(partition, programs, batch, memory)
+    flops = _total(stage.flops for stage in stages)
+    work = _total(stage.work for stage in stages)
+    facts = []
+    for stage, held in zip(stages, memory, strict=True):
+        kinds = [port.type for port in stage.outputs if port.type is not None]
+        facts.append(
+            StageFacts(
+                index=stage.index,
+                pieces=tuple(block.name for block in stage.blocks),
+                modules=tuple(dict.fromkeys(m for block in stage.blocks for m in block.modules)),
+                reversible=stage.reversible,
+                opaque=tuple((b.name, b.why) for b in stage.blocks if not b.reversible),
+                parameters=stage.parameters,
+                flops_share=stage.flops / flops,
+                work_share=stage.work / work,
+                sends=counted(kinds),
+                sent_bytes=sum(bytes_of(kind, batch) for kind in kinds),
+                window=stage.window,
+                delay=stage.delay,
+                buffers=held.buffers,
+                working=held.working,
+                weights=held.stashed + held.newest,
+                memory=held.total,
+                batch=batch,
+            )
+        )
+    return tuple(facts)
+
+
+def _total(numbers: Iterable[float]) -> float:
+    return math.fsum(numbers) or 1.0
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+_STAGE_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
+    ("#", "right"),
+    ("holds", "left"),
+    ("reversible", "left"),
+    ("parameters\nof FLOPs", "right"),
+    ("sends\nbytes", "left"),
+    ("in flight\ndelay", "right"),
+    ("kept\nworking", "right"),
+)
+_SENT: Final = 2
+"""Most kinds of tensors that a cell lists."""
+
+
+def stage_table(
+    partition: Partition, facts: Sequence[StageFacts], method: str, plain: Memory | None = None
+) -> str:
+    """All stages: what they compute, send and keep, and why some are not reversible.
+
+    `plain` is the memory of training the whole model on one device by backpropagation.
+    """
+    letters = _letters(facts)
+    batch = facts[0].batch
+    title = f"{partition.rewired.name}: {len(facts)} stages, {method}, micro-batches of {batch}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    for column, side in _STAGE_COLUMNS:
+        table.add_column(column, justify=side, no_wrap=column != "holds", overflow="fold")
+    for stage in facts:
+        kept = size(stage.buffers) if stage.buffers else "nothing"
+        table.add_row(
+            str(stage.index),
+            _holds(stage),
+            _kind(stage, letters),
+            f"{amount(stage.parameters)}\n{100 * stage.flops_share:.1f} %",
+            _sends(stage),
+            f"{stage.window}\n{stage.delay}",
+            f"{kept}\n{size(stage.working)}",
+        )
+    return render(table, *_below(partition, facts, letters, plain))
+
+
+def _letters(facts: Sequence[StageFacts]) -> dict[str, str]:
+    """A letter for every reason, in the order the stages give them."""
+    reasons = dict.fromkeys(reason for stage in facts for _, reason in stage.opaque)
+    return {reason: _letter(number) for number, reason in enumerate(reasons)}
+
+
+def _letter(number: int) -> str:
+    """a, b, ... z, a1, b1, ..."""
+    again, letter = divmod(number, 26)
+    return chr(ord("a") + letter) + (str(again) if again else "")
+
+
+def _kind(stage: StageFacts, letters: dict[str, str]) -> str:
+    if stage.reversible:
+        return "yes"
+    why = ",".join(sorted({letters[reason] for _, reason in stage.opaque}))
+    blocks = len(stage.pieces) - len(stage.opaque)
+    return (f"{blocks} of {len(stage.pieces)}" if blocks else "no") + f" ({why})"
+
+
+def _holds(stage: StageFacts) -> str:
+    """The range of pieces; a single piece that is not named after a module, with its modules."""
+    shown = short_range(stage.pieces)
+    inside = any(f"{module}.".startswith(f"{shown}.") for module in stage.modules)
+    if len(stage.pieces) > 1 or inside or not stage.modules:
+        return shown
+    return f"{shown}: {short_range(stage.modules)}"
+
+
+def short_range(names: Sequence[str]) -> str:
+    """Several names as the first, what differs in the last, and their number.
+
+    >>> short_range(["layers.0.blocks.1.attn", "layers.0.blocks.1.mlp", "layers.0.blocks.2.attn"])
+    'layers.0.blocks.1.attn – 2.attn (3)'
+    >>> short_range(["layer1.0", "layer1.1"])
+    'layer1.0 – layer1.1 (2)'
+    """
+    plain = [name.rpartition(": ")[2] for name in names]
+    if len(plain) == 1:
+        return plain[0]
+    numbered = plain[-1].rpartition(".")[2].isdigit()  # "layer1.0 – 1" would be unclear
+    shown = f"{plain[0]} – {plain[-1]}" if numbered else span(plain)
+    return f"{shown} ({len(plain)})"
+
+
+def _sends(stage: StageFacts) -> str:
+    more = len(stage.sends) - _SENT
+    shown = [*stage.sends[:_SENT], *([f"and {more} more"] if more > 0 else [])]
+    return "\n".join([*shown, size(stage.sent_bytes)])
+
+
+def _below(
+    partition: Partition, facts: Sequence[StageFacts], letters: dict[str, str], plain: Memory | None
+) -> list[str]:
+    """Why stages are not reversible, the balance, the totals, notes."""
+    lines = []
+    for reason, letter in letters.items():
+        where = [short_range([n]) for stage in facts for n, why in stage.opaque if why == reason]
+        shown = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        lines.append(f"({letter}) {reason}: {shown}")
+    lines += [_balance(facts), *_totals(partition, facts, plain)]
+    for tie, names in partition.ties.items():
+        lines.append(f"stages {tie.owner} and {tie.holder} share {', '.join(names)}")
+    return [*lines, *refusals(partition.rewired), *partition.rewired.notes]
+
+
+def _balance(facts: Sequence[StageFacts]) -> str:
+    reversible = sum(stage.reversible for stage in facts)
+    largest = max(facts, key=lambda stage: stage.work_share)
+    return (
+        f"{len(facts)} stages, {reversible} reversible; balance: the largest (stage "
+        f"{largest.index}) has {largest.work_share * len(facts):.2f}x the mean work"
+    )
+
+
+def _totals(partition: Partition, facts: Sequence[StageFacts], plain: Memory | None) -> list[str]:
+    parameters = sum(stage.parameters for stage in facts)
+    before = plain_parameters(partition.rewired)
+    grown = f"{100 * (parameters / before - 1):+.1f} %" if parameters != before else "as many"
+    costs = [cost for part in partition.parts for cost in part.costs]
+    flops = sum(cost.flops / cost.batch for cost in costs)
+    copies = sum(stage.weights for stage in facts)
+    stashed = f", and {size(copies)} of stashed weights" if copies else ""
+    counted = amount(flops)
+    counted += " " * counted[-1].isdigit()
+    held = sum(stage.memory for stage in facts)
+    worst = max(facts, key=lambda stage: stage.memory)
+    lines = [
+        f"{parameters:,} parameters ({before:,} before rewiring: {grown}), "
+        f"{counted}FLOPs forward a sample",
+        f"memory with gradients and SGD's momentum{stashed}: {size(worst.memory)} at most (stage "
+        f"{worst.index}), {size(held)} in all",
+    ]
+    if plain is not None:
+        lines[-1] += f"; by backprop on one device {size(plain.total)}"
+    return lines
+
+
+def plain_parameters(rewired: Rewired) -> int:
+    """How many parameters the model had before rewiring made some larger."""
+    total = 0
+    for name, parameter in rewired.root.named_parameters():
+        growth = rewired.weight_expansions.get(name)
+        if growth is None or growth[1] is WeightExpansion.REVIVE_ZERO_INIT:
+            total += parameter.numel()
+        elif growth[1] is not WeightExpansion.COPY:
+            total += parameter.numel() // 2
+    return total

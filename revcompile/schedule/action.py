@@ -1,4 +1,4 @@
-"""What a stage can do, one action at a time, and how an action is spelled."""
+"""The actions of a stage, and how they are written: F3 is the forward pass of micro-batch 3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SHORT", "Action", "Op", "Tie"]
 
 
 class Op(enum.Enum):
-    """What a stage can do. TRAIN: fit the synthesiser to a micro-batch's true gradient."""
+    """What a stage can do. TRAIN: fit the gradient predictor to a micro-batch's true gradient."""
 
     RECV_X = "RECV x"
     FORWARD = "FORWARD"
@@ -79,19 +79,19 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what `str` wrote."""
-        found = _SPELLING.fullmatch(text)
-        op = _LONG.get(found[1]) if found else None
-        if found is None or op is None or _ARROWS.get(op) != found[3]:
+        """The action that `str` writes as `text`."""
+        match = _SPELLING.fullmatch(text)
+        op = _LONG.get(match[1]) if match else None
+        if match is None or op is None or _ARROWS.get(op) != match[3]:
             raise InputError(f"{text!r} is no action; examples: F3, SDX1, U0, STG0>2, RTW0<0")
-        return cls(op, int(found[2]), None if found[4] is None else int(found[4]))
+        return cls(op, int(match[2]), None if match[4] is None else int(match[4]))
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Two stages that hold the same parameters: the owner updates them, the holder has a copy.
+    """Two stages that use the same parameters: the owner updates them, the holder has a copy.
 
-    One exchange carries all that the two have in common.
+    All parameters that the two share are exchanged in one message.
     """
 
     owner: int

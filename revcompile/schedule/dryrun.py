@@ -1,6 +1,7 @@
-"""Action lists played against each other without a tensor: do they end, and how busy is each stage?
+"""The dry run: action lists executed against each other without tensors.
 
-Each list is right when the dry run says so: change one only with the other in sight.
+It proves that the lists fit together (no stage waits for ever, nothing is sent in vain), and says
+how busy each stage would be. Every schedule that trains is checked this way first.
 """
 
 from __future__ import annotations
@@ -8,25 +9,33 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from revcompile.errors import InputError, RevcompileError
-from revcompile.schedule.action import SHORT, Action, Op
-from revcompile.schedule.methods import Method, choose, window
-from revcompile.schedule.rounds import actions
+from revcompile.schedule.action import SHORT, Action, Op, Tie
+from revcompile.schedule.delay import window
+from revcompile.schedule.generate import actions
+from revcompile.schedule.methods import Method
 
-__all__ = ["Costs", "ScheduleError", "Span", "Timeline", "dry_run", "throughput"]
+__all__ = ["LINKS", "Costs", "ScheduleError", "Span", "Timeline", "check_schedule", "dry_run"]
 
 
 class ScheduleError(RevcompileError):
     """Action lists that do not fit together: some stage would wait for ever."""
 
 
+LINKS: Final = ("link_forward", "link_backward")
+"""Fields of `Costs` with an entry for each link, not for each stage."""
+
+
 @dataclass(frozen=True)
 class Costs:
-    """Time each stage and each link takes. Links: from stage j to j + 1, and back."""
+    """Time that each stage takes for a pass or an update, and each link for a message.
+
+    Link j is between stages j and j + 1, in both directions.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -36,16 +45,16 @@ class Costs:
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        for one in dataclasses.fields(self):
-            expected = stages - 1 if one.name.startswith("link") else stages
-            times = getattr(self, one.name)
+        for field in dataclasses.fields(self):
+            times = getattr(self, field.name)
+            expected = stages - 1 if field.name in LINKS else stages
             if len(times) != expected:
                 raise InputError(
-                    f"Costs: {one.name} has {len(times)} entries, but {stages} stages "
+                    f"Costs: {field.name} has {len(times)} entries, but {stages} stages "
                     f"(by forward) need {expected}"
                 )
             if not all(0 <= time < math.inf for time in times):
-                raise InputError(f"Costs: {one.name}={times}, but no time is below 0 or infinite")
+                raise InputError(f"Costs: {field.name}={times}, but no time is below 0 or infinite")
 
     @classmethod
     def uniform(
@@ -56,12 +65,12 @@ class Costs:
         update: float = 0,
         link: float = 0,
     ) -> Costs:
-        """The same everywhere. By default a backward pass recomputes: three forward passes."""
+        """The same for all stages. By default a backward pass recomputes: three forward passes."""
         links = (link,) * (stages - 1)
         return cls((forward,) * stages, (backward,) * stages, (update,) * stages, links, links)
 
     def of(self, stage: int, op: Op) -> float:
-        """Time a stage is busy with an action; training a synthesiser counts as free."""
+        """Time a stage is busy with an action; training a gradient predictor counts as free."""
         match op:
             case Op.FORWARD:
                 return self.forward[stage]
@@ -89,7 +98,7 @@ _COLUMNS: Final = 120
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a dry run saw; as a string, a picture of stages and time.
+    """When each action ran in a dry run; as a string, a picture of stages over time.
 
     >>> costs = Costs.uniform(2, forward=1, backward=2)
     >>> print(dry_run(actions("petra", 2, microbatches=3), costs))
@@ -151,8 +160,9 @@ _SEND_OF: Final = {
     Op.RECV_TIED_WEIGHT: Op.SEND_TIED_WEIGHT,
 }
 _SENDS: Final = frozenset(_SEND_OF.values())
-_STEP: Final = {Op.RECV_X: -1, Op.SEND_Y: 1, Op.RECV_DY: 1, Op.SEND_DX: -1}
-_AFTER: Final = {
+_PEER: Final = {Op.RECV_X: -1, Op.SEND_Y: 1, Op.RECV_DY: 1, Op.SEND_DX: -1}
+"""The other stage of a message, relative to this one."""
+_NEEDS: Final = {
     Op.FORWARD: (Op.RECV_X,),
     Op.SEND_Y: (Op.FORWARD,),
     Op.BACKWARD: (Op.FORWARD, Op.RECV_DY),
@@ -168,10 +178,13 @@ _SHOWN: Final = 6
 
 
 def dry_run(lists: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
-    """Play the lists against each other; ScheduleError if they do not come to an end.
+    """Execute the lists against each other.
 
     Every stage follows its own list strictly. Sends cost it nothing and arrive after the link's
     time (tied parameters: at once); a receive waits.
+
+    Raises:
+        ScheduleError: Some stage would wait for ever, or the lists do not fit together.
     """
     if len(lists) != len(costs.forward):
         raise InputError(
@@ -180,8 +193,16 @@ def dry_run(lists: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
     return _DryRun(lists, costs).run()
 
 
+def check_schedule(
+    method: Method, stages: int, accumulate: int = 1, ties: Iterable[Tie] = ()
+) -> None:
+    """Dry-run a schedule from filling to drain; ScheduleError if it could deadlock."""
+    longest = max(window(method, stages, stage, accumulate) for stage in range(stages))
+    dry_run(actions(method, stages, longest + 2, accumulate, ties), Costs.uniform(stages))
+
+
 class _DryRun:
-    """The state of a dry run: where each stage is, and what is on its way."""
+    """The state of a dry run: where each stage is, and which messages are in transit."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], costs: Costs) -> None:
         self.lists = lists
@@ -190,7 +211,8 @@ class _DryRun:
         self.clock = [0.0] * len(lists)
         self.done: list[set[tuple[Op, int]]] = [set() for _ in lists]
         self.synthetic = [any(a.op is Op.TRAIN for a in stage) for stage in lists]
-        self.mail: dict[_Channel, deque[tuple[int, float]]] = {}
+        self.in_transit: dict[_Channel, deque[tuple[int, float]]] = {}
+        """Index and arrival time of each message that was sent and not received."""
         self.waiting: dict[_Channel, int] = {}
         self.updated: list[int | None] = [None for _ in lists]
         self.spans: list[Span] = []
@@ -198,12 +220,12 @@ class _DryRun:
     def run(self) -> Timeline:
         ready = deque(range(len(self.lists)))
         while ready:
-            self._play(ready.popleft(), ready)
+            self._run_stage(ready.popleft(), ready)
         self._check_end()
         return Timeline(tuple(self.spans), len(self.lists), max(self.clock, default=0.0))
 
-    def _play(self, stage: int, ready: deque[int]) -> None:
-        """Go on with one stage until it has to wait; wake those it sends to."""
+    def _run_stage(self, stage: int, ready: deque[int]) -> None:
+        """Run one stage until it has to wait; stages that waited for its messages are ready."""
         listed = self.lists[stage]
         while self.next[stage] < len(listed):
             action = listed[self.next[stage]]
@@ -211,18 +233,18 @@ class _DryRun:
             start = self.clock[stage]
             if action.op in _SEND_OF:
                 channel = self._channel(stage, action)
-                if not self.mail.get(channel):
+                if not self.in_transit.get(channel):
                     self.waiting[channel] = stage
                     return
-                index, arrival = self.mail[channel].popleft()
+                index, arrival = self.in_transit[channel].popleft()
                 if index != action.index:
                     sent = f"{SHORT[channel[2]]}{index} of stage {channel[0]}"
                     raise self._error(stage, f"gets {sent} instead")
                 self.clock[stage] = max(start, arrival)
             elif action.op in _SENDS:
                 channel = self._channel(stage, action)
-                box = self.mail.setdefault(channel, deque())
-                box.append((action.index, start + self._link(channel)))
+                queue = self.in_transit.setdefault(channel, deque())
+                queue.append((action.index, start + self._link(channel)))
                 if channel in self.waiting:
                     ready.append(self.waiting.pop(channel))
             else:
@@ -232,7 +254,7 @@ class _DryRun:
             self.next[stage] += 1
 
     def _channel(self, stage: int, action: Action) -> _Channel:
-        peer = stage + _STEP[action.op] if action.peer is None else action.peer
+        peer = stage + _PEER[action.op] if action.peer is None else action.peer
         if not 0 <= peer < len(self.lists):
             raise self._error(stage, f"there is no stage {peer}")
         if action.op in _SEND_OF:
@@ -249,9 +271,9 @@ class _DryRun:
                 return 0.0
 
     def _check_local(self, stage: int, action: Action) -> None:
-        """Whether the stage itself has what the action needs."""
+        """Refuse an action whose requirements within its own stage are not met."""
         done = self.done[stage]
-        for before in _AFTER.get(action.op, ()):
+        for before in _NEEDS.get(action.op, ()):
             absent = (
                 (before is Op.RECV_X and stage == 0)
                 or (before is Op.RECV_DY and stage == len(self.lists) - 1)
@@ -270,25 +292,25 @@ class _DryRun:
             raise self._error(stage, "is done already")
 
     def _check_end(self) -> None:
-        """Whether every list is at its end, and nothing was left over."""
+        """Refuse lists that are not at their end, and messages that nobody receives."""
         stuck = [j for j, listed in enumerate(self.lists) if self.next[j] < len(listed)]
         if stuck:
             raise self._deadlock(stuck)
-        for (source, target, op), box in self.mail.items():
-            if box:
+        for (source, target, op), queue in self.in_transit.items():
+            if queue:
                 raise ScheduleError(
-                    f"stage {source} sends {SHORT[op]}{box[0][0]} to stage {target}, which never "
+                    f"stage {source} sends {SHORT[op]}{queue[0][0]} to stage {target}, which never "
                     f"receives it:\n{self._around(target, 'ends here')}"
                 )
         for stage, done in enumerate(self.done):
             self._check_complete(stage, done)
 
     def _check_complete(self, stage: int, done: set[tuple[Op, int]]) -> None:
-        """Whether a stage has used all it had, and is as far as the first one."""
+        """Refuse unused forward passes and gradients, and fewer updates than the first stage's."""
         follows = {Op.FORWARD: Op.BACKWARD}
         if self.synthetic[stage]:
             follows[Op.RECV_DY] = Op.TRAIN
-        for op, index in sorted(done, key=lambda one: one[1]):
+        for op, index in sorted(done, key=lambda entry: entry[1]):
             if op in follows and (follows[op], index) not in done:
                 missing = Action(follows[op], index)
                 raise self._error(stage, f"ends here, but {missing} is missing")
@@ -307,7 +329,7 @@ class _DryRun:
         return next(ops, Op.UPDATE) is Op.BACKWARD
 
     def _deadlock(self, stuck: Sequence[int]) -> ScheduleError:
-        """What each stage waits for, with the stages that will never send it named first."""
+        """What each stage waits for."""
         lines = []
         ended = False
         for stage in stuck:
@@ -326,49 +348,10 @@ class _DryRun:
         return ScheduleError(f"stage {stage}{action}:\n{self._around(stage, problem)}")
 
     def _around(self, stage: int, problem: str) -> str:
-        """A stage's list around where it is, the problem marked."""
+        """A stage's list around its current action, with the problem marked."""
         listed, at = self.lists[stage], self.next[stage]
         before = " ".join(map(str, listed[max(0, at - _SHOWN) : at + 1]))
         after = " ".join(map(str, listed[at + 1 : at + 1 + _SHOWN]))
         dots = "... " if at > _SHOWN else ""
         then = f" (then {after})" if after else ""
         return f"  stage {stage}: {dots}{before} <-- {problem}{then}"
-
-
-def throughput(
-    method: str | Method, costs: Costs, accumulate: int = 1, microbatches: int | None = None
-) -> float:
-    """Micro-batches per unit of time once the pipeline is full, from a dry run.
-
-    >>> costs = Costs.uniform(4, forward=1, backward=3)
-    >>> throughput("petra", costs), throughput("backprop", costs)
-    (0.25, 0.0625)
-    """
-    method, stages = choose(method), len(costs.forward)
-    filling = max(window(method, stages, 0, accumulate), stages)
-    if microbatches is None:
-        microbatches = 4 * filling + 8 * accumulate
-    # After the filling and before the drain; whole groups, and if possible whole fillings: behind
-    # slow links micro-batches come in bursts of that many.
-    last = (microbatches - filling) // accumulate * accumulate
-    burst = math.lcm(accumulate, filling)
-    unit = burst if burst <= 2 * last // 3 else accumulate
-    first = last - 2 * last // 3 // unit * unit
-    if first >= last:
-        raise InputError(
-            f"throughput: microbatches={microbatches}, but {stages} stages with accumulate="
-            f"{accumulate} need {filling + 2 * accumulate} at least"
-        )
-    work = [
-        f + b + u / accumulate
-        for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True)
-    ]
-    slowest = work.index(max(work))
-    timeline = dry_run(actions(method, stages, microbatches, accumulate), costs)
-    ends = {
-        span.action.index: span.end
-        for span in timeline.spans
-        if span.stage == slowest and span.action.op is Op.BACKWARD
-    }
-    took = ends[last] - ends[first]
-    return (last - first) / took if took else math.inf

@@ -1,4 +1,4 @@
-"""Every method as three choices, and what follows from them: windows and delays."""
+"""The methods' table: every way to train is an order, what is kept, and which weights are used."""
 
 from __future__ import annotations
 
@@ -8,59 +8,55 @@ import enum
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from types import MappingProxyType
 from typing import Final
 
 from revcompile.errors import InputError
 
-__all__ = [
-    "METHODS",
-    "Keep",
-    "Method",
-    "Order",
-    "Weights",
-    "check_sizes",
-    "choose",
-    "delay",
-    "mean_delay",
-    "window",
-]
+__all__ = ["METHODS", "Keep", "Method", "Order", "Weights", "choose"]
 
 
 class Keep(enum.Enum):
     """What a stage keeps of a micro-batch for its backward pass."""
 
     GRAPH = "graph"
+    """Everything that autograd saved: nothing is computed twice."""
     INPUT = "input"
+    """The stage's inputs, from which its forward pass is computed again."""
     NOTHING = "nothing"
+    """Couplings rebuild their inputs; only what is not reversible keeps its inputs."""
 
 
 class Weights(enum.Enum):
-    """Which parameters the backward pass uses; STASHED are those of the forward pass."""
+    """Which parameters the backward pass uses."""
 
     LATEST = "latest"
     STASHED = "stashed"
+    """Those that the forward pass of the same micro-batch used."""
 
 
 class Order(enum.Enum):
-    """In which order forward and backward passes meet at a stage."""
+    """In which order a stage does its forward and backward passes."""
 
     LOCKED = "locked"
-    """One micro-batch at a time."""
+    """One micro-batch in the whole pipeline at a time."""
     GPIPE = "gpipe"
-    """All forward passes of a group, then all backward passes, first in first out."""
+    """`accumulate` forward passes, then as many backward passes, first in first out."""
     ONE_F_ONE_B = "1f1b"
-    """One forward, one backward in turn; the pipeline is drained after every group."""
+    """One forward, one backward in turn; the pipeline is drained (flushed) before an update."""
     CONTINUOUS = "continuous"
-    """One forward, one backward in turn, never drained."""
+    """One forward, one backward in turn, never drained; `Method.alpha` says how far apart."""
     SYNTHETIC = "synthetic"
     """Backward at once, with a predicted gradient (DNI)."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the methods' table. `alpha` counts for the continuous order only."""
+    """One row of the methods' table.
+
+    `alpha` is for the continuous order only: stage j of J has 1 + ceil(alpha (J-1-j)) micro-batches
+    in flight.
+    """
 
     name: str
     order: Order
@@ -79,6 +75,7 @@ class Method:
 
 def _table() -> Iterator[Method]:
     latest, stashed = Weights.LATEST, Weights.STASHED
+    #            name, order, alpha, kept for the backward pass, weights of the backward pass
     yield Method("backprop", Order.LOCKED, 0.0, Keep.GRAPH, latest)
     yield Method("reversible_backprop", Order.LOCKED, 0.0, Keep.NOTHING, latest)
     yield Method("gpipe", Order.GPIPE, 0.0, Keep.GRAPH, latest)
@@ -96,15 +93,35 @@ def _table() -> Iterator[Method]:
 METHODS: Final[Mapping[str, Method]] = MappingProxyType({m.name: m for m in _table()})
 """Every method by name."""
 
-_ALPHAS: Final = {"half": 1.0, "paper": 2.0}
+_ALPHAS: Final = {"1f1b": 1.0, "paper": 2.0}
+"""The named orders of methods that never drain, as alpha.
+
+    "1f1b"    a stage does one forward, then one backward pass: gradients come back as soon as
+              they can, and stage j of J is J-1-j updates late (accumulate = 1)
+    "paper"   in the PETRA paper all stages do a forward and a backward pass in every time step,
+              and messages move one stage a step: to the last stage and back takes 2(J-1-j) steps
+              with an update each, so stage j is 2(J-1-j) updates late
+
+Both keep every stage equally busy. The method "1f1b" is another thing: it drains before updates.
+"""
 
 
 def choose(name: str | Method, *, order: str | None = None, alpha: float | None = None) -> Method:
-    """Look a method up, in the order asked for: "half" the delay, or as in the "paper".
+    """Look up a method by name.
+
+    Args:
+        name: A name of `METHODS`, or a method, which is returned in another order.
+        order: "1f1b" or "paper" (see `_ALPHAS`), for methods that never drain.
+        alpha: The same as a number from 1 on; only one of `order` and `alpha` may be given.
+
+    Raises:
+        InputError: There is no such method or order, or the method's order is fixed.
 
     >>> choose("petra").alpha, choose("petra", order="paper").alpha
     (1.0, 2.0)
     """
+    if not isinstance(name, str | Method):
+        raise InputError(f"method={name!r}; use the name of a method, e.g. method='petra'")
     if isinstance(name, str) and name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, 1)
         hint = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(METHODS)
@@ -121,67 +138,11 @@ def choose(name: str | Method, *, order: str | None = None, alpha: float | None 
             f"or use one of: {free}"
         )
     if order is not None:
-        if order not in _ALPHAS:
-            raise InputError(f'order={order!r} does not exist; use "half" or "paper"')
+        if not isinstance(order, str) or order not in _ALPHAS:
+            raise InputError(f'order={order!r} does not exist; use "1f1b" or "paper"')
         alpha = _ALPHAS[order]
-    assert alpha is not None
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise InputError(
+            f"alpha={alpha!r}; use a number, at least 1 (1: order='1f1b', 2: order='paper')"
+        )
     return dataclasses.replace(method, alpha=float(alpha))
-
-
-def window(method: Method, stages: int, stage: int, group: int = 1) -> int:
-    """Most micro-batches in flight at a stage: forward done, backward not.
-
-    `group` is the number of micro-batches between two drains of `gpipe` and `1f1b`. DNI has one
-    in flight, but keeps its output for one more round, until the true gradient has come and the
-    synthesiser can learn from it.
-
-    >>> [window(choose("petra"), 4, stage) for stage in range(4)]
-    [4, 3, 2, 1]
-    """
-    check_sizes(stages, group)
-    if not 0 <= stage < stages:
-        raise InputError(f"stage={stage}, but with {stages} stages it is 0 to {stages - 1}")
-    behind = stages - 1 - stage
-    match method.order:
-        case Order.LOCKED | Order.SYNTHETIC:
-            return 1
-        case Order.GPIPE:
-            return group
-        case Order.ONE_F_ONE_B:
-            return min(group, 1 + behind)
-        case Order.CONTINUOUS:
-            # As a fraction of its decimal digits: 1.1 * 50 is 55, not a little more.
-            return 1 + math.ceil(Fraction(repr(float(method.alpha))) * behind)
-
-
-def delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> int:
-    """Most updates of a stage between forward and backward pass of one micro-batch.
-
-    >>> [delay(choose("petra", order="paper"), 4, stage) for stage in range(4)]
-    [6, 4, 2, 0]
-    """
-    return -(-_between(method, stages, stage, accumulate) // accumulate)
-
-
-def mean_delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> float:
-    """The same on average over micro-batches.
-
-    >>> [mean_delay(choose("petra"), 4, stage, accumulate=2) for stage in range(4)]
-    [1.5, 1.0, 0.5, 0.0]
-    """
-    return _between(method, stages, stage, accumulate) / accumulate
-
-
-def _between(method: Method, stages: int, stage: int, accumulate: int) -> int:
-    """Micro-batches whose gradients a stage may apply between the two passes of one."""
-    others = window(method, stages, stage, accumulate) - 1
-    # All other orders have an update only when nothing is in flight.
-    return others if method.order is Order.CONTINUOUS else 0
-
-
-def check_sizes(stages: int, accumulate: int) -> None:
-    """Refuse a pipeline without stages, or an update without micro-batches."""
-    if stages < 1:
-        raise InputError(f"stages={stages}; a pipeline has at least 1")
-    if accumulate < 1:
-        raise InputError(f"accumulate={accumulate}; an update needs at least 1 micro-batch")

@@ -65,7 +65,7 @@ def modulated(w: Writer, structure: str, source: str, form: str, opaque: bool) -
 def returning(w: Writer, structure: str, opaque: bool) -> tuple[str, str]:
     """A module that returns three gates in some structure; its name, and how to read them.
 
-    An opaque one looks at numbers, so that no tracer can see its inside.
+    An opaque one branches on tensor values, so that no tracer can see its inside.
     """
     results = {
         "tuple": ("a, b, c", "s"),

@@ -1,13 +1,19 @@
-"""capture: a model and example inputs -> `Captured`.
+"""capture: a model and example inputs -> `Captured`. This file orders the passes:
 
-FX first, with shapes known while tracing; modules that resist are kept as one piece;
-`torch.export` where FX cannot follow. No capture is trusted: the graph is run against the
-original (see `check.py`).
+make_example         arguments bound, flattened, at two batch sizes           example.py
+FxFrontend or        a raw graph for train mode and one for eval mode         fx_frontend.py
+  ExportFrontend       (FX first; torch.export where FX cannot follow)        exported.py
+functionalize        writes to memory become new values                       functional.py
+remove_identities    nn.Identity hides where a block begins                   cleanup.py
+unpack_structures    tuples and dicts of tensors become tensors               structures.py
+forbid_inplace       layers with inplace=True that others would see           functional.py
+merge_modes          one graph for both modes, where their structure agrees   modes.py
+make_guards          conditions under which the graph is the model            guards.py
+check_capture        the graph is run against the model                       check.py
 """
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -15,40 +21,35 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from revcompile.compiler.capture.attributes import mark_uncomputed
 from revcompile.compiler.capture.check import Check, check_capture, why_it_fails
-from revcompile.compiler.capture.copies import copy_model, fake_copy, keep_constant, set_mode
+from revcompile.compiler.capture.cleanup import remove_identities
 from revcompile.compiler.capture.example import (
     Example,
     make_example,
-    regrown,
-    resized,
     signature_of,
+    with_other_batch_dims,
+    with_other_batch_sizes,
 )
-from revcompile.compiler.capture.exported import export_capture
-from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
+from revcompile.compiler.capture.exported import ExportFrontend
+from revcompile.compiler.capture.functional import (
+    NotFunctional,
+    forbid_inplace,
+    functionalize,
+    written_inputs,
+)
+from revcompile.compiler.capture.fx_frontend import FxFrontend, Traces
 from revcompile.compiler.capture.guards import make_guards
-from revcompile.compiler.capture.leaves import is_leaf
-from revcompile.compiler.capture.modes import first_difference, merge_modes
-from revcompile.compiler.capture.proxy import BATCH_DECIDES
-from revcompile.compiler.capture.rng import rng_kept
-from revcompile.compiler.capture.simplify import simplify
-from revcompile.compiler.capture.tracer import Traced, Untraceable, trace
+from revcompile.compiler.capture.isolation import preserve_rng
+from revcompile.compiler.capture.leaf_modules import requested_leaves
+from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.structures import unpack_structures
+from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError, InputError
-from revcompile.guards import ModeGuards
-from revcompile.ir import PATH, SOURCE, Captured, Frontend
-from revcompile.leftbehind import put_in_place
+from revcompile.ir.types import Captured, Frontend
 
-__all__ = [
-    "Example",
-    "capture",
-    "capture_for",
-    "keep_constant",
-    "make_example",
-    "set_mode",
-    "signature_of",
-]
+__all__ = ["capture", "capture_with"]
 
 
 def capture(
@@ -60,10 +61,18 @@ def capture(
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     frontend: Frontend | None = None,
 ) -> Captured:
-    """Turn a model into a checked graph. The model itself is not touched.
+    """Turn a model into a graph that was checked against it. The model itself is not changed.
 
-    `leaf_modules` (paths or classes) are kept as single calls. `frontend` forces one of the two
-    tracers; by default FX is tried first and `torch.export` second.
+    Args:
+        model: any `nn.Module`.
+        example_inputs: positional arguments, a batch of two or more.
+        example_kwargs: keyword arguments.
+        check: how the graph is compared with the model, "fast", "full" or "off".
+        leaf_modules: paths or classes of modules that become single calls.
+        frontend: one of the two tracers; by default FX is tried first, then `torch.export`.
+
+    Raises:
+        CaptureError: neither tracer gives a graph that computes what the model computes.
 
     >>> import torch, revcompile
     >>> captured = revcompile.capture(torch.nn.Linear(3, 2), torch.randn(2, 3), check="full")
@@ -72,13 +81,13 @@ def capture(
     """
     level = Check.parse(check)
     example = make_example(model, example_inputs, example_kwargs)
-    leaf_paths = _leaf_paths(model, leaf_modules)
+    leaves = requested_leaves(model, leaf_modules)
     failures: list[str] = []
     for attempt in (Frontend.FX, Frontend.EXPORT) if frontend is None else (frontend,):
         try:
-            with rng_kept(), warnings.catch_warnings():
+            with preserve_rng(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                captured, example = capture_for(attempt, model, example, leaf_paths)
+                captured, example = capture_with(attempt, model, example, leaves)
                 problem = check_capture(model, captured, example, level)
         except Untraceable as error:
             failures.append(f"{attempt.value} stopped in {error}")
@@ -91,56 +100,126 @@ def capture(
     raise CaptureError(
         f"capture: {type(model).__name__} could not be captured.\n"
         + "".join(f"  {i}. {text}\n" for i, text in enumerate(failures, 1))
-        + "What helps: keep the module that resists as one piece with "
+        + "What helps: make the module that cannot be traced a leaf module with "
         "leaf_modules=['its.path'] (or its class); fix optional arguments by passing them in "
         "example_inputs / example_kwargs; move control flow that depends on data into a "
         "submodule of its own."
     )
 
 
-def capture_for(
+def capture_with(
     frontend: Frontend,
     model: nn.Module,
     example: Example,
-    leaf_paths: frozenset[str],
+    leaves: frozenset[str],
     device: torch.device | None = None,
-    constants: dict[str, torch.Tensor] | None = None,
+    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Captured, Example]:
-    """Capture; where that fails because of the example, say so or read it another way.
+    """Capture with one tracer; returns the example too, which may have to be read otherwise.
 
-    With `device` a model on the meta device passes for one that is there; `constants` are names
-    that tensors found on the way have already.
+    Args:
+        frontend: the tracer.
+        model: the model; on the meta device, with `device`, it is traced as if it were there.
+        example: the example arguments.
+        leaves: paths of leaf modules.
+        device: see `model`.
+        constants: tensors that earlier captures found, by the names they have there.
     """
 
-    def make(reading: Example) -> Captured:
+    def run(reading: Example) -> Captured:
         if frontend is Frontend.FX:
-            return _capture_fx(model, reading, leaf_paths, device, constants or {})
-        return export_capture(model, reading, leaf_paths)
+            return _captured(FxFrontend(model, reading, leaves, device, constants or {}))
+        return _export(model, reading, leaves)
 
     try:
-        captured = make(example)
+        captured = run(example)
     except Untraceable as error:
-        captured, example = _read_otherwise(make, model, example, error)
+        captured, example = _read_otherwise(run, model, example, error)
     if example.batch[0] == example.batch[1]:
         note = f"the batch size is fixed at {example.batch[0]}: the model fails at any other"
         captured = replace(captured, notes=(*captured.notes, note))
     return captured, example
 
 
+def _export(model: nn.Module, example: Example, leaves: frozenset[str]) -> Captured:
+    """Export with lengths of token inputs left free; if that fails, with lengths fixed."""
+    free = ExportFrontend(model, example, leaves, lengths_free=True)
+    try:
+        return _captured(free)
+    except Untraceable as error:
+        fixed = ExportFrontend(model, example, leaves, lengths_free=False)
+        if error.is_final or free.dimensions == fixed.dimensions:
+            raise
+        return _captured(fixed)
+
+
+def _captured(frontend: FxFrontend | ExportFrontend) -> Captured:
+    """All passes from raw traces to a `Captured`."""
+    while True:
+        traces = frontend.trace()
+        try:
+            train, evaluation = (_normalize(t.graph, traces.root) for t in traces.modes)
+        except NotFunctional as error:
+            frontend.add_leaf(error)  # a write that only a leaf module can hide; raises if none can
+            continue
+        break
+    for graph in (train, evaluation):
+        forbid_inplace(graph, traces.root)
+    mark_uncomputed(traces.root, traces.leaked)
+    return _assembled(frontend, traces, train, evaluation)
+
+
+def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """The form that the compiler works on: pure, without identities, tensors as values."""
+    graph = functionalize(graph, root)
+    graph = remove_identities(graph, root)
+    unpack_structures(graph)
+    return graph
+
+
+def _assembled(
+    frontend: FxFrontend | ExportFrontend, traces: Traces, train: fx.Graph, evaluation: fx.Graph
+) -> Captured:
+    """One graph for both modes, or one each; with guards and notes."""
+    first, second = traces.modes
+    has_one_spec = first.out_spec == second.out_spec
+    flags = (g for t in traces.modes for g in t.guards.attributes if g.name == "training")
+    readers = {guard.path for guard in flags}
+    merged = merge_modes(train, evaluation, readers) if has_one_spec else None
+    example, root = frontend.example, traces.root
+    notes = [f"{path} is a leaf module: {why}" for path, why in traces.leaf_reasons.items()]
+    return Captured(
+        name=type(frontend.model).__name__,
+        root=root,
+        graph=train if merged is None else merged,
+        eval_graph=evaluation if merged is None else None,
+        signature=signature_of(example, first.out_spec, None if has_one_spec else second.out_spec),
+        frontend=frontend.kind,
+        leaf_modules=traces.leaves,
+        notes=(*notes, *written_inputs(first.graph)),
+        guards=make_guards(first.guards, second.guards, merged, root, example),
+        draws=first.draws | second.draws,
+        stateful=tuple(f"{path}: {traces.leaf_reasons[path]}" for path in traces.stateful),
+    )
+
+
+# -- other readings of the example ----------------------------------------------------------------
+
+
 def _read_otherwise(
-    make: Callable[[Example], Captured], model: nn.Module, example: Example, error: Untraceable
+    run: Callable[[Example], Captured], model: nn.Module, example: Example, error: Untraceable
 ) -> tuple[Captured, Example]:
     """Capture with another second batch size, or with another batch dimension."""
-    if BATCH_DECIDES in error.cause:
-        for reading in resized(example):
+    if error.by_batch:
+        for reading in with_other_batch_sizes(example):
             try:
-                return make(reading), reading
+                return run(reading), reading
             except Untraceable:
                 continue
     fitting = _fitting(model, example)
     if fitting is example:
         raise error
-    return make(fitting), fitting
+    return run(fitting), fitting
 
 
 def _fitting(model: nn.Module, example: Example) -> Example:
@@ -153,131 +232,5 @@ def _fitting(model: nn.Module, example: Example) -> Example:
             f"capture: {type(model).__name__} fails on the example inputs themselves "
             f"({example}): {error}"
         ) from error
-    readings = (example, *regrown(example))
+    readings = (example, *with_other_batch_dims(example))
     return next(e for e in readings if why_it_fails(model, e, 1) is None)
-
-
-def _capture_fx(
-    model: nn.Module,
-    example: Example,
-    leaf_paths: frozenset[str],
-    device: torch.device | None,
-    constants: dict[str, torch.Tensor],
-) -> Captured:
-    """Trace both modes, with the same modules kept as one piece in both."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = fake_copy(model, mode, device)
-    leaves, resisted, stateful = set(leaf_paths), dict[str, str](), set[str]()
-    constants = dict(constants)
-
-    def run(training: bool) -> Traced:
-        traced = trace(set_mode(fake, model, training), model, example, mode, leaves, constants)
-        leaves.update(traced.resisted)
-        resisted.update(traced.resisted)
-        stateful.update(traced.stateful)
-        return traced
-
-    while True:
-        train, evaluation = run(True), run(False)
-        if evaluation.resisted:
-            continue
-        same = train.out_spec == evaluation.out_spec
-        differs = not same or first_difference(train.graph, evaluation.graph)
-        to_keep = _mode_dependent(model, train.graph, evaluation.graph) if differs else ()
-        if not leaves.issuperset(to_keep):
-            leaves.update(to_keep)
-            continue
-        root = copy_model(model)
-        for name, tensor in (train.constants | evaluation.constants).items():
-            keep_constant(root, name, tensor)
-        try:
-            pure = [simplify(traced.graph, root) for traced in (train, evaluation)]
-        except Entangled as error:
-            path, why = _module_around(error, leaves)
-            leaves.add(path)
-            resisted[path] = why
-            continue
-        break
-    for one in pure:
-        forbid_inplace(one, root)
-    inside = tuple(f"{path}." for path in leaves)
-    put_in_place(
-        root,
-        (
-            one
-            for one in sorted(train.left | evaluation.left, key=repr)
-            if one[0] not in leaves and not one[0].startswith(inside)
-        ),
-    )
-    readers = _flags_read(train.guards) | _flags_read(evaluation.guards)
-    graph = merge_modes(pure[0], pure[1], readers) if same else None
-    notes = [f"{path} is kept as one piece: {why}" for path, why in resisted.items()]
-    return Captured(
-        name=type(model).__name__,
-        root=root,
-        graph=graph if graph is not None else pure[0],
-        eval_graph=None if graph is not None else pure[1],
-        signature=signature_of(example, train.out_spec, None if same else evaluation.out_spec),
-        frontend=Frontend.FX,
-        leaves=tuple(sorted(leaves)),
-        notes=(*notes, *written_inputs(train.graph)),
-        guards=make_guards(train.guards, evaluation.guards, graph, root, example),
-        draws=train.draws | evaluation.draws,
-        stateful=tuple(f"{path}: {resisted[path]}" for path in sorted(stateful)),
-    )
-
-
-def _flags_read(guards: ModeGuards) -> set[str]:
-    return {guard.path for guard in guards.attributes if guard.name == "training"}
-
-
-def _module_around(error: Entangled, leaves: set[str]) -> tuple[str, str]:
-    """The innermost module that holds all nodes of a write that cannot be made out of place.
-
-    Kept as one call, it writes where nobody outside sees it.
-    """
-    paths = [str(node.meta.get(PATH, "")).split(".") for node in error.nodes]
-    common = [a for a, *rest in zip(*paths, strict=False) if all(b == a for b in rest)]
-    first = error.nodes[0]
-    if first.op == "call_module" and ".".join(common) == str(first.target):
-        common = common[:-1]
-    path = ".".join(common)
-    while path in leaves:
-        path = path.rpartition(".")[0]
-    if not path:
-        raise Untraceable("", str(error), str(first.meta.get(SOURCE, "?")))
-    return path, str(error)
-
-
-def _mode_dependent(model: nn.Module, train: fx.Graph, evaluation: fx.Graph) -> tuple[str, ...]:
-    """Childless modules to keep whole because their two modes have different structure."""
-    for node in first_difference(train, evaluation):
-        path = node.meta.get(PATH, "")
-        culprit = model.get_submodule(path)
-        if path and not any(culprit.children()) and not is_leaf(culprit):
-            alike = (p for p, m in model.named_modules() if type(m) is type(culprit))
-            return tuple(p for p in alike if p)
-    return ()
-
-
-def _leaf_paths(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> frozenset[str]:
-    """Paths of the modules to keep whole; a module of several names goes by its first."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    first_names = {module: path for path, module in model.named_modules()}
-    paths: set[str] = set()
-    for item in [wanted] if isinstance(wanted, (str, type)) else wanted:
-        if not isinstance(item, str | type):
-            raise InputError(
-                f"capture: leaf_modules takes paths and classes of modules, not {item!r}"
-            )
-        if not isinstance(item, str):
-            paths |= {path for module, path in first_names.items() if isinstance(module, item)}
-        elif item in modules:
-            paths.add(first_names[modules[item]])
-        else:
-            near = difflib.get_close_matches(item, modules, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"capture: leaf_modules names {item!r}, which the model has not{hint}")
-    if "" in paths:
-        raise InputError("capture: leaf_modules names the whole model, which leaves no graph")
-    return frozenset(paths)

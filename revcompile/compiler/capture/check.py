@@ -1,4 +1,4 @@
-"""Run a capture against the original: several tracing failures are silent.
+"""Run a capture against the original: tracing can go wrong silently.
 
 `full` compares outputs, gradients of parameters and inputs, and buffers, at two batch sizes and
 two seeds, in both modes; `fast` only outputs at the second batch size, in training mode, and in
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,22 +16,18 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.copies import copy_model, set_mode
-from revcompile.compiler.capture.draws import draws_left_out
-from revcompile.compiler.capture.effects import overwrites_unseen
 from revcompile.compiler.capture.example import Example
-from revcompile.compiler.capture.memory import tensors_in
-from revcompile.compiler.capture.rng import rng_kept, seed_all
+from revcompile.compiler.capture.isolation import copy_model, preserve_rng, seed_all, set_mode
+from revcompile.compiler.capture.memory import overwrites_unshared, tensors_in
+from revcompile.compiler.capture.random_draws import draws_left_out
 from revcompile.errors import InputError
-from revcompile.ir import SOURCE, Captured
-from revcompile.ops import batch_norm, select, store_buffer
+from revcompile.ir.ops import batch_norm, select, store_buffer
+from revcompile.ir.types import SOURCE, Captured
 
 __all__ = [
     "Check",
     "check_capture",
     "compare",
-    "model_unchanged",
-    "rng_kept",
     "run_graph",
     "why_it_fails",
 ]
@@ -47,7 +42,6 @@ class Check(enum.Enum):
 
     @staticmethod
     def parse(level: Check | str) -> Check:
-        """Accept the enum or its value."""
         try:
             return Check(level)
         except ValueError:
@@ -132,30 +126,29 @@ def _compare_once(
 def run_graph(graph: fx.Graph, root: nn.Module, inputs: list[torch.Tensor]) -> Any:
     """Run a graph over a root module without registering anything on it.
 
-    Fails if a node writes into a value that others can see: where values are copied, between
-    stages for one, the others would not see what was written.
+    Fails if a node writes to a value that has other readers: where values are copied (between
+    stages, for one), they would not see what was written.
     """
-    return _Pure(root, graph=graph).run(*inputs)
+    return _PureInterpreter(root, graph=graph).run(*inputs)
 
 
-class _Pure(fx.Interpreter):
+class _PureInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         sources = [] if n.target is store_buffer else n.all_input_nodes
         tensors = [t for source in sources for t in tensors_in(self.env[source])]
         versions = [t._version for t in tensors if not t.is_inference()]
         result = super().run_node(n)
         is_written = versions != [t._version for t in tensors if not t.is_inference()]
-        if is_written and not self._is_unseen(n):
-            raise RuntimeError(f"{n.name} writes into what it is given [{n.meta.get(SOURCE)}]")
+        if is_written and not self._is_unshared(n):
+            raise RuntimeError(f"{n.name} writes to its input [{n.meta.get(SOURCE)}]")
         return result
 
-    def _is_unseen(self, node: fx.Node) -> bool:
+    def _is_unshared(self, node: fx.Node) -> bool:
         if node.target is batch_norm:
             return True
-        return node.op == "call_module" and overwrites_unseen(node, self.root_module())
+        return node.op == "call_module" and overwrites_unshared(node, self.root_module())
 
     def root_module(self) -> nn.Module:
-        """The module whose layers are called."""
         assert isinstance(self.module, nn.Module)
         return self.module
 
@@ -195,24 +188,24 @@ def _run(
     """Outputs and buffers by name; in a deep trial also gradients of inputs and parameters."""
     inputs = [t.detach().clone() for t in example.tensors(trial.which)]
     for tensor in inputs if trial.deep else ():
-        # a mask of -inf is no variable, and torch may not even read one that is causal
+        # a mask of -inf has no gradient, and torch may not even read one that is causal
         tensor.requires_grad_(tensor.is_floating_point() and bool(tensor.isfinite().all()))
-    with rng_kept(), torch.set_grad_enabled(trial.deep or trial.grad):
+    with preserve_rng(), torch.set_grad_enabled(trial.deep or trial.grad):
         seed_all(trial.seed)
-        # models may write into what they are given, which must not be a leaf then
+        # models may write to their inputs, which must not be leaves of autograd then
         output = call(module, [t * 1 if t.requires_grad else t.clone() for t in inputs])
         flat = tensors_in(output)
-        found: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(flat)}
-        found |= {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}
+        results: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(flat)}
+        results |= {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}
         if not trial.deep:
-            return found
+            return results
         torch.manual_seed(trial.seed)
         weighted = [(t * torch.randn_like(t)).sum() for t in flat if t.requires_grad]
         torch.autograd.backward([w.real if w.is_complex() else w for w in weighted])
     for label, tensor in zip(example.labels, inputs, strict=True):
-        found[f"the gradient of input {label}"] = tensor.grad
-    found |= {f"the gradient of {name}": p.grad for name, p in module.named_parameters()}
-    return found
+        results[f"the gradient of input {label}"] = tensor.grad
+    results |= {f"the gradient of {name}": p.grad for name, p in module.named_parameters()}
+    return results
 
 
 def compare(expected: dict[str, Any], actual: dict[str, Any]) -> str | None:
@@ -250,32 +243,3 @@ def _distance(want: torch.Tensor, have: torch.Tensor) -> float:
 
 def _tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
-@contextmanager
-def model_unchanged(*models: nn.Module) -> Iterator[None]:
-    """Leave random generators, and the buffers and modes of `models`, as they were found."""
-    modules = [inner for m in models for inner in m.modules()]
-    slots = [(inner, dict(inner._buffers)) for inner in modules]
-    tensors = {id(b): b for _, held in slots for b in held.values() if b is not None}
-    # An alias shares the memory, which `buffer.data = ...` takes away from the buffer.
-    contents = [(b, b.detach(), b.detach().clone()) for b in tensors.values() if not b.is_meta]
-    modes = [(inner, inner.training) for inner in modules]
-    with rng_kept():
-        try:
-            yield
-        finally:
-            for inner, held in slots:
-                inner._buffers.clear()
-                inner._buffers.update(held)
-            with torch.no_grad():
-                for buffer, alias, before in contents:
-                    if _storage(buffer) != _storage(alias) or buffer.shape != alias.shape:
-                        buffer.data = alias
-                    buffer.copy_(before)
-            for inner, training in modes:
-                inner.training = training

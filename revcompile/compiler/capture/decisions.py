@@ -1,8 +1,8 @@
-"""Discrete decisions: results that jump where their inputs change by a rounding error.
+"""Discrete operations: results that jump where their inputs change by a rounding error.
 
-A reversible block's input is rebuilt up to rounding errors. A continuous branch (ReLU, max pooling,
-clamp) does not mind. One that routes by `topk`, sorts, compares or rounds may decide otherwise
-at a tie: a router whose weights start as zeros has nothing but ties.
+A reversible block's input is reconstructed up to rounding errors. For a continuous branch (ReLU,
+max pooling, clamp) that is precise enough. One that routes by `topk`, sorts, compares or rounds may
+decide differently at a tie, and a router whose weights start as zeros has nothing but ties.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from revcompile.ir import TYPE, TensorType
-from revcompile.ops import out_of_place
+from revcompile.ir.module_tree import called_module
+from revcompile.ir.ops import op_name
+from revcompile.ir.types import TYPE, TensorType
 
-__all__ = ["DECIDES", "Ties", "Watch", "decision"]
+__all__ = ["DECIDES", "DecisionWatch", "Ties", "decision"]
 
 DECIDES: Final = "revcompile_decides"
-"""`node.meta` key: the operation by which a layer kept as one call decides, if it does."""
+"""`node.meta` key: the discrete operation inside a leaf module, if it has one."""
 
 # fmt: off
 _JUMPS: Final = frozenset((
@@ -58,13 +59,13 @@ _JUMPING_LAYERS: Final = (nn.Hardshrink, nn.Threshold)
 
 
 def decision(node: fx.Node, root: nn.Module) -> str | None:
-    """The operation by which a node decides on its input, if it does."""
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
+    """The name of a node's discrete operation on floating-point inputs, if it has one."""
+    module = called_module(node, root)
+    if module is not None:
         if any(isinstance(inner, _JUMPING_LAYERS) for inner in module.modules()):
             return type(module).__name__
-        found: str | None = node.meta.get(DECIDES)
-        return found
+        inside: str | None = node.meta.get(DECIDES)
+        return inside
     if node.op not in ("call_function", "call_method"):
         return None
     name = _name(node)
@@ -79,10 +80,7 @@ def decision(node: fx.Node, root: nn.Module) -> str | None:
 
 
 def _name(node: fx.Node) -> str:
-    if node.target is out_of_place:
-        return str(node.args[1]).rstrip("_")
-    name = str(getattr(node.target, "__name__", node.target))
-    return name.split(".")[0].strip("_")
+    return op_name(node).strip("_")
 
 
 def _rounds(node: fx.Node) -> bool:
@@ -90,49 +88,49 @@ def _rounds(node: fx.Node) -> bool:
 
 
 def _is_discrete(kind: Any) -> bool:
-    """A tensor of integers or booleans; of several tensors, those that are picked are asked."""
+    """Is it one tensor of integers or booleans? (Of several, the items are nodes of their own.)"""
     return isinstance(kind, TensorType) and not _has_floats(kind)
 
 
 def _has_floats(kind: Any) -> bool:
     if isinstance(kind, TensorType):
-        return kind.dtype.is_floating_point or kind.dtype.is_complex
+        return kind.differentiable
     inner: Sequence[Any] = tuple(kind.values()) if isinstance(kind, Mapping) else kind or ()
     return isinstance(inner, (tuple, list)) and any(map(_has_floats, inner))
 
 
-class Watch(TorchDispatchMode):
-    """Notes the first operation that decides on floating-point numbers while it is active."""
+class DecisionWatch(TorchDispatchMode):
+    """Notes the first discrete operation on floating-point numbers while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: str | None = None
+        self.operation: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if func._overloadname == "dim" and name in ("max", "min"):
             name = f"{name}_dim"
-        if self.found is None and (name in _PICKS or name in _JUMPS):
+        if self.operation is None and (name in _PICKS or name in _JUMPS):
             floats = (
                 t
                 for t in pytree.tree_leaves((args, kwargs))
                 if isinstance(t, torch.Tensor) and t.is_floating_point()
             )
             if next(floats, None) is not None:
-                self.found = name.strip("_").removesuffix("_dim")
+                self.operation = name.strip("_").removesuffix("_dim")
         return func(*args, **(kwargs or {}))
 
 
 class Ties(TorchDispatchMode):
     """Notes operations that select among numbers of which some are exactly equal, and not zero.
 
-    Which of them gets the gradient is decided by rounding errors where the numbers are rebuilt.
-    Zeros (behind a ReLU) mostly are rebuilt exactly.
+    Where the numbers are reconstructed, rounding errors decide which of them gets the gradient.
+    Zeros (behind a ReLU) are mostly reconstructed exactly.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[str, None] = {}
+        self.operations: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
@@ -141,5 +139,5 @@ class Ties(TorchDispatchMode):
             numbers = torch.cat([t.detach().flatten() for t in given]) if given else torch.ones(0)
             numbers = numbers[numbers != 0]
             if numbers.unique().numel() < numbers.numel():
-                self.found[name.removesuffix("_with_indices")] = None
+                self.operations[name.removesuffix("_with_indices")] = None
         return func(*args, **(kwargs or {}))

@@ -15,9 +15,15 @@ from torch.utils import _pytree as pytree
 from revcompile.arguments import check_examples
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
-from revcompile.ir import Signature
+from revcompile.ir.types import Signature
 
-__all__ = ["Example", "make_example", "regrown", "resized", "signature_of"]
+__all__ = [
+    "Example",
+    "make_example",
+    "signature_of",
+    "with_other_batch_dims",
+    "with_other_batch_sizes",
+]
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ def make_example(
     )
 
 
-def regrown(example: Example) -> Iterator[Example]:
-    """Other readings of which dimension is the batch, the last being that none is."""
+def with_other_batch_dims(example: Example) -> Iterator[Example]:
+    """The example with another dimension as the batch; at last, with none."""
     leaves = example.leaves
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     for dim in (0, 1):
@@ -108,8 +114,8 @@ def regrown(example: Example) -> Iterator[Example]:
     yield replace(example, grown=leaves, batch=(example.batch[0], example.batch[0]))
 
 
-def resized(example: Example) -> Iterator[Example]:
-    """Other second batch sizes, at which code that asks for the batch may take the same way."""
+def with_other_batch_sizes(example: Example) -> Iterator[Example]:
+    """The example with another second batch size, at which control flow may be the same."""
     size, leaves = example.batch[0], example.leaves
     chosen = [
         i
@@ -144,7 +150,7 @@ def signature_of(
 
 
 def _grown(leaves: Sequence[Any], chosen: Sequence[int], dim: int) -> list[Any]:
-    """One sample more along a dimension of the chosen leaves."""
+    """The leaves with one sample more along a dimension of the chosen ones."""
     grown = list(leaves)
     for i in chosen:
         grown[i] = torch.cat([leaves[i], leaves[i].narrow(dim, 0, 1)], dim)
@@ -152,10 +158,13 @@ def _grown(leaves: Sequence[Any], chosen: Sequence[int], dim: int) -> list[Any]:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    for attribute, kind in (("_orig_mod", "compiled"), ("module", "wrapped for data parallelism")):
-        inner = getattr(model, attribute, None)
-        wrappers = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
-        if isinstance(inner, nn.Module) and type(model).__name__ in wrappers:
+    data_parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    is_compiled = isinstance(getattr(model, "_orig_mod", None), nn.Module)  # by torch.compile
+    for is_wrapped, attribute, kind in (
+        (is_compiled, "_orig_mod", "compiled"),
+        (isinstance(model, data_parallel), "module", "wrapped for data parallelism"),
+    ):
+        if is_wrapped:
             raise InputError(
                 f"capture: the model is {kind} ({type(model).__name__}); pass the plain model, "
                 f"model.{attribute}, and wrap the result"
@@ -176,8 +185,8 @@ def _refuse_unknown_containers(leaves: Sequence[Any], labels: Sequence[str]) -> 
         if not isinstance(leaf, torch.Tensor) and tensors_in(leaf):
             kind = type(leaf).__name__
             raise InputError(
-                f"capture: {label} is a {kind}, which holds tensors out of sight; register it "
-                f"first: torch.export.register_dataclass({kind})"
+                f"capture: {label} is a {kind}, which pytree does not know, and holds tensors; "
+                f"register it first: torch.export.register_dataclass({kind})"
             )
 
 

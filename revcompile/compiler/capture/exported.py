@@ -1,8 +1,8 @@
 """The second front end: `torch.export`, for models FX cannot follow.
 
-An exported graph is a record of one mode on one device. Here it learns to behave like a module:
-train and eval exports are merged, batch norms count and freeze their statistics as modules do,
-devices are asked for at run time, and assertions that break autocast are erased.
+An exported graph is specialised to one mode on one device. Here it is made to behave like a module:
+batch norms count batches and freeze their statistics as modules do, devices are looked up at run
+time, and assertions that break autocast are erased.
 """
 
 from __future__ import annotations
@@ -17,144 +17,147 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.attributes import AttributeLog, attributes_logged, state_of
-from revcompile.compiler.capture.blame import PythonState, Unseen, blame
-from revcompile.compiler.capture.copies import (
-    attributes_kept,
-    copy_model,
+from revcompile.compiler.capture.attributes import AttributeLog, log_attributes, state_of
+from revcompile.compiler.capture.example import Example
+from revcompile.compiler.capture.fake_values import (
+    Values,
     fake_copy,
-    keep_constant,
+    size_of_values,
+    type_of_values,
+)
+from revcompile.compiler.capture.functional import NotFunctional
+from revcompile.compiler.capture.fx_frontend import Traced, Traces
+from revcompile.compiler.capture.guards import exported_guards, free_dimensions
+from revcompile.compiler.capture.isolation import (
+    copy_model,
+    preserve_attributes,
+    preserve_rng,
+    register_constant,
     set_mode,
 )
-from revcompile.compiler.capture.draws import draws_decided
-from revcompile.compiler.capture.example import Example, signature_of
-from revcompile.compiler.capture.export_guards import exported_guards, free_dimensions
-from revcompile.compiler.capture.functional import Entangled, forbid_inplace, written_inputs
-from revcompile.compiler.capture.guards import make_guards
-from revcompile.compiler.capture.memory import mark_state, watched_memory
-from revcompile.compiler.capture.modes import merge_modes
-from revcompile.compiler.capture.patches import unseen_refused
-from revcompile.compiler.capture.proxy import Values
-from revcompile.compiler.capture.rng import rng_kept
-from revcompile.compiler.capture.simplify import simplify
+from revcompile.compiler.capture.memory import mark_state, watch_memory
+from revcompile.compiler.capture.patches import refuse_unsupported
+from revcompile.compiler.capture.random_draws import draws_decided
 from revcompile.compiler.capture.structures import STRUCTURE, structure_of
-from revcompile.compiler.capture.tracer import Untraceable, size_of_values, type_of_values
-from revcompile.guards import AttributeGuard, ModeGuards
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE, Captured, Frontend
-from revcompile.ops import attribute, batch_norm, device_of
+from revcompile.compiler.capture.trace_errors import (
+    PythonState,
+    Unsupported,
+    Untraceable,
+    describe_failure,
+)
+from revcompile.ir.guards import AttributeGuard, ModeGuards
+from revcompile.ir.module_tree import child_path
+from revcompile.ir.ops import attribute, batch_norm, device_of, op_name
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, Frontend
 
-__all__ = ["export_capture"]
+__all__ = ["ExportFrontend"]
 
 _MODE_DEPENDENT = ("scaled_dot_product_attention", "dropout", "rrelu")
 """Operators whose arguments differ between the modes: written out in full, so they line up."""
 
+_COUNT = "num_batches_tracked"
+"""The buffer in which torch's batch norms count."""
+
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
-def export_capture(model: nn.Module, example: Example, leaf_paths: frozenset[str]) -> Captured:
-    """Export both modes and turn the result into a graph over the original's parameters."""
-    if leaf_paths:
-        raise Untraceable("", "leaf_modules cannot be kept whole by torch.export", "?")
-    try:
-        return _captured(model, example, lengths_free=True)
-    except Untraceable as error:
-        if error.is_final or free_dimensions(example, True) == free_dimensions(example, False):
-            raise
-        return _captured(model, example, lengths_free=False)
+class ExportFrontend:
+    """Exports a model once in each mode.
 
+    `lengths_free`: lengths of token inputs stay free, where the model allows it.
+    """
 
-def _captured(model: nn.Module, example: Example, lengths_free: bool) -> Captured:
-    shadow, root = copy_model(model), copy_model(model)
-    graphs: list[fx.Graph] = []
-    guards: list[ModeGuards] = []
-    draws: set[str] = set()
-    out_spec = None
-    for training in (True, False):
-        set_mode(shadow, model, training)
-        with draws_decided() as lines, _attributes_guarded(shadow, example) as attributes:
-            module, program = _export(shadow, example, lengths_free)
+    kind = Frontend.EXPORT
+
+    def __init__(
+        self, model: nn.Module, example: Example, leaves: frozenset[str], lengths_free: bool
+    ) -> None:
+        if leaves:
+            raise Untraceable("", "torch.export has no leaf modules", "?")
+        self.model, self.example = model, example
+        self.dimensions = free_dimensions(example, lengths_free)
+
+    def trace(self) -> Traces:
+        """Export both modes and turn the results into graphs over the original's parameters."""
+        shadow, root = copy_model(self.model), copy_model(self.model)
+        train, evaluation = (
+            self._traced(set_mode(shadow, self.model, training), root) for training in (True, False)
+        )
+        return Traces(root, (train, evaluation))
+
+    def add_leaf(self, error: NotFunctional) -> None:
+        """An export has no leaf modules: always raises."""
+        meta = error.nodes[0].meta
+        path, source = str(meta.get(PATH, "")), str(meta.get(SOURCE, "?"))
+        raise Untraceable(path, str(error), source) from error
+
+    def _traced(self, shadow: nn.Module, root: nn.Module) -> Traced:
+        with draws_decided() as lines, _attributes_guarded(shadow, self.example) as attributes:
+            module, program = _export(shadow, self.example, self.dimensions)
         for node in module.graph.find_nodes(op="get_attr"):
             if not _has(root, str(node.target)):
-                keep_constant(root, str(node.target), attribute(module, str(node.target)))
-        sizes = exported_guards(module.graph, example)
-        guards.append(ModeGuards(direct=sizes, attributes=tuple(attributes)))
-        graph = _normalize(module.graph, example, root)
-        _infer_types(graph, root, example)
-        graphs.append(graph)
-        draws |= lines
-        out_spec = program.call_spec.out_spec
-    notes = written_inputs(graphs[0])
-    try:
-        train, evaluation = (simplify(graph, root) for graph in graphs)
-    except Entangled as error:
-        node = error.nodes[0]
-        where = str(node.meta.get(PATH, "")), str(node.meta.get(SOURCE, "?"))
-        raise Untraceable(where[0], str(error), where[1]) from error
-    for graph in (train, evaluation):
-        forbid_inplace(graph, root)
-    readers = {g.path for mode in guards for g in mode.attributes if g.name == "training"}
-    merged = merge_modes(train, evaluation, readers)
-    assert out_spec is not None
-    return Captured(
-        name=type(model).__name__,
-        root=root,
-        graph=merged if merged is not None else train,
-        eval_graph=None if merged is not None else evaluation,
-        signature=signature_of(example, out_spec),
-        frontend=Frontend.EXPORT,
-        guards=make_guards(guards[0], guards[1], merged, root, example),
-        draws=frozenset(draws),
-        notes=notes,
-    )
+                register_constant(root, str(node.target), attribute(module, str(node.target)))
+        sizes = exported_guards(module.graph, self.example)
+        graph = _normalize(module.graph, self.example, root)
+        _infer_types(graph, root, self.example)
+        return Traced(
+            graph,
+            program.call_spec.out_spec,
+            guards=ModeGuards(direct=sizes, attributes=tuple(attributes)),
+            draws=frozenset(lines),
+        )
 
 
 @contextmanager
 def _attributes_guarded(model: nn.Module, example: Example) -> Iterator[list[AttributeGuard]]:
-    """Gather what a trace of the model reads of its attributes; stop if it counts in one."""
-    log, found = AttributeLog(paused=lambda: False), list[AttributeGuard]()
-    with attributes_kept(model):
-        with attributes_logged(log):
-            yield found
+    """Collect guards on the attributes that an export reads; stop if it counts in one."""
+    log, guards = AttributeLog(paused=lambda: False), list[AttributeGuard]()
+    with preserve_attributes(model):
+        with log_attributes(log):
+            yield guards
         paths = {module: path for path, module in model.named_modules()}
         for module, name in log.overwritten():
             if module in paths and not _is_remembered(model, paths[module], name, example):
                 error = PythonState(f"the forward pass counts in its attribute {name!r}", module)
-                raise blame(paths[module], error)
-        found += log.guards(paths)
+                raise describe_failure(paths[module], error)
+        guards += log.guards(paths)
 
 
 def _is_remembered(model: nn.Module, path: str, name: str, example: Example) -> bool:
-    """Is an attribute that a call changes left alone by the next one: a size, a table?"""
+    """Is an attribute that the first call changes the same after the second: a cached value?"""
     if any(t.is_meta for t in (*model.parameters(), *example.tensors(0))):
         return False
     twin, (args, kwargs) = copy_model(model), example.call(0)
     module, states = twin.get_submodule(path), list[Any]()
-    with rng_kept(), torch.no_grad():
+    with preserve_rng(), torch.no_grad():
         for _ in range(2):
             twin(*args, **kwargs)
             states.append(state_of(module).get(name))
     return bool(states[0] == states[1])
 
 
-def _export(model: nn.Module, example: Example, lengths_free: bool) -> tuple[fx.GraphModule, Any]:
+def _export(
+    model: nn.Module, example: Example, dimensions: Sequence[dict[int, Any] | None]
+) -> tuple[fx.GraphModule, Any]:
     args, kwargs = example.call(0)
-    free = iter(free_dimensions(example, lengths_free))
+    free = iter(dimensions)
     bound = example.forward.bind(*args, **kwargs)
     order = pytree.tree_unflatten([_Free(next(free)) for _ in example.leaves], example.in_spec)
     named = example.forward.bind(*order[0], **order[1])
     assert named.arguments.keys() == bound.arguments.keys()
     shapes = pytree.tree_map_only(_Free, lambda f: f.dimensions, dict(named.arguments))
     try:
-        with warnings.catch_warnings(), unseen_refused():
+        with warnings.catch_warnings(), refuse_unsupported():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             module = program.module(check_guards=False)
     except Untraceable:
         raise
-    except Unseen as error:
-        raise blame(_last_module(error, model), error) from error
+    except Unsupported as error:
+        raise describe_failure(_last_module(error, model), error) from error
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         raise Untraceable("", f"{type(error).__name__}: {text}", _last_user_line(error)) from error
@@ -164,7 +167,7 @@ def _export(model: nn.Module, example: Example, lengths_free: bool) -> tuple[fx.
 
 @dataclass(frozen=True)
 class _Free:
-    """Stands for a leaf of the arguments: its dimensions that stay free."""
+    """In the place of one argument: its dimensions that stay free."""
 
     dimensions: dict[int, Any] | None
 
@@ -173,8 +176,9 @@ def _last_module(error: BaseException, model: nn.Module) -> str:
     """The path of the innermost module whose forward pass failed."""
     paths = {id(module): path for path, module in model.named_modules()}
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    found = [paths[id(one)] for f in frames if id(one := f.f_locals.get("self")) in paths]
-    return found[-1] if found else ""
+    owners = [id(frame.f_locals.get("self")) for frame in frames]
+    running = [paths[owner] for owner in owners if owner in paths]
+    return running[-1] if running else ""
 
 
 def _last_user_line(error: BaseException) -> str:
@@ -187,16 +191,16 @@ def _last_user_line(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
 
 
-# -- from a record to a graph like FX's ----------------------------------------------------------
+# -- from an exported graph to a graph like FX's --------------------------------------------------
 
 
-def _normalize(recorded: fx.Graph, example: Example, root: nn.Module) -> fx.Graph:
+def _normalize(exported: fx.Graph, example: Example, root: nn.Module) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     slots = iter(range(len(example.leaves)))
     names = iter(example.names)
-    counters = _batch_counters(recorded)
-    for node in recorded.nodes:
+    counters = _batch_counters(exported, root)
+    for node in exported.nodes:
         if node.op == "placeholder":
             leaf = example.leaves[next(slots)]
             if isinstance(leaf, torch.Tensor):
@@ -204,7 +208,7 @@ def _normalize(recorded: fx.Graph, example: Example, root: nn.Module) -> fx.Grap
             elif node.users:
                 raise Untraceable("", f"the fixed argument {node.name} is used as a value", "?")
             continue
-        if node.op == "call_module" or _name(node) in _ASSERTIONS or node in counters.values():
+        if node.op == "call_module" or op_name(node) in _ASSERTIONS or node in counters.values():
             continue
         if node.op == "output":
             flat = pytree.tree_leaves(fx.node.map_arg(node.args, lambda n: copies[n]))
@@ -212,20 +216,16 @@ def _normalize(recorded: fx.Graph, example: Example, root: nn.Module) -> fx.Grap
             continue
         if any(source in counters.values() for source in node.all_input_nodes):
             path = _module_path(node.meta.get("nn_module_stack") or {})
-            reason = "a count of batches is read, which here only batch norms keep"
+            reason = "the number of batches that a batch norm has seen is read outside the norm"
             raise Untraceable(path, reason, _source(node))
         copies[node] = graph.node_copy(node, copies.__getitem__)
         new = copies[node]
         stack = node.meta.get("nn_module_stack") or {}
         new.meta = {PATH: _module_path(stack), SOURCE: _source(node)}
-        _as_module_would(graph, new, copies, counters.get(node))
-    _ask_for_devices(graph, root)
+        _as_module_would(graph, new, root)
+    _use_parameter_device(graph, root)
     graph.lint()
     return graph
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
 def _module_path(stack: dict[str, Any]) -> str:
@@ -242,39 +242,39 @@ def _source(node: fx.Node) -> str:
     return f"{parts[1]}:{number}" if len(parts) > 1 else "?"
 
 
-def _batch_counters(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _batch_counters(graph: fx.Graph, root: nn.Module) -> dict[fx.Node, fx.Node]:
     """Each batch norm's `num_batches_tracked += 1`, which becomes part of the norm."""
     counts: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Tensor):
+        counter = node.args[0]
+        if isinstance(counter, fx.Node) and counter.op == "get_attr":
+            owner, _, name = str(counter.target).rpartition(".")
+            if name == _COUNT and isinstance(attribute(root, owner), _NormBase):
+                counts[owner] = node
+    norms = {}
     for node in graph.nodes:
-        if _name(node) == "add_" and isinstance(node.args[0], fx.Node):
-            target = str(node.args[0].target)
-            if node.args[0].op == "get_attr" and target.endswith("num_batches_tracked"):
-                counts[target.rpartition(".")[0]] = node
-    found = {}
-    for node in graph.nodes:
-        if _name(node) == "batch_norm" and isinstance(node.args[3], fx.Node):
+        if op_name(node) == "batch_norm" and isinstance(node.args[3], fx.Node):
             owner = str(node.args[3].target).rpartition(".")[0]
             if owner in counts:
-                found[node] = counts[owner]
-    return found
+                norms[node] = counts[owner]
+    return norms
 
 
-def _as_module_would(
-    graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], counter: fx.Node | None
-) -> None:
-    """Batch norms keep their books; in-place operators become methods like FX records."""
-    if _name(node) == "batch_norm" and getattr(node.target, "namespace", "") == "aten":
-        count = None
-        owner = node.args[3]
-        if isinstance(owner, fx.Node):
-            with graph.inserting_before(node):
-                target = str(owner.target).rpartition(".")[0] + ".num_batches_tracked"
-                count = graph.create_node("get_attr", target)
-                count.meta = dict(node.meta)
+def _as_module_would(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
+    """Let a batch norm count its batches; turn in-place operators into methods, as FX has them."""
+    if op_name(node) == "batch_norm" and getattr(node.target, "namespace", "") == "aten":
+        count, statistics = None, node.args[3]
+        if isinstance(statistics, fx.Node):
+            path = str(statistics.target).rpartition(".")[0]
+            norm = attribute(root, path)
+            if isinstance(norm, _NormBase) and norm.num_batches_tracked is not None:
+                with graph.inserting_before(node):
+                    count = graph.create_node("get_attr", child_path(path, _COUNT))
+                    count.meta = dict(node.meta)
         node.target = batch_norm
         node.args = (*node.args[:8], count)
     schema = getattr(node.target, "_schema", None)
-    name = _name(node)
+    name = op_name(node)
     if schema is not None and name in _MODE_DEPENDENT:
         given = len(node.args)
         rest = [a for a in schema.arguments[given:] if not a.kwarg_only]
@@ -284,8 +284,8 @@ def _as_module_would(
         node.op, node.target = "call_method", name
 
 
-def _ask_for_devices(graph: fx.Graph, root: nn.Module) -> None:
-    """Replace devices written down by the export with the device of the parameters."""
+def _use_parameter_device(graph: fx.Graph, root: nn.Module) -> None:
+    """Replace the devices in an export by the device that the parameters have at run time."""
     anchor = next((name for name, _ in root.named_parameters()), None)
     for node in list(graph.nodes):
         places = [*node.args, *node.kwargs.values()]
@@ -327,9 +327,9 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
 
 
 class _Recorder(fx.Interpreter):
-    """An interpreter that remembers every value.
+    """An interpreter that keeps every value.
 
-    Given the values of a run at another batch size, it notes where in memory each value lies.
+    Given the values of a run at another batch size, it notes where in memory each value is.
     """
 
     def __init__(
@@ -341,11 +341,10 @@ class _Recorder(fx.Interpreter):
         self._other = others[0] if others else None
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
         if self._other is None:
             self.values[n] = super().run_node(n)
             return self.values[n]
-        with watched_memory(n, self._pairs):
+        with watch_memory(n, self._pairs):
             self.values[n] = super().run_node(n)
             self._pairs[n] = Values(self.values[n], self._other[n])
         return self.values[n]

@@ -1,18 +1,18 @@
-"""functionalize: a graph that computes the same without writing into the memory of its values.
+"""functionalize: a graph that computes the same without writing to the memory of its values.
 
-Where values lie in memory is known from tracing (`memory.py`). The graph is copied node by node;
-for every storage it is known when it was last written to, and for every view which value it is a
-view of (`views.py`):
+Where values are in memory is known from tracing (`memory.py`). The graph is copied node by node;
+for every storage the time of its last write is known, and for every view its base
+(`out_of_place.py`):
 
-    y = x * 2          lies in memory of its own
+    y = x * 2          has memory of its own
     v = y[:, :2]       view of y
     v.mul_(3)          v' = v.mul(3); y' = with_view(y, v', [:, :2])
     y.sum()            reads y'
     v.sum()            reads v'; any other view of y is taken anew, from y'
 
 So every name of written memory reads the new contents, and gradients are those of autograd for
-the original. Buffers are written once, at the end, with the contents the graph has computed
-(`store_buffer`). What cannot be rewritten exactly is refused: `Entangled` names the nodes.
+the original. Buffers are written once, at the end, with the contents that the graph has computed
+(`store_buffer`). What cannot be rewritten exactly is refused: `NotFunctional` names the nodes.
 """
 
 from __future__ import annotations
@@ -24,30 +24,35 @@ from typing import Any
 from torch import fx, nn
 from torch.nn import functional
 
-from revcompile.compiler.capture.effects import (
+from revcompile.compiler.capture.memory import (
+    LOCATIONS,
+    STORAGES,
+    WRITES,
+    WRITES_STATE,
+    Location,
     eliminate_dead_code,
     is_effect,
-    overwrites_unseen,
+    overwrites_unshared,
     works_in_place,
 )
-from revcompile.compiler.capture.memory import MEMORY, PLACES, STATE, WRITES, Place
-from revcompile.compiler.capture.twins import promotes, twin_of, written_argument
-from revcompile.compiler.capture.views import Call, View, is_structured, place_of, view_of
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE
-from revcompile.ops import (
-    attribute,
-    batch_norm,
-    read_buffer,
-    store_buffer,
-    with_item,
-    with_view,
+from revcompile.compiler.capture.out_of_place import (
+    View,
+    ViewCall,
+    is_structured,
+    location_of,
+    out_of_place_call,
+    promotes,
+    view_of,
+    written_argument,
 )
+from revcompile.ir.ops import attribute, batch_norm, read_buffer, store_buffer, with_item, with_view
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
-__all__ = ["Entangled", "forbid_inplace", "functionalize", "written_inputs"]
+__all__ = ["NotFunctional", "forbid_inplace", "functionalize", "written_inputs"]
 
 
-class Entangled(Exception):
-    """A write into memory that cannot be made out of place; `nodes` all use that memory."""
+class NotFunctional(Exception):
+    """A write that has no out-of-place form; all `nodes` use the memory that is written."""
 
     def __init__(self, reason: str, nodes: Sequence[fx.Node]) -> None:
         super().__init__(reason)
@@ -63,10 +68,10 @@ def functionalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
 
 
 def forbid_inplace(graph: fx.Graph, root: nn.Module) -> None:
-    """Take the `inplace` flag from layers of `root`, unless nobody sees what they overwrite."""
+    """Set `inplace=False` in layers of `root` that would overwrite a value with other readers."""
     for node in graph.find_nodes(op="call_module"):
         module = root.get_submodule(str(node.target))
-        if works_in_place(module) and not overwrites_unseen(node, root):
+        if works_in_place(module) and not overwrites_unshared(node, root):
             for inner in module.modules():
                 if getattr(inner, "inplace", False) is True:
                     inner.inplace = False  # type: ignore[assignment]
@@ -74,13 +79,13 @@ def forbid_inplace(graph: fx.Graph, root: nn.Module) -> None:
 
 @dataclass(eq=False)
 class _Value:
-    """What an original node stands for: the new node, and when that was right."""
+    """An original node's value: the new node that has it, and the time at which that was true."""
 
     node: fx.Node
     new: fx.Node
-    stamp: int
+    time: int
     storages: frozenset[int]
-    place: Place | None
+    location: Location | None
     source: _Value | None = None
     base: _Value | None = None
     view: View | None = None
@@ -92,7 +97,8 @@ class _Functional:
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.original, self.root, self.graph = graph, root, fx.Graph()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.clock = 0
+        self.now = 0
+        """The number of writes so far."""
         self.written: dict[int, int] = {}
         """When each storage was last written to."""
         self.values: dict[fx.Node, _Value] = {}
@@ -106,13 +112,12 @@ class _Functional:
         """The original value that a buffer was assigned, by the buffer's storage."""
 
     def run(self) -> fx.Graph:
-        """The new graph."""
         for node in self.original.nodes:
             self._visit(node)
         eliminate_dead_code(self.graph)
         _sink_reads(self.graph)
         for node in self.graph.nodes:
-            for key in (PLACES, MEMORY, STATE, WRITES):
+            for key in (LOCATIONS, STORAGES, WRITES_STATE, WRITES):
                 node.meta.pop(key, None)
         self.graph.lint()
         return self.graph
@@ -126,9 +131,9 @@ class _Functional:
         elif node.target is store_buffer:
             buffer, value = node.args
             assert isinstance(buffer, fx.Node) and isinstance(value, fx.Node)
-            place = place_of(buffer)
-            assert place is not None
-            self.assigned[place.storage] = value
+            location = location_of(buffer)
+            assert location is not None
+            self.assigned[location.storage] = value
         elif node.target is functional.batch_norm:
             self._batch_norm(node)
         elif node.op == "placeholder" or node.target is batch_norm or not is_effect(node):
@@ -141,16 +146,16 @@ class _Functional:
     # -- reading ------------------------------------------------------------------------------
 
     def _read(self, node: fx.Node) -> fx.Node:
-        """The new node that has what the original one holds now."""
+        """The new node with the current contents of an original one."""
         return self._contents(self.values[node])
 
     def _contents(self, value: _Value) -> fx.Node:
-        if all(self.written.get(storage, -1) <= value.stamp for storage in value.storages):
+        if all(self.written.get(storage, -1) <= value.time for storage in value.storages):
             return value.new
         view = value.view
         if value.source is None or view is None or not (view.is_same or view.is_pure):
-            raise Entangled(
-                f"{value.node.name} is read after its memory was written to", [value.node]
+            raise NotFunctional(
+                f"{value.node.name} is read after its memory was written", [value.node]
             )
         source, before = self._contents(value.source), value.new
         if view.is_same:
@@ -158,28 +163,28 @@ class _Functional:
         else:
             old = _source_argument(before)
             value.new = self.graph.node_copy(before, lambda n: source if n is old else n)
-        value.stamp = self.clock
+        value.time = self.now
         return value.new
 
     def _reader(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
-        """How a node's inputs are found: one that asks for a size needs no newer contents."""
-        if node.meta.get(TYPE) is None and not node.meta.get(PLACES):
+        """How a node's inputs are looked up: for a size the original contents are enough."""
+        if node.meta.get(TYPE) is None and not node.meta.get(LOCATIONS):
             return lambda n: self.values[n].new
         return self._read
 
     def _define(self, node: fx.Node, new: fx.Node) -> _Value:
-        """Let a new node stand for an original one, and note what it is a view of."""
-        storages = node.meta.get(MEMORY, frozenset())
-        value = _Value(node, new, self.clock, storages, place_of(node))
+        """Note that a new node has an original one's value, and what it is a view of."""
+        storages = node.meta.get(STORAGES, frozenset())
+        value = _Value(node, new, self.now, storages, location_of(node))
         self.values[node] = value
         view = view_of(node, self.root, lambda n: self.values[n].view)
         if view is not None:
             value.view = view
             value.source, value.base = self.values[view.source], self.values[view.base]
-        elif value.place is not None:
-            owner = self.owners.setdefault(value.place.storage, value)
+        elif value.location is not None:
+            owner = self.owners.setdefault(value.location.storage, value)
             if owner is not value:  # the same item of a tuple, picked twice
-                same = owner.place is not None and owner.place.same_elements(value.place)
+                same = owner.location is not None and owner.location.same_elements(value.location)
                 value.source = value.base = owner
                 value.view = View(owner.node, owner.node, is_same=same, is_pure=False)
         return value
@@ -187,30 +192,30 @@ class _Functional:
     # -- writing ------------------------------------------------------------------------------
 
     def _write(self, target: _Value, new: fx.Node, node: fx.Node) -> None:
-        """Let the target, and all that shares its memory, have new contents."""
+        """Give the target, and every value that shares its memory, new contents."""
         chain, below = [], target
         while below.base is not None:
             assert below.view is not None
             chain.append((below, below.base, self._contents(below.base)))
             below = below.base
-        self.clock += 1
-        target.new, target.stamp = new, self.clock
+        self.now += 1
+        target.new, target.time = new, self.now
         for value, base, contents in chain:
             view = value.view
             assert view is not None
             if view.is_same:
                 base.new = value.new
             elif view.call is None:
-                reason = f"{node.name} writes through {value.node.name}, a view of unknown form"
-                raise Entangled(reason, [node, value.node, base.node])
+                reason = f"{node.name} writes through {value.node.name}, an unknown kind of view"
+                raise NotFunctional(reason, [node, value.node, base.node])
             else:
                 base.new = self._with_view(contents, value.new, view.call, node, base.node)
-            base.stamp = self.clock
+            base.time = self.now
         for storage in target.storages:
-            self.written[storage] = self.clock
+            self.written[storage] = self.now
 
     def _with_view(
-        self, base: fx.Node, value: fx.Node, call: Call, node: fx.Node, like: fx.Node
+        self, base: fx.Node, value: fx.Node, call: ViewCall, node: fx.Node, like: fx.Node
     ) -> fx.Node:
         args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._read)
         rest = (args, kwargs, call.item) if call.item is not None else (args, kwargs)
@@ -221,20 +226,20 @@ class _Functional:
 
     def _operation(self, node: fx.Node) -> None:
         """An in-place function, method or operator."""
-        argument, twin = written_argument(node), twin_of(node)
+        argument, call = written_argument(node), out_of_place_call(node)
         target = self.values[argument] if argument is not None else None
-        if target is None or target.place is None or twin is None:
-            raise Entangled(f"{node.name} writes in place and has no out-of-place form", [node])
+        if target is None or target.location is None or call is None:
+            raise NotFunctional(f"{node.name} writes in place and has no out-of-place form", [node])
         if not node.meta.get(WRITES, frozenset()) <= target.storages:
-            raise Entangled(f"{node.name} writes into more than one tensor", [node])
-        if node.meta.get(STATE) and not target.storages <= self.state:
-            reason = f"{node.name} writes into state that {target.node.name} hands out"
-            raise Entangled(reason, [node, target.node])
-        args, kwargs = fx.node.map_arg((twin.args, dict(twin.kwargs)), self._read)
-        new = self.graph.create_node(twin.op, twin.function, args, kwargs)
+            raise NotFunctional(f"{node.name} writes into more than one tensor", [node])
+        if node.meta.get(WRITES_STATE) and not target.storages <= self.state:
+            reason = f"{node.name} writes to state that {target.node.name} returns"
+            raise NotFunctional(reason, [node, target.node])
+        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._read)
+        new = self.graph.create_node(call.op, call.function, args, kwargs)
         _describe(new, node, target.node)
-        after = place_of(node)
-        changes_shape = after is not None and after.layout != target.place.layout
+        after = location_of(node)
+        changes_shape = after is not None and after.layout != target.location.layout
         if changes_shape or node.target == "detach_":
             self._rename(node, target, new)
             return
@@ -249,26 +254,28 @@ class _Functional:
         self.values[node] = target
 
     def _rename(self, node: fx.Node, target: _Value, new: fx.Node) -> None:
-        """`y.unsqueeze_(0)`: the tensor is another view of its memory from here on."""
+        """`y.unsqueeze_(0)`: from here on the tensor is another view of its memory."""
         if "out" in node.kwargs or new.op != "call_method":
-            raise Entangled(f"{node.name} resizes a tensor in place", [node])
-        call = Call(str(new.target), node.args[1:], node.kwargs)
+            raise NotFunctional(f"{node.name} resizes a tensor in place", [node])
+        call = ViewCall(str(new.target), node.args[1:], node.kwargs)
         view = View(target.node, target.node, call)
-        value = _Value(node, new, self.clock, target.storages, place_of(node), target, target, view)
-        assert target.place is not None
+        value = _Value(
+            node, new, self.now, target.storages, location_of(node), target, target, view
+        )
+        assert target.location is not None
         for name, other in list(self.values.items()):
-            if other.place is not None and other.place.tensor == target.place.tensor:
+            if other.location is not None and other.location.tensor == target.location.tensor:
                 self.values[name] = value
         self.values[node] = value
 
     def _layer(self, node: fx.Node) -> None:
-        """A layer that is one call and writes into what it is given."""
+        """A leaf module that writes to its input."""
         module = self.root.get_submodule(str(node.target))
         targets = [n for n in node.all_input_nodes if _storages(n) & node.meta[WRITES]]
         target = self.values[targets[0]]
         in_torch = type(module).__module__.startswith("torch.nn") and not any(module.children())
-        mine, given = place_of(node), place_of(targets[0])
-        overwrites = mine is not None and given is not None and mine.same_elements(given)
+        result, given = location_of(node), location_of(targets[0])
+        overwrites = result is not None and given is not None and result.same_elements(given)
         if in_torch and works_in_place(module) and len(targets) == 1 and overwrites:
             self._write(target, self.graph.node_copy(node, self._read), node)
             self.values[node] = target
@@ -276,46 +283,43 @@ class _Functional:
         self._layer_on_copies(node, targets)
 
     def _layer_on_copies(self, node: fx.Node, targets: list[fx.Node]) -> None:
-        """Let a layer overwrite copies, if nobody reads what it has written but through it."""
+        """Let a layer overwrite copies, if only readers of its result see what it writes."""
         for member, value in self.values.items():
             late = [u for u in member.users if self.order[u] > self.order[node]]
-            if value.storages & node.meta[WRITES] and any(u.meta.get(PLACES) for u in late):
-                reason = f"{node.target} writes into {targets[0].name}, which is read afterwards"
-                raise Entangled(reason, [node, *late])
-        if node.meta.get(STATE) or self.state & node.meta[WRITES]:
-            raise Entangled(f"{node.target} writes into a buffer it is given", [node])
+            if value.storages & node.meta[WRITES] and any(u.meta.get(LOCATIONS) for u in late):
+                reason = f"{node.target} writes to {targets[0].name}, which is read afterwards"
+                raise NotFunctional(reason, [node, *late])
+        if node.meta.get(WRITES_STATE) or self.state & node.meta[WRITES]:
+            raise NotFunctional(f"{node.target} writes to a buffer that is its input", [node])
         copies: dict[fx.Node, fx.Node] = {}
         for target in targets:
             copies[target] = self.graph.call_method("clone", (self._read(target),))
             _describe(copies[target], node, target)
         new = self.graph.node_copy(node, lambda n: copies.get(n) or self._read(n))
-        value = _Value(node, new, self.clock, node.meta[MEMORY], place_of(node))
+        value = _Value(node, new, self.now, node.meta[STORAGES], location_of(node))
         self.values[node] = value
 
     # -- state --------------------------------------------------------------------------------
 
     def _attribute(self, node: fx.Node) -> None:
-        """A parameter or buffer; one that is written to is read once, before that."""
-        place = place_of(node)
-        if place is None or place.storage not in self.state:
+        """A parameter or buffer; one that is written is read once, before its first write."""
+        location = location_of(node)
+        if location is None or location.storage not in self.state:
             self._define(node, self.graph.node_copy(node))
             return
-        if place.storage in self.buffers:
-            owner = self.owners[place.storage]
-            if owner.place is None or not owner.place.same_elements(place):
-                reason = (
-                    f"the forward pass writes into {node.target}, which overlaps another buffer"
-                )
-                raise Entangled(reason, [node, *node.users])
+        if location.storage in self.buffers:
+            owner = self.owners[location.storage]
+            if owner.location is None or not owner.location.same_elements(location):
+                reason = f"the forward pass writes to {node.target}, which overlaps another buffer"
+                raise NotFunctional(reason, [node, *node.users])
             self.values[node] = owner
             return
-        self.buffers[place.storage] = self.graph.node_copy(node)
-        new = self.graph.call_function(read_buffer, (self.buffers[place.storage],))
+        self.buffers[location.storage] = self.graph.node_copy(node)
+        new = self.graph.call_function(read_buffer, (self.buffers[location.storage],))
         new.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE, VALUE)})
         self._define(node, new)
 
     def _store_buffers(self) -> None:
-        """Write the buffers' new contents."""
         for storage, buffer in self.buffers.items():
             given = self.assigned.get(storage)
             value = self._read(given) if given is not None else self._contents(self.owners[storage])
@@ -325,16 +329,16 @@ class _Functional:
             self._refuse_hidden_reads(buffer)
 
     def _refuse_hidden_reads(self, buffer: fx.Node) -> None:
-        """A layer that is one call would read the buffer at a time of its own."""
+        """Refuse leaf modules that read the buffer, perhaps before and perhaps after the write."""
         tensor = attribute(self.root, str(buffer.target))
         for node in self.original.find_nodes(op="call_module"):
             module = self.root.get_submodule(str(node.target))
             if any(tensor is held for held in (*module.parameters(), *module.buffers())):
-                reason = f"{buffer.target} is written to outside {node.target}, which reads it"
-                raise Entangled(reason, [node])
+                reason = f"{buffer.target} is written outside {node.target}, which reads it"
+                raise NotFunctional(reason, [node])
 
     def _batch_norm(self, node: fx.Node) -> None:
-        """`F.batch_norm`: its running statistics stand still while a branch is computed again."""
+        """`F.batch_norm` becomes `ops.batch_norm`: recomputation must not move its statistics."""
         names = ("input", "running_mean", "running_var", "weight", "bias", "training")
         given = dict(zip((*names, "momentum", "eps"), node.args, strict=False)) | dict(node.kwargs)
         order = ("input", "weight", "bias", "running_mean", "running_var")
@@ -346,17 +350,17 @@ class _Functional:
 
 
 def written_inputs(graph: fx.Graph) -> tuple[str, ...]:
-    """What is to be said of inputs that the model writes into."""
+    """Notes about inputs that the model writes to."""
     written = {s for node in graph.nodes for s in node.meta.get(WRITES, ())}
     return tuple(
-        f"the model writes into its input {node.target}; captured, it leaves the caller's as it is"
+        f"the model writes to its input {node.target}; the captured graph does not"
         for node in graph.find_nodes(op="placeholder")
         if _storages(node) & written
     )
 
 
 def _written_state(graph: fx.Graph) -> frozenset[int]:
-    """Storages of attributes that are written or assigned to, batch norms' statistics aside."""
+    """Storages of parameters and buffers that are written, batch norms' statistics aside."""
     state = {s for node in graph.find_nodes(op="get_attr") for s in _storages(node)}
     norms = (functional.batch_norm, batch_norm)
     writers = (n for n in graph.nodes if n.target not in norms)
@@ -364,8 +368,8 @@ def _written_state(graph: fx.Graph) -> frozenset[int]:
 
 
 def _storages(node: fx.Node) -> frozenset[int]:
-    found: frozenset[int] = node.meta.get(MEMORY, frozenset())
-    return found
+    storages: frozenset[int] = node.meta.get(STORAGES, frozenset())
+    return storages
 
 
 def _source_argument(node: fx.Node) -> fx.Node:
@@ -375,7 +379,7 @@ def _source_argument(node: fx.Node) -> fx.Node:
 
 
 def _describe(new: fx.Node, node: fx.Node, target: fx.Node) -> None:
-    """Carry over what is known: the result of a write has its target's type."""
+    """Copy a node's facts to a new one: the result of a write has its target's type."""
     new.meta.update({k: node.meta.get(k) for k in (PATH, SOURCE)})
     own = node.meta.get(TYPE)
     new.meta[TYPE] = own if own is not None and not is_structured(node) else target.meta.get(TYPE)
@@ -383,7 +387,7 @@ def _describe(new: fx.Node, node: fx.Node, target: fx.Node) -> None:
 
 
 def _sink_reads(graph: fx.Graph) -> None:
-    """Read buffers, and compute what depends on them alone, right before that is needed."""
+    """Move reads of buffers, and what depends on them alone, right before their first reader."""
     movable: dict[fx.Node, None] = {}
     for node in graph.nodes:
         inputs, is_call = node.all_input_nodes, node.op in ("call_function", "call_method")

@@ -1,63 +1,71 @@
-"""From what steered Python while tracing to guards: graphs from inputs to the deciding values."""
+"""Guards from what Python code has read while tracing, and from what `torch.export` has fixed.
+
+Each value that decided control flow becomes an output of a small graph, which computes it again
+from the inputs of a call. See `ir/guards.py` for the guards themselves.
+"""
 
 from __future__ import annotations
 
 import enum
 import operator
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from revcompile.compiler.capture.copies import copy_model, empty_like_on
 from revcompile.compiler.capture.example import Example
+from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.modes import flags_selected
-from revcompile.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
-from revcompile.ir import PATH
+from revcompile.ir.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
+from revcompile.ir.ops import op_name
+from revcompile.ir.types import PATH
 
 __all__ = [
-    "Reading",
-    "Record",
-    "Words",
-    "is_torch_code",
+    "ExpressionPrinter",
+    "PythonRead",
+    "ReadKind",
+    "exported_guards",
+    "free_dimensions",
     "make_guards",
-    "meta_copy",
     "needed_for",
     "size_guards",
 ]
 
 
-class Reading(enum.Enum):
-    """What Python was told of a value."""
+class ReadKind(enum.Enum):
+    """What Python code has read of a value."""
 
     VALUE = "value"
     LENGTH = "length"
     CONTENTS = "contents"
-    """The numbers in a tensor that is made from sizes alone."""
+    """The contents of a tensor that is computed from sizes alone."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """A value of the graph that was given to Python as a plain value."""
+class PythonRead:
+    """A value of the graph that Python code has read as a plain value."""
 
     node: fx.Node
     value: Any
-    reading: Reading
+    kind: ReadKind
     source: str
     by_torch: bool
-    """Was it torch's own code that asked?"""
+    """Was it torch's own code that read it?"""
 
 
-_PLACES: Final = frozenset(("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta"))
-"""Attributes that tell where a tensor is."""
+_DEVICE_ATTRIBUTES: Final = frozenset(
+    ("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")
+)
+"""Attributes that depend on a tensor's device alone."""
 
-_CHOOSES_KERNELS: Final = _PLACES | {"requires_grad", "is_nested", "is_sparse", "layout"}
-"""What torch's own layers look at to choose between kernels of one meaning."""
+_CHOOSES_KERNELS: Final = _DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is_sparse", "layout"}
+"""What torch's own layers read to choose between kernels that compute the same."""
 
 _INFIX: Final[dict[Any, str]] = {
     operator.add: "+",
@@ -80,29 +88,29 @@ _INFIX: Final[dict[Any, str]] = {
 _ARITIES: Final = frozenset(
     ("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit")
 )
-"""Functions that give as many tensors as a size says."""
+"""Functions whose number of results depends on a size."""
 
 
 def size_guards(
-    records: Iterable[Record], values: Mapping[fx.Node, Any], labels: Mapping[str, str]
+    reads: Iterable[PythonRead], values: Mapping[fx.Node, Any], labels: Mapping[str, str]
 ) -> tuple[SizeGuards, SizeGuards]:
     """Guards that need the inputs alone, and guards that need shapes inside the network.
 
     `values` are the nodes' values at the first batch size, `labels` the arguments' names as a
     user writes them.
     """
-    words, facts = Words(labels), dict[fx.Node, _Facts]()
+    printer, facts = ExpressionPrinter(labels), dict[fx.Node, _Facts]()
     for node in values:
         facts[node] = _facts(node, values, facts)
-    wanted: dict[tuple[str, str], tuple[Record, str]] = {}
-    for record in records:
-        if _is_needed(record, values[record.node], facts[record.node]):
-            text = words.of(record.node)
-            text = f"len({text})" if record.reading is Reading.LENGTH else text
-            wanted.setdefault((text, repr(record.value)), (record, text))
-    groups: tuple[list[tuple[Record, str]], ...] = ([], [])
-    for record, text in wanted.values():
-        groups[facts[record.node].looks_inside].append((record, text))
+    needed: dict[tuple[str, str], tuple[PythonRead, str]] = {}
+    for read in reads:
+        if _is_needed(read, values[read.node], facts[read.node]):
+            text = printer.show(read.node)
+            text = f"len({text})" if read.kind is ReadKind.LENGTH else text
+            needed.setdefault((text, repr(read.value)), (read, text))
+    groups: tuple[list[tuple[PythonRead, str]], ...] = ([], [])
+    for read, text in needed.values():
+        groups[facts[read.node].looks_inside].append((read, text))
     direct, derived = (_with_graph(group) for group in groups)
     return direct, derived
 
@@ -128,31 +136,30 @@ def _facts(node: fx.Node, values: Mapping[fx.Node, Any], known: Mapping[fx.Node,
     )
 
 
-def _is_needed(record: Record, value: Any, facts: _Facts) -> bool:
-    """Can the value be another one in another call of the same network?"""
-    if not facts.from_input or (record.by_torch and _CHOOSES_KERNELS & facts.attributes):
+def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
+    """Can the value differ in another call of the same network?"""
+    if not facts.from_input or (read.by_torch and _CHOOSES_KERNELS & facts.attributes):
         return False
-    if record.reading is not Reading.LENGTH or isinstance(value, torch.Tensor):
+    if read.kind is not ReadKind.LENGTH or isinstance(value, torch.Tensor):
         return True
-    name = str(getattr(record.node.target, "__name__", record.node.target))
-    return not tensors_in(value) or name in _ARITIES
+    return not tensors_in(value) or op_name(read.node) in _ARITIES
 
 
 def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes and everything they are computed from."""
-    open_ends = list(nodes)
-    needed = set(open_ends)
-    while open_ends:
-        for source in _sources(open_ends.pop()):
+    """The nodes and everything they are computed from."""
+    pending = list(nodes)
+    needed = set(pending)
+    while pending:
+        for source in _sources(pending.pop()):
             if source not in needed:
                 needed.add(source)
-                open_ends.append(source)
+                pending.append(source)
     return needed
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """What a node reads. Where a tensor is can be asked of any input of the model."""
-    if _attribute_read(node) in _PLACES:
+    """What a node reads. A device is read from the model's first input: all have the same."""
+    if _attribute_read(node) in _DEVICE_ATTRIBUTES:
         return [next(iter(node.graph.find_nodes(op="placeholder")))]
     return node.all_input_nodes
 
@@ -162,49 +169,49 @@ def _attribute_read(node: fx.Node) -> str | None:
     return str(node.args[1]) if is_read else None
 
 
-def _with_graph(group: list[tuple[Record, str]]) -> SizeGuards:
+def _with_graph(group: list[tuple[PythonRead, str]]) -> SizeGuards:
     if not group:
         return SizeGuards()
     origin = group[0][0].node.graph
-    needed = needed_for(record.node for record, _ in group)
+    needed = needed_for(read.node for read, _ in group)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in origin.nodes:
         if node.op == "placeholder":
             copies[node] = graph.placeholder(node.name)
         elif node in needed:
-            if _attribute_read(node) in _PLACES:
+            if _attribute_read(node) in _DEVICE_ATTRIBUTES:
                 source = copies[_sources(node)[0]]
                 copies[node] = graph.call_function(getattr, (source, node.args[1]))
                 copies[node].meta = dict(node.meta)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = []
-    for record, _ in group:
-        output = copies[record.node]
-        if record.reading is Reading.LENGTH:
+    for read, _ in group:
+        output = copies[read.node]
+        if read.kind is ReadKind.LENGTH:
             output = graph.call_function(len, (output,))
         outputs.append(output)
     graph.output(tuple(outputs))
     return SizeGuards(
-        tuple(SizeGuard(text, record.value, record.source) for record, text in group),
+        tuple(SizeGuard(text, read.value, read.source) for read, text in group),
         graph,
-        frozenset(i for i, (r, _) in enumerate(group) if r.reading is Reading.CONTENTS),
+        frozenset(i for i, (r, _) in enumerate(group) if r.kind is ReadKind.CONTENTS),
     )
 
 
-class Words:
-    """Nodes as a user would write them."""
+class ExpressionPrinter:
+    """Prints nodes as the user would write them."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
 
-    def of(self, value: Any, inner: bool = False) -> str:
+    def show(self, value: Any, inner: bool = False) -> str:
         """The expression of a node or a constant; `inner` ones get parentheses."""
         if isinstance(value, slice):
             bounds = [value.start, value.stop] + ([value.step] if value.step is not None else [])
-            return ":".join("" if b is None else self.of(b) for b in bounds)
+            return ":".join("" if b is None else self.show(b) for b in bounds)
         if isinstance(value, tuple):
-            return ", ".join(map(self.of, value))
+            return ", ".join(map(self.show, value))
         if not isinstance(value, fx.Node):
             return repr(value)
         if value.op == "placeholder":
@@ -214,7 +221,7 @@ class Words:
         if value.op == "call_module":
             return f"{value.target}(...)"
         if value.op == "call_method":
-            arguments = ", ".join(map(self.of, value.args[1:]))
+            arguments = ", ".join(map(self.show, value.args[1:]))
             return f"{self._operand(value.args[0])}.{value.target}({arguments})"
         return self._call(value, inner)
 
@@ -223,20 +230,18 @@ class Words:
         if node.target is getattr:
             return f"{self._operand(args[0])}.{args[1]}"
         if node.target is operator.getitem:
-            return f"{self._operand(args[0])}[{self.of(args[1])}]"
+            return f"{self._operand(args[0])}[{self.show(args[1])}]"
         if node.target in _INFIX:
-            text = f"{self.of(args[0], True)} {_INFIX[node.target]} {self.of(args[1], True)}"
+            text = f"{self.show(args[0], True)} {_INFIX[node.target]} {self.show(args[1], True)}"
             return f"({text})" if inner else text
-        name = getattr(node.target, "__name__", str(node.target))
-        return f"{name}({', '.join(self.of(a, False) for a in args)})"
+        return f"{op_name(node)}({', '.join(self.show(a, False) for a in args)})"
 
     def _operand(self, value: Any) -> str:
-        """What stands before a dot; a value deep in the network goes by its module's name."""
+        """What is before a dot; a value inside the network is shown with its module's path."""
         is_call = isinstance(value, fx.Node) and value.op in ("call_function", "call_method")
         if is_call and value.target not in (getattr, operator.getitem) and value.meta.get(PATH):
-            name = getattr(value.target, "__name__", str(value.target))
-            return f"{name}(...) [in {value.meta[PATH]}]"
-        return self.of(value, inner=True)
+            return f"{op_name(value)}(...) [in {value.meta[PATH]}]"
+        return self.show(value, inner=True)
 
 
 def make_guards(
@@ -248,47 +253,110 @@ def make_guards(
 ) -> Guards:
     """The guards of a capture from those of its two traces.
 
-    Where one graph serves both modes (`merged`), it asks modules for their mode as it runs, and
-    those flags are free; the mode of the whole model chooses between the graphs, or is free too.
+    Where one graph serves both modes (`merged`), it reads modules' `training` flags as it runs, and
+    those need no guard; nor does the flag of the whole model, which chooses between the graphs.
     """
-    free = {""} | (flags_selected(merged) if merged is not None else set())
+    unguarded = {""} | (flags_selected(merged) if merged is not None else set())
 
-    def kept(mode: ModeGuards) -> ModeGuards:
+    def without_modes(mode: ModeGuards) -> ModeGuards:
         return replace(
             mode,
             attributes=tuple(
-                g for g in mode.attributes if g.name != "training" or g.path not in free
+                g for g in mode.attributes if g.name != "training" or g.path not in unguarded
             ),
         )
 
     needs_skeleton = any(g.direct.graph or g.derived.graph for g in (train, evaluation))
     return Guards(
-        kept(train),
-        kept(evaluation),
+        without_modes(train),
+        without_modes(evaluation),
         skeleton=meta_copy(root) if needs_skeleton else None,
         seen=frozenset(input_types(example.tensors(which)) for which in (0, 1)),
     )
 
 
-_HOME: Final = (str(Path(__file__).parent), str(Path(torch.__path__[0], "fx")))
-_TORCH: Final = torch.__path__[0]
+# -- torch.export ---------------------------------------------------------------------------------
 
 
-def is_torch_code() -> bool:
-    """Is it torch's own code, not a user's, that runs now (tracers aside)?"""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOME):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_TORCH)
+def free_dimensions(example: Example, lengths_free: bool) -> list[dict[int, Any] | None]:
+    """For each leaf of the example, the dimensions that an export leaves free.
 
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """The model on the meta device: its structure and attributes, without any memory.
-
-    Tensors that are plain attributes are not copied, and stay what they are.
+    Those that grow with the batch must be; lengths of token inputs (sizes of integer inputs
+    beyond the first dimension) may be, where `lengths_free`.
     """
-    plain = (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor))
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in plain}
-    for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = empty_like_on(tensor, tensor.dtype, "meta")
-    return copy_model(model, memo)
+    tokens = (t for t in example.tensors(0) if not t.is_floating_point() and not t.is_complex())
+    lengths = {int(n) for t in tokens for n in t.shape[1:]} if lengths_free else set()
+    auto, dynamic = torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC
+    dimensions: list[dict[int, Any] | None] = []
+    for leaf, grown in zip(example.leaves, example.grown, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            dimensions.append(None)
+            continue
+        free: dict[int, Any] = {d: auto for d, n in enumerate(leaf.shape) if d and n in lengths}
+        sizes = enumerate(zip(leaf.shape, grown.shape, strict=True))
+        free |= {d: dynamic for d, (n, m) in sizes if n != m}
+        dimensions.append(free or None)
+    return dimensions
+
+
+def exported_guards(exported: fx.Graph, example: Example) -> SizeGuards:
+    """Sizes that an export took to be fixed, equal, or within bounds."""
+    given = [n.meta.get("val") for n in exported.find_nodes(op="placeholder")]
+    fakes = [fake for fake in given if isinstance(fake, torch.Tensor)]
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    inputs: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in example.names]
+    sizes: dict[Any, tuple[fx.Proxy, str]] = {}
+    conditions: list[tuple[str, Any, Any, str]] = []
+    for proxy, fake, label in zip(inputs, fakes, example.labels, strict=True):
+        for dim, size in enumerate(fake.shape):
+            text, now = f"{label}.shape[{dim}]", proxy.shape[dim]
+            expression = size.node.expr if isinstance(size, torch.SymInt) else None
+            if expression is None or expression.is_number:
+                conditions.append((text, now, int(size), "torch.export"))
+            elif isinstance(expression, sympy.Symbol) and expression not in sizes:
+                sizes[expression] = now, text
+            else:
+                conditions.append((text, now, expression, "torch.export"))
+    guards, outputs = [], []
+    for text, now, wanted, source in (*conditions, *_conditions(fakes)):
+        if isinstance(wanted, int):
+            outputs.append(now)
+            guards.append(SizeGuard(text, wanted, source))
+        elif wanted.free_symbols <= set(sizes):
+            value = _computed(wanted, sizes)
+            outputs.append(value if now is None else now == value)
+            shown = _shown(wanted, sizes)
+            guards.append(SizeGuard(shown if now is None else f"{text} == {shown}", True, source))
+    graph.output(tuple(getattr(o, "node", o) for o in outputs))
+    graph.eliminate_dead_code()
+    return SizeGuards(tuple(guards), graph) if guards else SizeGuards()
+
+
+def _conditions(fakes: Iterable[torch.Tensor]) -> Iterator[tuple[str, None, Any, str]]:
+    """Conditions on sizes that control flow depended on."""
+    symbolic: list[Any] = [n for f in fakes for n in f.shape if isinstance(n, torch.SymInt)]
+    if not symbolic:
+        return
+    environment, seen = symbolic[0].node.shape_env, set[Any]()
+    for guard in environment.guards:
+        expression = environment.replace(guard.expr)
+        if expression in seen or not isinstance(expression, sympy.Basic):
+            continue
+        seen.add(expression)
+        if expression is not sympy.true:
+            where = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+            line = f"{where.filename}:{where.lineno}" if hasattr(where, "filename") else str(where)
+            yield "", None, expression, line
+
+
+def _computed(expression: Any, sizes: dict[Any, tuple[fx.Proxy, str]]) -> Any:
+    values = {symbol: proxy for symbol, (proxy, _) in sizes.items()}
+    return sympy_interp(PythonReferenceAnalysis, values, expression)
+
+
+def _shown(expression: Any, sizes: dict[Any, tuple[fx.Proxy, str]]) -> str:
+    text = str(expression)
+    for symbol, (_, name) in sizes.items():
+        text = text.replace(str(symbol), name)
+    return text

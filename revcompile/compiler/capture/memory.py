@@ -1,48 +1,83 @@
-"""Which values of a traced graph share memory, where in it they lie, and which nodes write to it.
+"""Memory: which values of a traced graph share it, and which nodes write to it.
 
-Seen on the fake tensors while tracing, not guessed from names: an in-place layer, a dropout that
-returns its input in eval mode and `mask.div_(keep)` are all seen the same way.
+Observed on the fake tensors while tracing, not guessed from names: an in-place layer, a dropout
+that returns its input in eval mode and `mask.div_(keep)` are all seen the same way. The results are
+facts in `node.meta` (the keys below), which `functional.py` uses and removes. After that the only
+nodes that write are those that store a buffer's new contents, and layers that overwrite a value
+with no other reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.conv import _ConvNd
+
+from revcompile.ir.module_tree import NORMS, called_module
+from revcompile.ir.ops import op_name, store_buffer, writes_self
 
 __all__ = [
-    "MEMORY",
-    "PLACES",
-    "STATE",
+    "INPLACE_OPERATORS",
+    "LOCATIONS",
+    "NO_GRAD",
+    "STORAGES",
     "WRITES",
-    "Place",
+    "WRITES_STATE",
+    "Location",
+    "eliminate_dead_code",
+    "is_effect",
     "mark_state",
-    "record_places",
+    "overwrites_unshared",
     "tensors_in",
-    "watched_memory",
+    "watch_memory",
+    "works_in_place",
 ]
 
-MEMORY: Final = "revcompile_memory"
-"""`node.meta` key: the storages in which the node's value lies."""
+STORAGES: Final = "revcompile_storages"
+"""`node.meta` key: the storages of the tensors in the node's value."""
 
 WRITES: Final = "revcompile_writes"
-"""`node.meta` key: the storages the node writes into, of those its inputs lie in."""
+"""`node.meta` key: the storages of the node's inputs that the node writes to."""
 
-PLACES: Final = "revcompile_places"
-"""`node.meta` key: a `Place` for each tensor of the node's value, in the order of `tensors_in`."""
+LOCATIONS: Final = "revcompile_locations"
+"""`node.meta` key: a `Location` for each tensor of the node's value, in `tensors_in` order."""
 
+WRITES_STATE: Final = "revcompile_writes_state"
+"""`node.meta` key: does the node write to a parameter or a buffer?"""
 
-STATE: Final = "revcompile_state"
-"""`node.meta` key: of the memory a node writes into, is some a parameter's or buffer's?"""
+NO_GRAD: Final = "revcompile_no_grad"
+"""`node.meta` key: was the node traced while gradients were disabled?"""
+
+INPLACE_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod,
+    operator.ipow: operator.pow,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+    operator.ixor: operator.xor,
+    operator.ilshift: operator.lshift,
+    operator.irshift: operator.rshift,
+}
+
+_ASSERTIONS: Final = frozenset(("_assert", "_assert_scalar", "_assert_tensor_metadata"))
+
+_MAKE_NEW_MEMORY: Final = (_ConvNd, nn.Linear, *NORMS)
+"""Layers whose result never shares memory with their input."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies. Equal places read the same elements of the same storage.
+class Location:
+    """Where in memory a tensor is.
 
     `layout` has offset, shape and strides at both batch sizes; `tensor` tells tensor objects apart.
     """
@@ -52,10 +87,10 @@ class Place:
     dtype: torch.dtype
     tensor: int
 
-    def same_elements(self, other: Place) -> bool:
+    def same_elements(self, other: Location) -> bool:
         """Do both name the same elements, at every batch size?"""
-        mine, theirs = (self.storage, self.layout, self.dtype), other
-        return mine == (theirs.storage, theirs.layout, theirs.dtype)
+        own = self.storage, self.layout, self.dtype
+        return own == (other.storage, other.layout, other.dtype)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -71,34 +106,32 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)]
 
 
+# -- observing ------------------------------------------------------------------------------------
+
+
 @contextmanager
-def watched_memory(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[None]:
-    """Note which memory an evaluation of `node` writes into, and where its value lies."""
+def watch_memory(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[None]:
+    """Note which memory an evaluation of `node` writes to, and where its value is."""
     inputs = [t for source in node.all_input_nodes for t in tensors_in(values[source].first)]
     versions = [t._version for t in inputs]
     yield
     written = [t for t, version in zip(inputs, versions, strict=True) if t._version != version]
     node.meta[WRITES] = _storages(written)
-    record_places(node, values[node].first, values[node].second)
-
-
-def record_places(node: fx.Node, first: Any, second: Any) -> None:
-    """Note where a node's value lies, given it at both batch sizes."""
-    pairs = zip(tensors_in(first), tensors_in(second), strict=False)
-    node.meta[PLACES] = tuple(_place(a, b) for a, b in pairs if torch._C._has_storage(a))
-    node.meta[MEMORY] = frozenset(place.storage for place in node.meta[PLACES])
+    pairs = zip(tensors_in(values[node].first), tensors_in(values[node].second), strict=False)
+    node.meta[LOCATIONS] = tuple(_location(a, b) for a, b in pairs if torch._C._has_storage(a))
+    node.meta[STORAGES] = frozenset(location.storage for location in node.meta[LOCATIONS])
 
 
 def mark_state(graph: fx.Graph, root: nn.Module) -> None:
-    """Note which nodes write into parameters or buffers of the module that was traced."""
+    """Note which nodes write to parameters or buffers of the module that was traced."""
     state = _storages([*root.parameters(), *root.buffers()])
     for node in graph.nodes:
-        node.meta[STATE] = bool(state & node.meta.get(WRITES, frozenset()))
+        node.meta[WRITES_STATE] = bool(state & node.meta.get(WRITES, frozenset()))
 
 
-def _place(first: torch.Tensor, second: torch.Tensor) -> Place:
+def _location(first: torch.Tensor, second: torch.Tensor) -> Location:
     storage = first.untyped_storage()._cdata
-    return Place(storage, (*_layout(first), *_layout(second)), first.dtype, id(first))
+    return Location(storage, (*_layout(first), *_layout(second)), first.dtype, id(first))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -110,3 +143,47 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     with_storage = (t for t in tensors if torch._C._has_storage(t))
     return frozenset(t.untyped_storage()._cdata for t in with_storage)
+
+
+# -- nodes with effects ---------------------------------------------------------------------------
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Does the node write to one of its inputs?"""
+    if node.meta.get(WRITES):
+        return True
+    if node.op == "call_method":
+        return writes_self(str(node.target))
+    if node.op != "call_function":
+        return False
+    if node.target is store_buffer or node.target is operator.setitem:
+        return True
+    if getattr(node.target, "__module__", "") == "_operator":
+        return node.target in INPLACE_OPERATORS
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    name = str(getattr(node.target, "__name__", ""))
+    return writes_self(name) or bool(node.kwargs.get("inplace", False))
+
+
+def works_in_place(module: nn.Module) -> bool:
+    """Does the layer, or one inside it, have `inplace=True`?"""
+    return any(getattr(inner, "inplace", False) is True for inner in module.modules())
+
+
+def overwrites_unshared(node: fx.Node, root: nn.Module) -> bool:
+    """Is the layer's input new memory without other readers, so that it may be overwritten?"""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or len(source.users) > 1:
+        return False
+    return isinstance(called_module(source, root), _MAKE_NEW_MEMORY)
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Remove pure nodes without users, assertions, and parameters without readers."""
+    for node in reversed(list(graph.nodes)):
+        is_assertion = node.op == "call_function" and op_name(node) in _ASSERTIONS
+        is_needed = node.users or node.op in ("placeholder", "output", "call_module")
+        if is_assertion or not (is_needed or is_effect(node)):
+            graph.erase_node(node)

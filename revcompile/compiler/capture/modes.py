@@ -1,9 +1,8 @@
 """One graph for train and eval mode.
 
-Where the two traces have the same shape and differ in constants only (a dropout probability,
+Where the two traces have the same structure and differ in constants only (a dropout probability,
 `training=`), the constants become `select(block.training, train, eval)`, with the flag of the
-module whose forward made the node. Where they differ in
-structure (auxiliary heads) both graphs are kept.
+module whose forward made the node. If they differ in structure (auxiliary heads), two graphs stay.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.ir import PATH, SOURCE, TYPE
-from revcompile.ops import select
+from revcompile.ir.module_tree import child_path
+from revcompile.ir.ops import select
+from revcompile.ir.types import PATH, SOURCE, TYPE
 
 __all__ = ["first_difference", "flags_selected", "merge_modes"]
 
@@ -37,7 +37,7 @@ def merge_modes(
 
 
 def first_difference(train: fx.Graph, evaluation: fx.Graph) -> tuple[fx.Node, ...]:
-    """The first pair of nodes in which the structures of two traces part, or nothing."""
+    """The first pair of nodes in which the structures of two traces differ, or nothing."""
     twins: dict[fx.Node, fx.Node] = {}
     for a, b in zip(train.nodes, evaluation.nodes, strict=False):
         if a.op != b.op or a.target != b.target or not _same_inputs(a, b, twins):
@@ -58,7 +58,7 @@ def _same_inputs(a: fx.Node, b: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bo
 
 
 def _flatten(node: fx.Node) -> tuple[Any, list[Any]]:
-    """The nesting of a node's arguments, and what is at its ends."""
+    """The nesting of a node's arguments, and its leaves."""
     ends: list[Any] = []
 
     def take(end: Any) -> None:
@@ -73,14 +73,14 @@ def _arguments(node: fx.Node) -> Any:
 
 
 def _owner(path: str, readers: Collection[str]) -> str:
-    """The module whose flag has decided: the node's own, or the nearest around it that asked."""
+    """The module whose flag decided: the node's own, or the nearest one around it that read it."""
     while path and path not in readers:
         path = path.rpartition(".")[0]
     return path
 
 
 def flags_selected(graph: fx.Graph) -> set[str]:
-    """Paths of the modules whose mode the graph asks for when it runs."""
+    """Paths of the modules whose `training` flag the graph reads when it runs."""
     targets = (str(node.target) for node in graph.find_nodes(op="get_attr"))
     return {t.rpartition(".")[0] for t in targets if t.rpartition(".")[2] == "training"}
 
@@ -89,19 +89,20 @@ def _select_constants(
     graph: fx.Graph, node: fx.Node, other: fx.Node, readers: Collection[str]
 ) -> None:
     """Where `other` has another constant than `node`, choose between them at run time."""
-    theirs = iter(_flatten(other)[1])
+    others = iter(_flatten(other)[1])
 
-    def mixed(mine: Any) -> Any:
-        their = next(theirs)
-        if isinstance(mine, fx.Node) or (type(mine) is type(their) and mine == their):
-            return mine
+    def selected(train: Any) -> Any:
+        evaluation = next(others)
+        is_same = type(train) is type(evaluation) and train == evaluation
+        if isinstance(train, fx.Node) or is_same:
+            return train
         with graph.inserting_before(node):
             owner = _owner(node.meta.get(PATH) or "", readers)
-            flag = graph.create_node("get_attr", f"{owner}.training" if owner else "training")
-            chosen = graph.call_function(select, (flag, mine, their))
+            flag = graph.create_node("get_attr", child_path(owner, "training"))
+            chosen = graph.call_function(select, (flag, train, evaluation))
         for made in (flag, chosen):
             made.meta.update({TYPE: None, PATH: node.meta.get(PATH), SOURCE: node.meta.get(SOURCE)})
         return chosen
 
-    args, kwargs = fx.node.map_aggregate(_arguments(node), mixed)
+    args, kwargs = fx.node.map_aggregate(_arguments(node), selected)
     node.args, node.kwargs = args, kwargs

@@ -1,4 +1,4 @@
-"""What must be different in torch and Python while a model is being traced."""
+"""Functions of torch and Python that are replaced while a model is traced."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
-from revcompile.compiler.capture.blame import Unseen
-from revcompile.compiler.capture.guards import is_torch_code
-from revcompile.compiler.capture.proxy import (
-    ASSIGNED,
-    ShapedProxy,
-    ShapedTracer,
-    contains_proxy,
-)
+from revcompile.compiler.capture.proxy import ASSIGNED, ShapedProxy, ShapedTracer, contains_proxy
+from revcompile.compiler.capture.trace_errors import Unsupported, is_torch_code
 
-__all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched", "unseen_refused"]
+__all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched", "refuse_unsupported"]
 
 is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
-"""torch's own; while a model is traced, `torch.is_grad_enabled` reports who asks."""
+"""torch's own functions; while a model is traced, those of the module `torch` add guards."""
 
-AUTOCAST: Final = "an autocast region, which a graph cannot hold"
+AUTOCAST: Final = "an autocast region, which no graph can hold"
 
 _ALWAYS: Final = ("empty", "rand", "randint", "randn", "randperm")
 """Factories whose result may be random: never a constant."""
@@ -41,29 +35,29 @@ _FACTORIES: Final = (
 
 
 _FLAGS: Final = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
-"""Switches of torch that a forward pass may ask for."""
+"""Flags of torch that a forward pass may read."""
 
 _GENERATOR: Final = "_checkpoint_without_reentrant_generator"
-"""What `torch.utils.checkpoint` runs before and after the function; its name has variants."""
+"""The generator that `torch.utils.checkpoint` runs around the function; its name has variants."""
 
 
 @contextmanager
 def patched(tracer: ShapedTracer) -> Iterator[None]:
-    """Let proxies pass where plain tensors and numbers would, and stop what FX would lose."""
+    """Let proxies pass for tensors and numbers, and raise where FX would lose something."""
     replaced = [
         (builtins, "isinstance", _seen_instance(builtins.isinstance)),
         (torch.autograd.Function, "apply", _stop_at_custom_function(tracer)),
         (torch.autocast, "__init__", _stop_at_autocast(torch.autocast.__init__)),
         (transformer, "_detect_is_causal_mask", _never_causal),
         *((checkpoint, name, _no_checkpoint) for name in vars(checkpoint) if _GENERATOR in name),
-        *((torch, name, _recorder(tracer, name)) for name in _FACTORIES),
+        *((torch, name, _traced_factory(tracer, name)) for name in _FACTORIES),
         *((torch, name, _flag_reader(tracer, name)) for name in _FLAGS),
     ]
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     try:
-        logger.setLevel(logging.CRITICAL)  # a failed attempt is no news
+        logger.setLevel(logging.CRITICAL)  # attempts may fail
         for owner, name, replacement in replaced:
             setattr(owner, name, replacement)
         yield
@@ -74,7 +68,7 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
 
 
 def _seen_instance(is_instance: Callable[..., bool]) -> Callable[..., bool]:
-    """`isinstance` that takes a proxy for what it stands for."""
+    """`isinstance` that takes a proxy for the value it represents."""
 
     def seen(value: Any, classes: Any) -> bool:
         if is_instance(value, classes):
@@ -84,7 +78,7 @@ def _seen_instance(is_instance: Callable[..., bool]) -> Callable[..., bool]:
     return seen
 
 
-def _recorder(tracer: ShapedTracer, name: str) -> Callable[..., Any]:
+def _traced_factory(tracer: ShapedTracer, name: str) -> Callable[..., Any]:
     function, always = getattr(torch, name), name in _ALWAYS
 
     def factory(*args: Any, **kwargs: Any) -> Any:
@@ -122,8 +116,8 @@ def _stop_at_custom_function(tracer: ShapedTracer) -> Any:
 
 
 @contextmanager
-def unseen_refused() -> Iterator[None]:
-    """Stop where `torch.export` would follow a model into what its record does not show."""
+def refuse_unsupported() -> Iterator[None]:
+    """Raise where `torch.export` would trace into something that its graph does not show."""
     original = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,14 +126,14 @@ def unseen_refused() -> Iterator[None]:
             return function(*inputs)
         if cls.__module__.startswith("torch._"):  # how torch differentiates operators of its own
             return original.__get__(None, cls)(*args, **kwargs)
-        raise Unseen(
+        raise Unsupported(
             f"the custom autograd function {cls.__name__}, whose backward pass torch.export loses; "
-            "call it in a submodule of its own, which is kept as one piece"
+            "call it in a submodule of its own, which becomes a leaf module"
         )
 
     def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not is_torch_code():
-            raise Unseen(ASSIGNED.format("data"))
+            raise Unsupported(ASSIGNED.format("data"))
         data.__set__(tensor, value)
 
     data: Any = torch._C.TensorBase.data
@@ -162,12 +156,12 @@ def _stop_at_autocast(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _never_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether a mask is causal is a hint for speed, for which torch reads the mask's contents."""
+    """torch reads a mask's contents to see whether it is causal, which only makes it faster."""
     return is_causal is True
 
 
 def _no_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """A checkpoint saves memory and changes no value: the function inside is traced."""
+    """Checkpointing changes no value: the function inside is traced."""
     yield
 
 

@@ -1,4 +1,4 @@
-"""Only tensors and plain values travel: structured values are taken apart where they are computed.
+"""Structured values (tuples, dicts, dataclasses of tensors) are unpacked where they are computed.
 
     parts = x.chunk(2)                    parts = x.chunk(2)
     y = layer(x)                          first, second = parts[0], parts[1]
@@ -6,10 +6,9 @@
     w = torch.cat(parts)                  z = y + first
                                           w = torch.cat((first, second))
 
-A tuple, list, dict or dataclass that holds tensors is read by nobody but the items taken from it,
-right behind the node that computes it. Whoever reads an item reads the tensor itself, and whoever
-reads all of it is given it put together again. So every value that passes from one segment or stage
-to another is a tensor, which has a gradient of its own, or a plain value, which has none.
+Its items become nodes right behind the node that computes it. A reader of one item then reads the
+tensor itself; a reader of the whole gets it rebuilt from the items. So every value that passes from
+one segment or stage to another is a tensor, which has a gradient of its own, or a plain value.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from torch import fx
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.memory import tensors_in
+from revcompile.compiler.capture.memory import NO_GRAD, tensors_in
 from revcompile.compiler.capture.proxy import ShapedProxy
-from revcompile.compiler.capture.tidy import NO_GRAD
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE, TensorType
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
 
 __all__ = [
     "STRUCTURE",
     "Structure",
     "expanded",
-    "refuse_what_cannot_be_taken_apart",
+    "refuse_hidden_tensors",
     "structure_of",
     "unpack_structures",
 ]
@@ -43,7 +41,7 @@ __all__ = [
 STRUCTURE: Final = "revcompile_structure"
 """`node.meta` key: the node's `Structure`, or None for a tensor or a plain value."""
 
-_CHANGES: Final = frozenset(
+_MUTATORS: Final = frozenset(
     [
         *("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "sort"),
         *("setdefault", "update", "__setitem__", "__delitem__", "move_to_end"),
@@ -56,7 +54,7 @@ _VIEWS_OF_DICTS: Final[tuple[type, ...]] = (type({}.items()), type({}.values()))
 
 @dataclass(frozen=True)
 class Structure:
-    """How a value is made up: its class, and the key, index or name of each item."""
+    """A nested value without its tensors: its class, and the key, index or name of each item."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -75,7 +73,7 @@ class Structure:
 
 
 def structure_of(value: Any) -> Structure | None:
-    """How a value that holds tensors is made up; None for a tensor or a plain value."""
+    """The structure of a value that holds tensors; None for a tensor or a plain value."""
     items = _items(value)
     if items is None or not tensors_in(value):
         return None
@@ -93,23 +91,23 @@ def _items(value: Any) -> dict[Any, Any] | None:
 # -- while tracing --------------------------------------------------------------------------------
 
 
-def refuse_what_cannot_be_taken_apart(node: fx.Node, value: Any) -> None:
+def refuse_hidden_tensors(node: fx.Node, value: Any) -> None:
     """Raise for a value, or a use of one, that would hide tensors from the graph."""
     is_known = isinstance(value, torch.Tensor) or structure_of(value) is not None
     if not is_known and _hidden_tensors(value):
         raise TraceError(
-            f"a {type(value).__name__} that holds tensors is made, which no graph can follow; "
+            f"a {type(value).__name__} that holds tensors, which no graph can follow; "
             "tuples, lists, dicts and dataclasses of tensors are fine"
         )
     first = node.args[0] if node.args else None
     changed = first.meta.get(STRUCTURE) if isinstance(first, fx.Node) else None
-    changes = node.op == "call_method" and node.target in _CHANGES
-    if changed and (changes or node.target in (operator.setitem, operator.delitem)):
+    mutates = node.op == "call_method" and node.target in _MUTATORS
+    if changed and (mutates or node.target in (operator.setitem, operator.delitem)):
         raise TraceError(f"a {changed.kind.__name__} of tensors is changed in place")
     for source in node.all_input_nodes:
         structure = source.meta.get(STRUCTURE)
         if structure and not structure.is_rebuilt and not _is_item(node):
-            raise TraceError(f"a {structure.kind.__name__} is handed on as a whole")
+            raise TraceError(f"a {structure.kind.__name__} of tensors is passed on as a whole")
 
 
 def _hidden_tensors(value: Any, depth: int = 3) -> bool:
@@ -139,12 +137,12 @@ def expanded(value: Any) -> Any:
         if structure is None:
             return leaf
         take = getattr if structure.by_name else operator.getitem
-        return _put_together(structure, [expand(take(leaf, key)) for key in structure.keys])
+        return _rebuilt(structure, [expand(take(leaf, key)) for key in structure.keys])
 
     return pytree.tree_map(expand, value)
 
 
-def _put_together(structure: Structure, items: list[Any]) -> Any:
+def _rebuilt(structure: Structure, items: list[Any]) -> Any:
     kind = structure.kind
     if structure.by_name:
         return _record(kind, dict(zip(structure.keys, items, strict=True)))
@@ -166,7 +164,7 @@ def _record(kind: type, values: dict[str, Any]) -> Any:
 
 @functools.cache
 def _fields_of(kind: type) -> type:
-    """A class of its own for each dataclass: flattened by field, put together as the dataclass.
+    """For each dataclass a class that pytree flattens by field and rebuilds as the dataclass.
 
     The user's class itself is not registered with pytree: that would change what other code does
     with it.
@@ -193,22 +191,22 @@ def _fields_of(kind: type) -> type:
 
 
 def unpack_structures(graph: fx.Graph) -> None:
-    """Take every structured value apart behind its producer, and let readers read the items."""
+    """Unpack every structured value behind its producer, and let readers read the items."""
     parts: dict[fx.Node, _Parts] = {}
     for node in list(graph.nodes):
         source = node.args[0] if _is_item(node) else None
         if isinstance(source, fx.Node) and source in parts:
-            found = parts[source].pick(node.args[1])
-            if isinstance(found, _Parts):
-                parts[node] = found
-            elif found is not None and found is not node and node not in found.all_input_nodes:
-                node.replace_all_uses_with(found)
-            if found is not None:
+            item = parts[source].pick(node.args[1])
+            if isinstance(item, _Parts):
+                parts[node] = item
+            elif item is not None and item is not node and node not in item.all_input_nodes:
+                node.replace_all_uses_with(item)
+            if item is not None:
                 continue
-        _give_whole(node, parts)
+        _rebuild_arguments(node, parts)
         structure = node.meta.get(STRUCTURE)
         if structure is not None:
-            parts[node] = _taken_apart(graph, node, structure)
+            parts[node] = _unpacked(graph, node, structure)
     _erase_unread_items(graph)
 
 
@@ -219,8 +217,8 @@ def _is_item(node: fx.Node) -> bool:
     return isinstance(node.args[1], (int, str, slice)) and not isinstance(node.args[1], bool)
 
 
-def _give_whole(node: fx.Node, parts: Mapping[fx.Node, _Parts]) -> None:
-    """Write the items of structured arguments out where the node reads them."""
+def _rebuild_arguments(node: fx.Node, parts: Mapping[fx.Node, _Parts]) -> None:
+    """Replace structured arguments of a node by tuples and dicts of their items."""
 
     def given(source: fx.Node) -> Any:
         return parts[source].whole() if source in parts else source
@@ -229,24 +227,24 @@ def _give_whole(node: fx.Node, parts: Mapping[fx.Node, _Parts]) -> None:
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), given)
 
 
-def _taken_apart(graph: fx.Graph, producer: fx.Node, structure: Structure) -> _Parts:
-    """Nodes for all items, behind their producer; those there are already come there."""
-    there: dict[Any, fx.Node] = {}
+def _unpacked(graph: fx.Graph, producer: fx.Node, structure: Structure) -> _Parts:
+    """Nodes for all items, right behind their producer; existing ones are moved there."""
+    existing: dict[Any, fx.Node] = {}
     for user in producer.users:
         if _is_item(user) and user.args[0] is producer:
-            there.setdefault(structure_key(structure, user.args[1]), user)
+            existing.setdefault(structure_key(structure, user.args[1]), user)
     items: dict[Any, fx.Node | _Parts] = {}
     last = producer
     for key, inner in zip(structure.keys, structure.items, strict=True):
-        item = there.get(key)
+        item = existing.get(key)
         if item is None:
             item = _new_item(graph, producer, structure, key)
         last.append(item)
         last = item
         item.meta[STRUCTURE] = inner
         if inner is not None:
-            found = _taken_apart(graph, item, inner)
-            items[key], last = found, _last(found, item)
+            nested = _unpacked(graph, item, inner)
+            items[key], last = nested, _last(nested, item)
         else:
             items[key] = last = _detached(graph, producer, item)
     return _Parts(structure, items)
@@ -273,7 +271,7 @@ def _detached(graph: fx.Graph, producer: fx.Node, item: fx.Node) -> fx.Node:
 
 
 def _last(parts: _Parts, default: fx.Node) -> fx.Node:
-    """The last node of nodes in a row."""
+    """The last node among the items."""
     item = [*parts.items.values(), default][max(len(parts.items) - 1, 0)]
     return _last(item, default) if isinstance(item, _Parts) else item
 
@@ -310,7 +308,7 @@ class _Parts:
         return _Parts(Structure(kind, tuple(range(len(items))), inner), dict(enumerate(items)))
 
     def whole(self) -> Any:
-        """The value put together again, as an argument of a node."""
+        """The value rebuilt from its items, as an argument of a node."""
         items = [i.whole() if isinstance(i, _Parts) else i for i in self.items.values()]
         kind = self.structure.kind
         if kind is dict:

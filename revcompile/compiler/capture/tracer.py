@@ -1,12 +1,12 @@
 """An FX tracer that knows shapes while it traces.
 
-Every node is evaluated on fake tensors as it is made, at two batch sizes (see `proxy.py`). That
-opens modules plain FX tracing must treat as leaves. A module that resists all the same is kept
-as one call, and tracing goes on behind it.
+Every node is evaluated on fake tensors as it is made, at two batch sizes (see `proxy.py`), so that
+many modules can be traced that are leaf modules for plain FX. A module that cannot be traced all
+the same becomes a leaf module, and tracing goes on behind it.
 
 What FX would drop silently is caught here: `no_grad` regions become `detach`; autocast regions,
-custom autograd functions, reassigned buffers and counters make their module a leaf; random
-numbers from outside torch are refused. What steered Python on the way becomes guards.
+custom autograd functions, reassigned buffers and counters make their module a leaf module; random
+numbers from outside torch are refused. Values that decided Python's control flow become guards.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -23,116 +22,62 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.attributes import AttributeLog, attributes_logged, state_of
-from revcompile.compiler.capture.blame import (
-    PythonState,
-    Refused,
-    Unrecorded,
-    Untraceable,
-    blame,
-    user_line,
-)
-from revcompile.compiler.capture.copies import attributes_kept, fake_copy
-from revcompile.compiler.capture.decisions import DECIDES, Watch
-from revcompile.compiler.capture.evaluate import NEEDS_DATA, fold, run_on_data
+from revcompile.compiler.capture.attributes import AttributeLog, state_of
+from revcompile.compiler.capture.decisions import DECIDES, DecisionWatch
 from revcompile.compiler.capture.example import Example
-from revcompile.compiler.capture.guards import Reading, Record, is_torch_code, size_guards
-from revcompile.compiler.capture.leaves import is_leaf
-from revcompile.compiler.capture.memory import (
-    MEMORY,
-    WRITES,
-    mark_state,
-    tensors_in,
-    watched_memory,
-)
-from revcompile.compiler.capture.patches import (
-    AUTOCAST,
-    autocast_state,
-    is_grad_enabled,
-    patched,
-)
-from revcompile.compiler.capture.proxy import (
-    ShapedProxy,
-    ShapedTracer,
+from revcompile.compiler.capture.fake_values import (
+    NEEDS_DATA,
     Values,
+    fold,
+    run_on_data,
     size_of_values,
     type_of_values,
 )
-from revcompile.compiler.capture.rng import foreign_state, rng_kept
+from revcompile.compiler.capture.guards import PythonRead, ReadKind, size_guards
+from revcompile.compiler.capture.isolation import (
+    foreign_rng_state,
+)
+from revcompile.compiler.capture.leaf_modules import is_leaf
+from revcompile.compiler.capture.memory import (
+    NO_GRAD,
+    STORAGES,
+    WRITES,
+    tensors_in,
+    watch_memory,
+)
+from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled
+from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer
 from revcompile.compiler.capture.structures import (
     STRUCTURE,
     expanded,
-    refuse_what_cannot_be_taken_apart,
+    refuse_hidden_tensors,
     structure_of,
 )
-from revcompile.compiler.capture.tidy import NO_GRAD, detach_no_grad, tidy
-from revcompile.guards import FlagGuard, ModeGuards
-from revcompile.ir import PATH, SOURCE, TYPE, VALUE
-from revcompile.ops import attribute, store_buffer
+from revcompile.compiler.capture.trace_errors import (
+    PythonState,
+    Rejected,
+    Untraceable,
+    UntracedEffect,
+    describe_failure,
+    is_torch_code,
+    user_line,
+)
+from revcompile.ir.guards import FlagGuard, ModeGuards
+from revcompile.ir.module_tree import called_module, child_path
+from revcompile.ir.ops import attribute, store_buffer
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
-__all__ = ["Traced", "Untraceable", "fake_copy", "size_of_values", "trace", "type_of_values"]
+__all__ = ["CONSTANT_PREFIX", "Tracer"]
 
+CONSTANT_PREFIX: Final = "revcompile_constant_"
+"""How the names of constants begin that tracing registers as buffers."""
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """The raw graph of one mode, its output structure, and what was met on the way.
+class Tracer(ShapedTracer):
+    """Traces one model in the mode that it is in, see `fx_frontend.trace`."""
 
-    `constants` are tensors the graph reads that are neither parameters nor buffers; `resisted`
-    says why modules were kept as one piece; `draws` are the lines of random numbers that decide
-    nothing and were left out; `left` are attributes in which tensors were left for others;
-    `stateful` are modules kept as one piece because their next call computes something else.
-    """
-
-    graph: fx.Graph
-    out_spec: pytree.TreeSpec
-    constants: dict[str, Any]
-    resisted: dict[str, str]
-    guards: ModeGuards
-    draws: frozenset[str]
-    left: frozenset[tuple[str, str, Any]]
-    stateful: frozenset[str]
-
-
-def trace(
-    fake: nn.Module,
-    model: nn.Module,
-    example: Example,
-    mode: FakeTensorMode,
-    leaf_paths: Iterable[str] = (),
-    constants: dict[str, torch.Tensor] | None = None,
-) -> Traced:
-    """Trace a fake copy of a model as it is, in train or eval mode.
-
-    `constants` collects tensors found on the way; pass the same dict for both modes, and equal
-    constants get equal names.
-    """
-    constants = {} if constants is None else constants
-    tracer = _Tracer(model, example, mode, frozenset(leaf_paths), constants)
-    with rng_kept(), attributes_kept(fake) as tracer.restore, torch.enable_grad():
-        try:
-            with attributes_logged(tracer.log), patched(tracer):
-                graph = tracer.trace(fake)
-        except Exception as error:
-            raise (tracer.failure or blame("", error)) from error
-        reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
-        attributes = {name: attribute(fake, name) for name in reads}
-    state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
-    guards = tracer.guards()
-    tidy(graph)
-    mark_state(graph, fake)
-    detach_no_grad(graph)
-    assert tracer.out_spec is not None
-    found = {name: value for name, value in attributes.items() if name not in state}
-    draws = frozenset(tracer.draws)
-    left = frozenset(tracer.left)
-    stateful = frozenset(tracer.stateful)
-    return Traced(graph, tracer.out_spec, found, tracer.resisted, guards, draws, left, stateful)
-
-
-class _Tracer(ShapedTracer):
     proxy_buffer_attributes = True
 
     def __init__(
@@ -147,35 +92,35 @@ class _Tracer(ShapedTracer):
         self.values = {}
         self.evaluating = False
         self.failure: Untraceable | None = None
-        self.resisted: dict[str, str] = {}
+        self.untraceable: dict[str, str] = {}
         self.stateful: set[str] = set()
         self.out_spec: pytree.TreeSpec | None = None
         self.restore: Callable[[nn.Module], None] = lambda module: None
         self.log = AttributeLog(paused=lambda: self.evaluating)
         self.draws: set[str] = set()
-        self.left: set[tuple[str, str, Any]] = set()
-        self._records: list[Record] = []
+        self.leaked: set[tuple[str, str, Any]] = set()
+        self._reads: list[PythonRead] = []
         self._flags: list[FlagGuard] = []
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
         self._path = ""
         self._autocast = autocast_state()
-        self._foreign = foreign_state()
+        self._foreign_rng = foreign_rng_state()
         self._attribute_proxies: dict[str, fx.Proxy] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._stored: set[str] = set()
 
-    # -- what steers Python -------------------------------------------------------------------
+    # -- what decides Python's control flow ---------------------------------------------------
 
-    def guard(self, node: fx.Node, value: Any, reading: Reading) -> None:
+    def guard(self, node: fx.Node, value: Any, reading: ReadKind) -> None:
         if not self.evaluating:
-            self._records.append(Record(node, value, reading, user_line(), is_torch_code()))
+            self._reads.append(PythonRead(node, value, reading, user_line(), is_torch_code()))
 
     def leave_out(self, draw: fx.Node) -> None:
         self.draws.add(draw.meta[SOURCE])
 
     def flag(self, name: str, args: tuple[Any, ...], value: Any) -> None:
-        """Remember that Python was told a switch of torch; a module that asks is kept whole."""
+        """Note that Python has read a flag of torch; a submodule that does becomes a leaf."""
         if self.evaluating or is_torch_code():
             return
         guard = FlagGuard(name, args, value, user_line())
@@ -184,10 +129,10 @@ class _Tracer(ShapedTracer):
         self._flags.append(guard)
 
     def guards(self) -> ModeGuards:
-        """Everything that has steered Python, as conditions on later calls."""
+        """All values that Python has read, as conditions on later calls."""
         firsts = {node: values.first for node, values in self.values.items()}
         labels = dict(zip(self._example.names, self._example.labels, strict=True))
-        direct, derived = size_guards(self._records, firsts, labels)
+        direct, derived = size_guards(self._reads, firsts, labels)
         paths = {module: path for path, module in self.root.named_modules()}
         return ModeGuards(
             direct,
@@ -210,7 +155,7 @@ class _Tracer(ShapedTracer):
                 self._mode.from_tensor(leaves[place].detach())
                 for leaves in (example.leaves, example.grown)
             )
-            with watched_memory(proxy.node, self.values):
+            with watch_memory(proxy.node, self.values):
                 self._learn(proxy.node, first, second)
             flat[place] = proxy
 
@@ -238,16 +183,18 @@ class _Tracer(ShapedTracer):
         try:
             return super().create_arg(a)
         except NotImplementedError:
-            raise TraceError(f"a {type(a).__name__} is handed on, which no graph holds") from None
+            raise TraceError(
+                f"a {type(a).__name__} is an argument, which no graph can hold"
+            ) from None
 
     def _constant(self, tensor: torch.Tensor) -> str:
-        """The name of a tensor the model made from nothing: equal ones share it."""
+        """The name of a constant that the model has made: equal tensors share it."""
         if isinstance(tensor, FakeTensor):
             raise TraceError("a tensor made outside the graph")
         same = (n for n, c in self._constants.items() if c.dtype == tensor.dtype)
         name = next((n for n in same if torch.equal(self._constants[n], tensor)), None)
         if name is None:
-            name = f"revcompile_constant_{len(self._constants)}"
+            name = f"{CONSTANT_PREFIX}{len(self._constants)}"
             self._constants[name] = tensor
         setattr(self.root, name, tensor)
         return name
@@ -258,14 +205,14 @@ class _Tracer(ShapedTracer):
         path = None if self.evaluating else (self.submodule_paths or {}).get(m)
         if not path:  # the model itself, or a module that is not registered
             return forward(*args, **kwargs)
-        self._refuse_foreign_numbers()
+        self._refuse_foreign_rng()
         outer, self._path = self._path, path
         try:
             if self._path in self._leaf_paths or is_leaf(m):
                 return self.create_proxy("call_module", self._path, args, kwargs)
             return self._descend(m, forward, args, kwargs)
         except Exception as error:
-            self.failure = self.failure or blame(self._path, error)
+            self.failure = self.failure or describe_failure(self._path, error)
             raise
         finally:
             self._path = outer
@@ -273,34 +220,36 @@ class _Tracer(ShapedTracer):
     def _descend(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Trace into a module; if it resists, forget the attempt and keep it as one call."""
+        """Trace into a module; if that fails, undo the attempt and make it a leaf module."""
         path, mark = self._path, self._mark()
         generator = torch.get_rng_state()
         try:
             return self._watched(module, forward, args, kwargs)
-        except Refused:
+        except Rejected:
             raise
         except Exception as error:
-            failure = self.failure = self.failure or blame(path, error)
+            failure = self.failure = self.failure or describe_failure(path, error)
             self._roll_back(mark)
             self.restore(module)
             torch.set_rng_state(generator)
             proxy = self.create_proxy("call_module", path, args, kwargs)
-            within = f"{path}."
-            self.resisted = {p: r for p, r in self.resisted.items() if not p.startswith(within)}
-            self.resisted[path] = failure.cause
+            inside = f"{path}."
+            self.untraceable = {
+                p: cause for p, cause in self.untraceable.items() if not p.startswith(inside)
+            }
+            self.untraceable[path] = failure.cause
             if failure.has_state:
                 self.stateful.add(path)
             return proxy
 
     def _mark(self) -> tuple[fx.Node, int, int, int]:
-        """How far the trace has come."""
+        """The current end of the trace, to roll back to."""
         last = next(iter(reversed(self.graph.nodes)))
-        return last, len(self._records), len(self.log.events), len(self._flags)
+        return last, len(self._reads), len(self.log.events), len(self._flags)
 
     def _roll_back(self, mark: tuple[fx.Node, int, int, int]) -> None:
-        last, records, events, flags = mark
-        del self._records[records:], self.log.events[events:], self._flags[flags:]
+        last, reads, events, flags = mark
+        del self._reads[reads:], self.log.events[events:], self._flags[flags:]
         for node in list(reversed(self.graph.nodes)):
             if node is last:
                 break
@@ -313,21 +262,21 @@ class _Tracer(ShapedTracer):
     def _watched(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a forward, and stop if it did something that leaves no trace in the graph."""
+        """Call a forward, and raise if it had an effect that is not in the graph."""
         buffers, state, generator = dict(module._buffers), state_of(module), torch.get_rng_state()
         start = len(self.log.events)
         result = forward(*args, **kwargs)
-        self._refuse_foreign_numbers()
+        self._refuse_foreign_rng()
         if not torch.equal(generator, torch.get_rng_state()):
-            raise Unrecorded("random numbers drawn outside the graph", module)
+            raise UntracedEffect("random numbers drawn outside the graph", module)
         for name, old in buffers.items():
             new = module._buffers.get(name)
             if new is not old and _fake_value(new) is not _fake_value(old):
                 self._store_buffer(module, name, new)
         elsewhere = [(m, n) for m, n in self.log.overwritten(start) if m is not module]
         if elsewhere or state_of(module) != state:
-            self._note_left(module)
-            # once: a size that is remembered; twice: a counter
+            self._note_leaked(module)
+            # A cached value changes in the first call only, a counter in the second call too.
             mark, state = self._mark(), state_of(module)
             others = {m: state_of(m) for m, _ in elsewhere}
             forward(*args, **kwargs)
@@ -338,16 +287,16 @@ class _Tracer(ShapedTracer):
                 raise PythonState(f"the forward pass counts in {what}", module)
         return result
 
-    def _note_left(self, module: nn.Module) -> None:
-        """Remember attributes that hold tensors computed from the inputs or from parameters."""
+    def _note_leaked(self, module: nn.Module) -> None:
+        """Note attributes that hold tensors computed from the inputs or from parameters."""
         for name, value in vars(module).items():
             entries = value.items() if type(value) is dict else [(None, value)]
             for key, held in entries:
                 if type(held) is ShapedProxy and self._is_computed(held.node):
-                    self.left.add((self._path, name, key))
+                    self.leaked.add((self._path, name, key))
 
     def _is_computed(self, node: fx.Node) -> bool:
-        """Is a value made from numbers of the inputs or of parameters, not from sizes alone?"""
+        """Is a value computed from inputs or parameters, not from sizes alone?"""
         open_ends, seen = [node], set[fx.Node]()
         while open_ends:
             source = open_ends.pop()
@@ -361,9 +310,9 @@ class _Tracer(ShapedTracer):
         return False
 
     def _counted(self, module: nn.Module, state: dict[str, Any], since: int) -> list[str]:
-        """Attributes that are different after every call, if that can be seen in the next one.
+        """Attributes that differ after every call, and that the next call reads.
 
-        A tensor that is only left behind for others to look at changes as well.
+        A tensor that is only stored for the user differs after every call as well.
         """
         now = state_of(module)
         changed = [name for name in now if name in state and now[name] != state[name]]
@@ -378,7 +327,7 @@ class _Tracer(ShapedTracer):
         written: Iterable[tuple[nn.Module, str]],
         states: dict[nn.Module, dict[str, Any]],
     ) -> list[str]:
-        """Plain attributes of other modules that are different after every call, in words."""
+        """Plain attributes of other modules that differ after every call, in words."""
         paths = self.submodule_paths or {}
         return [
             f"the attribute {name!r} of {paths.get(module) or type(module).__name__}"
@@ -388,30 +337,29 @@ class _Tracer(ShapedTracer):
         ]
 
     def _store_buffer(self, module: nn.Module, name: str, value: Any) -> None:
-        """Record the assignment to a buffer, or have the module that makes it kept as one call."""
-        path = f"{self._path}.{name}" if self._path else name
+        """Trace the assignment to a buffer; a childless module that makes it becomes a leaf."""
+        path = child_path(self._path, name)
         self._stored.add(path)
         can_be_leaf = self._path and not any(module.children())
         if can_be_leaf or type(value) is not ShapedProxy:
-            raise Unrecorded(f"the forward pass assigns to its buffer {name!r}", module)
+            raise UntracedEffect(f"the forward pass assigns to its buffer {name!r}", module)
         buffer = self.create_proxy("get_attr", path, (), {})
         if value.node.meta[TYPE] != buffer.node.meta[TYPE]:
-            raise Unrecorded(f"its buffer {name!r} changes its shape or type", module)
+            raise UntracedEffect(f"its buffer {name!r} changes its shape or type", module)
         self.create_proxy("call_function", store_buffer, (buffer, value), {})
 
     def _store_others_buffers(self) -> None:
-        """Record assignments to buffers of modules other than the one whose forward made them."""
+        """Trace assignments to buffers of modules other than the one whose forward made them."""
         for path, module in self.root.named_modules():
             for name, value in module._buffers.items():
-                full = f"{path}.{name}" if path else name
-                if type(value) is ShapedProxy and full not in self._stored:
+                if type(value) is ShapedProxy and child_path(path, name) not in self._stored:
                     self._path = path
                     self._store_buffer(module, name, value)
         self._path = ""
 
-    def _refuse_foreign_numbers(self) -> None:
-        if foreign_state() != self._foreign:
-            raise Refused(
+    def _refuse_foreign_rng(self) -> None:
+        if foreign_rng_state() != self._foreign_rng:
+            raise Rejected(
                 "the forward pass draws from the random module of Python or NumPy, which a graph "
                 "would freeze; draw from torch instead, in a submodule of its own",
                 self.root.get_submodule(self._path),
@@ -430,18 +378,18 @@ class _Tracer(ShapedTracer):
             raise TraceError(AUTOCAST)
         if kind == "call_function" and args[0] in _DIFFERENTIATING:
             raise TraceError(
-                "torch.autograd.grad inside the forward pass, which no graph holds; put it into a "
-                "submodule of its own, under torch.enable_grad(), which is kept as one piece"
+                "torch.autograd.grad inside the forward pass, which no graph can hold; put it into "
+                "a submodule of its own, under torch.enable_grad(), which becomes a leaf module"
             )
         node = super().create_node(kind, *args, **kwargs)
         node.meta.update({PATH: self._path, SOURCE: user_line(), TYPE: None, VALUE: None})
         node.meta[NO_GRAD] = not is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
-                with watched_memory(node, self.values):
+                with watch_memory(node, self.values):
                     self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
                 self._refuse_hidden_write(node)
-                refuse_what_cannot_be_taken_apart(node, self.values[node].first)
+                refuse_hidden_tensors(node, self.values[node].first)
                 self._keep_buffer_writer(node)
             except Exception:
                 self.graph.erase_node(node)
@@ -452,18 +400,18 @@ class _Tracer(ShapedTracer):
     def _refuse_hidden_write(self, node: fx.Node) -> None:
         """Under `no_grad`, writing into a value with a gradient leaves its gradient as it was."""
         for source in node.all_input_nodes if node.meta[NO_GRAD] else ():
-            hidden = source.meta[MEMORY] & node.meta[WRITES] and source.op != "get_attr"
+            hidden = source.meta[STORAGES] & node.meta[WRITES] and source.op != "get_attr"
             if hidden and not source.meta[NO_GRAD]:
                 raise TraceError("an in-place operation under no_grad on a value made outside")
 
     def _keep_buffer_writer(self, node: fx.Node) -> None:
-        """A module without submodules that writes into a buffer is best kept as one call."""
+        """A childless module that writes to a buffer becomes a leaf module."""
         for source in node.all_input_nodes if self._path else ():
             module = self.root.get_submodule(self._path)
-            is_written = source.op == "get_attr" and source.meta[MEMORY] & node.meta[WRITES]
+            is_written = source.op == "get_attr" and source.meta[STORAGES] & node.meta[WRITES]
             if is_written and not any(module.children()):
                 name = str(source.target).rpartition(".")[2]
-                raise Unrecorded(f"the forward pass writes into its buffer {name!r}", module)
+                raise UntracedEffect(f"the forward pass writes into its buffer {name!r}", module)
 
     def _learn(self, node: fx.Node, first: Any, second: Any) -> None:
         self.values[node] = Values(first, second)
@@ -479,8 +427,9 @@ class _Tracer(ShapedTracer):
         )
         target: Any = node.target
         watch: AbstractContextManager[Any] = nullcontext()
-        if node.op == "call_module" and not which and not is_leaf(self.root.get_submodule(target)):
-            watch = Watch()
+        layer = called_module(node, self.root)
+        if layer is not None and not which and not is_leaf(layer):
+            watch = DecisionWatch()
         self.evaluating = True
         try:
             with self._mode, watch:
@@ -490,22 +439,20 @@ class _Tracer(ShapedTracer):
                     return attribute(self.root, target)
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
-                if node.op == "call_module":
-                    target = self.root.get_submodule(target)
-                return target(*args, **kwargs)
+                return (target if layer is None else layer)(*args, **kwargs)
         except NEEDS_DATA:
-            if node.op != "call_module":
+            if layer is None:
                 raise
-            original = self._model.get_submodule(str(node.target))
+            original = self._model.get_submodule(target)
             node.meta[DECIDES] = "control flow on its contents"
-            return run_on_data(original, target, self._mode, args, kwargs)
+            return run_on_data(original, layer, self._mode, args, kwargs)
         finally:
             self.evaluating = False
-            if isinstance(watch, Watch):
-                node.meta.setdefault(DECIDES, watch.found)
+            if isinstance(watch, DecisionWatch):
+                node.meta.setdefault(DECIDES, watch.operation)
 
     def fold(self, node: fx.Node, which: int) -> Any:
-        """The real value of a node that is made from sizes alone."""
+        """The real value of a node that is computed from sizes alone."""
         self.evaluating = True
         try:
             return fold(node, {n: v[which] for n, v in self.values.items()})

@@ -1,14 +1,17 @@
-"""cost: what each piece of a model costs: FLOPs, work, saved bytes; and what a stage holds."""
+"""cost: what each piece of a model costs (FLOPs, work, saved bytes), and what a stage holds."""
 
-from revcompile.compiler.cost.choose import How, costs, piece_costs, sum_costs
-from revcompile.compiler.cost.memory import MemoryModel, StageMemory, stage_memory
+from revcompile.compiler.cost.analytic import node_flops
+from revcompile.compiler.cost.memory import MemoryModel, StageMemory
+from revcompile.compiler.cost.source import CostSource, piece_costs, segment_costs, sum_costs
+from revcompile.compiler.cost.workload import Workload
 
 __all__ = [
-    "How",
+    "CostSource",
     "MemoryModel",
     "StageMemory",
-    "costs",
+    "Workload",
+    "node_flops",
     "piece_costs",
-    "stage_memory",
+    "segment_costs",
     "sum_costs",
 ]

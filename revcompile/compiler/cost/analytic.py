@@ -1,7 +1,9 @@
-"""Costs over fake tensors: every piece runs once, without memory and without arithmetic.
+"""Analytic costs: every piece runs once on fake tensors, without memory and without arithmetic.
 
 The unit of work is a FLOP. Pieces that compute little (pooling, norms, activations) still have to
 move their operands, so every byte read or written counts as `FLOPS_PER_BYTE` more.
+
+`node_flops` is a rough estimate from the shapes in a graph alone: nothing runs.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from revcompile.compiler.capture.copies import copy_model, set_mode
-from revcompile.compiler.capture.rng import rng_kept
-from revcompile.compiler.cost.run import (
+from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
+from revcompile.compiler.cost.run_pieces import (
     Code,
-    Given,
-    Ran,
-    bare,
-    example_batch,
-    walk,
+    PieceCall,
+    PieceResult,
+    example_batch_size,
+    run_pieces,
+    submodules_only,
 )
+from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InputError
-from revcompile.ir import Cost, Rewired, TensorType
-from revcompile.program import Piece
-from revcompile.tree import device_of_model, parameters_read
+from revcompile.ir.module_tree import device_of_model, parameters_read
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Rewired, TensorType
 
-__all__ = ["FLOPS_PER_BYTE", "analytic_costs"]
+__all__ = ["FLOPS_PER_BYTE", "analytic_costs", "node_flops"]
 
 FLOPS_PER_BYTE: Final = 64.0
 """What a byte moved counts in FLOPs.
@@ -57,8 +59,8 @@ def analytic_costs(
 ) -> tuple[Cost, ...]:
     """Cost of every piece in order.
 
-    Modules that look at numbers (`if x.sum() > 0`) cannot run on fake tensors; then all of them
-    are real, once.
+    Data-dependent control flow (`if x.sum() > 0`) cannot run on fake tensors; such a model runs
+    once on real ones.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -66,15 +68,15 @@ def analytic_costs(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         if device_of_model(rewired.root).type == "meta":
             raise InputError(
-                f"cost: {rewired.name} looks at numbers ({error}), which the meta device has none "
-                "of; move it to a real device first"
+                f"cost: {rewired.name} has data-dependent control flow ({error}), which needs real "
+                "tensors; move it from the meta device to a real one first"
             ) from error
-    with rng_kept():
+    with preserve_rng():
         return _Analysis(rewired, pieces, types, None).costs()
 
 
 class _Analysis:
-    """One walk over the pieces, and what it has found so far."""
+    """One run of all pieces, and the costs of those that were run so far."""
 
     def __init__(
         self,
@@ -85,16 +87,18 @@ class _Analysis:
     ) -> None:
         self.mode: AbstractContextManager[Any] = fake or nullcontext()
         self.pieces = pieces
-        own = bare(rewired.root)
-        twin = copy_model(own) if fake is None else _faked(own, fake)
-        self.root = set_mode(twin, own, training=True)
-        self.batch = example_batch(rewired, types)
-        self.own = {_storage(t) for t in (*self.root.parameters(), *self.root.buffers())}
-        self.seen: set[int] = set()
-        self.before: dict[int, int] = {}
-        self.held: list[Tensor] = []  # a storage that died could give its address to another
-        self.found: list[Cost] = []
-        self.passing = 0
+        original = submodules_only(rewired.root)
+        copy = copy_model(original) if fake is None else _fake_copy(original, fake)
+        self.root = set_mode(copy, original, training=True)
+        self.batch_size = example_batch_size(rewired, types)
+        self.model_storages = {_storage(t) for t in (*copy.parameters(), *copy.buffers())}
+        self.counted_parameters: set[int] = set()
+        self.saved_before: dict[int, int] = {}
+        """Storages that the piece before has saved, with their sizes."""
+        self.alive: list[Tensor] = []  # a storage that is freed could give its address to another
+        self.result: list[Cost] = []
+        self.largest_op = 0
+        """The most bytes that one operation of the current piece and its operands take."""
         device = _device(rewired.root)
         with self.mode:
             self.values = {
@@ -105,73 +109,75 @@ class _Analysis:
 
     def costs(self) -> tuple[Cost, ...]:
         with self.mode:
-            walk(self.pieces, self.values, self._code, self._visit)
-        return tuple(self.found)
+            run_pieces(self.pieces, self.values, self._code, self._run)
+        return tuple(self.result)
 
     def _code(self, graph: fx.Graph) -> Code:
-        return _Operands(self, graph).run
+        return _OperandSizes(self, graph).run
 
-    def _visit(self, piece: Piece, given: Given) -> Ran:
+    def _run(self, piece: Piece, call: PieceCall) -> PieceResult:
         saved: dict[int, int] = {}
-        self.passing = 0
+        self.largest_op = 0
 
         def pack(tensor: Tensor) -> Tensor:
             key = _storage(tensor)
-            if key not in self.own:
+            if key not in self.model_storages:
                 saved[key] = tensor.untyped_storage().nbytes()
-                self.held.append(tensor.detach())
+                self.alive.append(tensor.detach())
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with torch.enable_grad(), hooks, _Counter(self.own) as counter:
-            ran = given.forward()
+        with torch.enable_grad(), hooks, _Counter(self.model_storages) as counter:
+            result = call.forward()
         work = counter.flops + FLOPS_PER_BYTE * counter.moved
-        new = [p for p in parameters_read(piece.segment.graph, self.root) if id(p) not in self.seen]
-        self.seen.update(map(id, new))
-        self.found.append(
+        read = parameters_read(piece.segment.graph, self.root)
+        new = [p for p in read if id(p) not in self.counted_parameters]
+        self.counted_parameters.update(map(id, new))
+        self.result.append(
             Cost(
                 flops=counter.flops,
                 parameters=sum(p.numel() for p in new),
                 forward=work,
                 backward=BACKWARD * work,
                 saved=sum(saved.values()),
-                shared=sum(size for key, size in saved.items() if key in self.before),
-                passing=self.passing,
-                unsaved=self._unsaved(ran, saved),
+                shared=sum(size for key, size in saved.items() if key in self.saved_before),
+                passing=self.largest_op,
+                unsaved=self._unsaved(result, saved),
                 weights=sum(p.numel() * p.itemsize for p in new),
                 trained=sum(p.numel() * p.itemsize for p in new if p.requires_grad),
-                batch=self.batch,
+                batch=self.batch_size,
             )
         )
-        self.before = saved
-        return ran
+        self.saved_before = saved
+        return result
 
-    def _unsaved(self, ran: Ran, saved: Mapping[int, int]) -> int:
-        tensors = [out for out in ran.outputs if isinstance(out, Tensor)]
+    def _unsaved(self, result: PieceResult, saved: Mapping[int, int]) -> int:
+        tensors = [out for out in result.outputs if isinstance(out, Tensor)]
         sizes = {_storage(out): out.untyped_storage().nbytes() for out in tensors}
-        return sum(n for key, n in sizes.items() if key not in saved and key not in self.own)
+        known = {*saved, *self.model_storages}
+        return sum(size for key, size in sizes.items() if key not in known)
 
 
-class _Operands(fx.Interpreter):
-    """Runs a graph, and notes the most that one of its operations and its operands take."""
+class _OperandSizes(fx.Interpreter):
+    """Runs a graph, and records the most that one of its operations and its operands take."""
 
     def __init__(self, analysis: _Analysis, graph: fx.Graph) -> None:
         super().__init__(analysis.root, graph=graph)
         self.analysis = analysis
 
     def run_node(self, n: fx.Node) -> Any:
-        """A node; parameters do not count."""
+        """Run a node; parameters do not count."""
         result = super().run_node(n)
         made = self._size(result)
-        if made and n.op.startswith("call"):
+        if made and n.op in ("call_function", "call_method", "call_module"):
             read = sum(self._size(self.env[operand]) for operand in n.all_input_nodes)
-            self.analysis.passing = max(self.analysis.passing, made + read)
+            self.analysis.largest_op = max(self.analysis.largest_op, made + read)
         return result
 
     def _size(self, value: Any) -> int:
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        own = self.analysis.own
-        return sum(t.numel() * t.itemsize for t in tensors if _storage(t) not in own)
+        storages = self.analysis.model_storages
+        return sum(t.numel() * t.itemsize for t in tensors if _storage(t) not in storages)
 
 
 def _device(root: nn.Module) -> torch.device:
@@ -180,7 +186,7 @@ def _device(root: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of the model with fake parameters and buffers."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -196,7 +202,7 @@ def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """The identity of a tensor's storage; views of it have the same."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -207,9 +213,9 @@ class _Counter(TorchDispatchMode):
     read once for many.
     """
 
-    def __init__(self, own: set[int]) -> None:
+    def __init__(self, model_storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.own = own
+        self.model_storages = model_storages
         self.flops = 0
         self.moved = 0
 
@@ -225,14 +231,13 @@ class _Counter(TorchDispatchMode):
         return out
 
     def _bytes(self, values: Any) -> int:
-        found = 0
+        total = 0
         for value in values if isinstance(values, (tuple, list)) else (values,):
-            if isinstance(value, Tensor):
-                own = _storage(value) in self.own
-                found += 0 if own else value.numel() * value.itemsize
+            if isinstance(value, Tensor) and _storage(value) not in self.model_storages:
+                total += value.numel() * value.itemsize
             elif isinstance(value, (tuple, list)):
-                found += self._bytes(value)
-        return found
+                total += self._bytes(value)
+        return total
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -250,3 +255,48 @@ _FORMULAS: Final[dict[Any, Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     **flop_registry,
 }
+
+
+# -- from shapes alone ----------------------------------------------------------------------------
+
+_PRODUCTS: Final = {
+    **dict.fromkeys(("linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", "tensordot"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), 1),
+}
+"""Which operand of a matrix product is the left one."""
+_CONVOLUTIONS: Final = frozenset(
+    (f"{kind}{dims}d" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3)),
+) | {"convolution"}
+_ATTENTION: Final = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
+
+
+def node_flops(node: fx.Node, root: nn.Module) -> float:
+    """FLOPs of one node, roughly, by its operator and the shapes of its values.
+
+    Every element of the output takes one FLOP, and two for each weight it is computed from.
+    """
+    kind = tensor_type(node)
+    if kind is None:
+        return 0.0
+    size = kind.numel()
+    if node.op == "call_module":
+        weights = [p for p in root.get_submodule(str(node.target)).parameters() if p.dim() > 1]
+        return size + sum(2.0 * size * p.numel() / p.shape[0] for p in weights)
+    operands = [t for t in map(tensor_type, node.all_input_nodes) if t is not None and t.shape]
+    name = _operator_name(node)
+    if name in _ATTENTION and operands:
+        return size + 4.0 * size * operands[0].shape[-2]
+    if name in _CONVOLUTIONS and len(operands) > 1:
+        kernel = operands[1]
+        return size + 2.0 * size * kernel.numel() / kernel.shape[0]
+    if (left := _PRODUCTS.get(name, len(operands))) < len(operands):
+        return size + 2.0 * size * operands[left].shape[-1]
+    return float(size)
+
+
+def _operator_name(node: fx.Node) -> str:
+    """`linear` for torch.nn.functional.linear and for aten.linear.default, `mm` for x.mm."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    return str(getattr(target, "__name__", target))

@@ -1,9 +1,9 @@
-"""Costs by the clock: every piece runs a few times on real tensors, on the model's own device.
+"""Measured costs: every piece runs a few times on real tensors, on the model's own device.
 
 Updates are those of SGD with momentum, one for every micro-batch.
 
-A GPU may spend less time on a piece than Python does on starting its kernels. What Python needs
-counts where stages run action by action; where whole rounds are recorded only the kernels do.
+A GPU may spend less time on a piece than Python does on launching its kernels. Launches count where
+stages run action by action (eager); in captured steps only the kernels do.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.compiler.capture.check import model_unchanged
-from revcompile.compiler.capture.copies import attributes_kept, set_mode
-from revcompile.compiler.capture.rng import seed_all
-from revcompile.compiler.cost.run import (
+from revcompile.compiler.capture.isolation import (
+    preserve_attributes,
+    preserve_model,
+    seed_all,
+    set_mode,
+)
+from revcompile.compiler.cost.run_pieces import (
     Code,
-    Given,
-    Ran,
-    bare,
-    walk,
+    PieceCall,
+    PieceResult,
+    run_pieces,
+    submodules_only,
 )
 from revcompile.errors import InputError
-from revcompile.ir import Cost, Rewired, TensorType
-from revcompile.program import Piece
-from revcompile.tree import device_of_model, parameters_read
+from revcompile.ir.module_tree import device_of_model, parameters_read
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Rewired, TensorType
 
 __all__ = ["Clock", "measured_costs"]
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
-IN_A_ROW: Final = 4
-"""Calls in one graph: starting the graph itself must not count."""
-BESIDE: Final = 2
-"""Backward passes side by side in a recorded round."""
+CALLS_A_GRAPH: Final = 4
+"""Calls in one CUDA graph, so that launching the graph itself hardly counts."""
+CONCURRENT: Final = 2
+"""Backward passes at the same time in a captured step."""
 
 Run = Callable[[], object]
 
@@ -51,7 +54,7 @@ class Clock(enum.Enum):
     CALL = "measured"
     """A call from Python, until the device has done it."""
     REPLAY = "replayed"
-    """The kernels of a call, repeated as a CUDA graph, forward passes beside backward passes."""
+    """Kernels alone, replayed as a CUDA graph, forward passes concurrent with backward passes."""
 
 
 def measured_costs(
@@ -62,45 +65,48 @@ def measured_costs(
     clock: Clock = Clock.CALL,
 ) -> tuple[Cost, ...]:
     """The analytic costs with seconds as work. The model is left exactly as it was."""
-    root = bare(rewired.root)
+    root = submodules_only(rewired.root)
     device = device_of_model(root)
     if device.type == "meta":
         raise InputError(
             f"cost: {rewired.name} is on the meta device, where nothing can be measured; move it "
-            'to a real device first, or use how="analytic"'
+            'to a real device first, or use cost="analytic"'
         )
     if clock is Clock.REPLAY and device.type != "cuda":
         raise InputError(
             f"cost: {rewired.name} is on {device}, where no kernels can be replayed; move it to "
-            'a CUDA device first, or use how="measured"'
+            'a CUDA device first, or use cost="measured"'
         )
-    passes, timed = (_called, _call) if clock is Clock.CALL else (_replayed, _replay)
+    time_passes, time_run = (
+        (_time_calls, _time_call) if clock is Clock.CALL else (_time_replays, _time_replay)
+    )
     seconds: list[tuple[float, float, float]] = []
-    counted: set[int] = set()
+    counted_parameters: set[int] = set()
 
-    def visit(piece: Piece, given: Given) -> Ran:
-        wanted = [t for t in given.inputs if isinstance(t, Tensor) and t.requires_grad]
-        wanted += [p for p in parameters_read(piece.segment.graph, root) if p.requires_grad]
+    def run(piece: Piece, call: PieceCall) -> PieceResult:
+        sources = [t for t in call.inputs if isinstance(t, Tensor) and t.requires_grad]
+        sources += [p for p in parameters_read(piece.segment.graph, root) if p.requires_grad]
 
-        def forward() -> Ran:
+        def forward() -> PieceResult:
             with torch.no_grad():
-                return given.forward()
+                return call.forward()
 
         def backward() -> None:
             with torch.enable_grad():
-                _differentiate(given.forward().results, wanted)
+                _differentiate(call.forward().results, sources)
 
-        own = [p for p in wanted if isinstance(p, nn.Parameter) and id(p) not in counted]
-        counted.update(map(id, own))
-        updating = timed(_update(own), device) if own else 0.0
-        seconds.append((*passes(forward, backward, device), updating))
+        parameters = [p for p in sources if isinstance(p, nn.Parameter)]
+        new = [p for p in parameters if id(p) not in counted_parameters]
+        counted_parameters.update(map(id, new))
+        update = time_run(_update(new), device) if new else 0.0
+        seconds.append((*time_passes(forward, backward, device), update))
         return forward()
 
-    with model_unchanged(root), attributes_kept(root):
+    with preserve_model(root), preserve_attributes(root):
         set_mode(root, root, training=True)
         seed_all(0)
         values = _example(rewired, types, device)
-        walk(pieces, values, lambda graph: _code(root, graph), visit)
+        run_pieces(pieces, values, lambda graph: _code(root, graph), run)
     return tuple(
         replace(cost, forward=forward, backward=backward, update=update)
         for cost, (forward, backward, update) in zip(analytic, seconds, strict=True)
@@ -117,7 +123,7 @@ def _code(root: nn.Module, graph: fx.Graph) -> Code:
 
 
 def _example(rewired: Rewired, types: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Random inputs; integers are 0, which every table can look up."""
+    """Random inputs; integers are 0, a valid index of every embedding."""
     values: dict[str, Tensor] = {}
     for name in rewired.signature.placeholders:
         kind = types[name]
@@ -132,98 +138,98 @@ def _example(rewired: Rewired, types: Mapping[str, Any], device: torch.device) -
     return values
 
 
-def _differentiate(outputs: Sequence[Any], wanted: Sequence[Tensor]) -> None:
-    """Gradients, without leaving any on the parameters."""
-    ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
-    if ends and wanted:
-        seeds = [torch.ones_like(end) for end in ends]
-        torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
+def _differentiate(outputs: Sequence[Any], sources: Sequence[Tensor]) -> None:
+    """Compute gradients without leaving any on the parameters."""
+    tensors = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    if tensors and sources:
+        ones = [torch.ones_like(tensor) for tensor in tensors]
+        torch.autograd.grad(tensors, sources, ones, allow_unused=True)
 
 
 def _update(parameters: Sequence[Tensor]) -> Run:
-    """An update of copies: what SGD with momentum does."""
-    weights, gradients, means = (
+    """What SGD with momentum does in an update, on copies."""
+    weights, gradients, momenta = (
         [torch.zeros_like(parameter) for parameter in parameters] for _ in range(3)
     )
 
     def run() -> None:
-        torch._foreach_mul_(means, 0.9)
-        torch._foreach_add_(means, gradients)
-        torch._foreach_add_(weights, means, alpha=-0.1)
+        torch._foreach_mul_(momenta, 0.9)
+        torch._foreach_add_(momenta, gradients)
+        torch._foreach_add_(weights, momenta, alpha=-0.1)
 
     return run
 
 
-def _call(run: Run, device: torch.device) -> float:
+def _time_call(run: Run, device: torch.device) -> float:
     """Seconds of a call, with a warm cache."""
     for _ in range(WARM_UP):
         run()
     return _median(run, device)
 
 
-def _called(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
+def _time_calls(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
     """Seconds of each, one after the other."""
-    return _call(forward, device), _call(backward, device)
+    return _time_call(forward, device), _time_call(backward, device)
 
 
-def _replay(run: Run, device: torch.device) -> float:
+def _time_replay(run: Run, device: torch.device) -> float:
     """Seconds of the kernels of a call."""
-    here = torch.cuda.Stream(device)
-    here.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(here):
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
             run()
-    return _recorded(run, here, device)
+    return _time_graph(run, stream, device)
 
 
-def _replayed(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
-    """Seconds of the kernels, where backward passes run in pairs, beside forward passes.
+def _time_replays(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
+    """Seconds of the kernels, where backward passes run in pairs, concurrently with forward ones.
 
-    That is how recorded rounds use the device. What forward passes add counts as theirs.
+    Captured steps use the device like this. The time that forward passes add counts as theirs.
     """
-    here, *lanes = (torch.cuda.Stream(device) for _ in range(1 + BESIDE))
-    here.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(here):
+    main, *side_streams = (torch.cuda.Stream(device) for _ in range(1 + CONCURRENT))
+    main.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(main):
         for _ in range(WARM_UP):
             forward()
             backward()
 
-    def pair(ahead: int) -> None:
-        for lane in lanes:
-            lane.wait_stream(here)
-            with torch.cuda.stream(lane):
+    def passes(forwards: int) -> None:
+        for side in side_streams:
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
                 backward()
-        for _ in range(ahead):
+        for _ in range(forwards):
             forward()
-        for lane in lanes:
-            here.wait_stream(lane)
+        for side in side_streams:
+            main.wait_stream(side)
 
-    alone = _recorded(lambda: pair(0), here, device) / BESIDE
-    together = _recorded(lambda: pair(BESIDE), here, device) / BESIDE
-    return max(together - alone, 0.0), alone
+    backward_only = _time_graph(lambda: passes(0), main, device) / CONCURRENT
+    both = _time_graph(lambda: passes(CONCURRENT), main, device) / CONCURRENT
+    return max(both - backward_only, 0.0), backward_only
 
 
-def _recorded(run: Run, stream: torch.cuda.Stream, device: torch.device) -> float:
-    _wait(device)
+def _time_graph(run: Run, stream: torch.cuda.Stream, device: torch.device) -> float:
+    _synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(IN_A_ROW):
+        for _ in range(CALLS_A_GRAPH):
             run()
     graph.replay()
-    return _median(graph.replay, device) / IN_A_ROW
+    return _median(graph.replay, device) / CALLS_A_GRAPH
 
 
 def _median(run: Run, device: torch.device) -> float:
     times = []
     for _ in range(REPEATS):
-        _wait(device)
+        _synchronize(device)
         start = time.perf_counter()
         run()
-        _wait(device)
+        _synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

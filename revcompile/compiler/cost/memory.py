@@ -1,8 +1,8 @@
-"""How much memory a stage takes, in bytes, by the rules of our own runtime.
+"""How much memory a stage takes, in bytes, in our own runtime.
 
 What a stage keeps for its backward pass is kept for every micro-batch in flight:
 
-    keep       the stage keeps                                      and works on
+    keep       kept from forward to backward                        built in the backward pass
     graph      all that autograd saved                              nothing more
     input      its inputs                                           its whole graph
     nothing    the inputs of each run of opaque pieces, and sides   the largest graph of a coupling
@@ -11,12 +11,13 @@ What a stage keeps for its backward pass is kept for every micro-batch in flight
 At the last stage backward follows forward at once: with "nothing" its opaque runs keep their
 graphs as well, all of them.
 
-Beside the graph at work there are the gradients inside it, and, where a stage goes back piece by
-piece, what it hands from one to the other. All that is measured in `benchmarks/stage_memory.py`.
+Beside the graph being differentiated there are the gradients inside it, and, where a stage goes
+backward piece by piece, what one piece hands to the one before. `benchmarks/stages/stage_memory.py`
+compares all of it with what is really allocated.
 
-Recorded rounds keep the same inputs and waiting messages, at fixed places. They add the batch that
-enters and, in the memory of a CUDA graph, what a stage keeps of the newest micro-batch and the
-messages it has just sent: one micro-batch of `buffers`, and `waiting`, once more.
+Captured steps keep the same inputs and messages, in static buffers. They add the batch that enters
+and, in the memory of a CUDA graph, what a stage keeps of the newest micro-batch and the messages it
+has just sent: one micro-batch of `buffers`, and `waiting`, once more.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
+from revcompile.compiler.cost.live_bytes import LiveBytes, prefix_sums, runs_of, size_at
+from revcompile.compiler.cost.workload import Workload
+from revcompile.ir.program import Partition, Piece
+from revcompile.ir.types import TYPE, Cost, Coupling
+from revcompile.schedule import Keep, Weights, delay, window
 
-from revcompile.compiler.cost.reads import Reads, running, runs_of, size_at
-from revcompile.ir import TYPE, Cost, Coupling
-from revcompile.program import Partition, Piece
-from revcompile.schedule import Keep, Method, Weights, delay, window
-
-__all__ = ["MemoryModel", "StageMemory", "stage_memory"]
+__all__ = ["MemoryModel", "StageMemory"]
 
 
 @dataclass(frozen=True)
@@ -47,73 +47,45 @@ class StageMemory:
     gradients: int = 0
     optimizer: int = 0
     summing: int = 0
-    """Gradients of one micro-batch on their way into the sums of several."""
+    """Gradients of one micro-batch, before they are added to the sums of several."""
     stashed: int = 0
     """Older versions of the parameters."""
     newest: int = 0
-    """Where older ones are stashed: a copy of the version that the parameters still are."""
+    """Where older versions are stashed: a stashed copy of the current one."""
     buffers: int = 0
     """Kept from forward to backward, for all micro-batches in flight."""
     messages: int = 0
     """What arrives while the stage computes: a forward message and a backward message."""
     working: int = 0
-    """The graph being differentiated, with the gradients on their way through it."""
+    """The graph being differentiated, with the gradients inside it."""
     waiting: int = 0
-    """Backward messages of micro-batches that the next stage is done with and this one is not."""
+    """Backward messages that arrived before this stage is due to use them."""
     between: int = 0
-    """Values and gradients on their way back from one piece of the stage to the one before."""
+    """Values and gradients that one piece of the stage hands to the piece before."""
     ends: int = 0
-    """Where kept graphs begin and end: inputs they have not saved, and outputs."""
+    """Inputs of kept graphs that they have not saved, and their outputs."""
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(getattr(self, field.name) for field in fields(self))
-
-
-def stage_memory(
-    pieces: Sequence[Piece],
-    index: int,
-    stages: int,
-    method: Method,
-    types: Mapping[str, Any],
-    costs: Sequence[Cost],
-    *,
-    batch: int,
-    optimizer_copies: int = 1,
-    buffer_bytes: int | None = None,
-    group: int = 1,
-    first_input_free: bool = True,
-) -> StageMemory:
-    """The memory of one stage made of these pieces; see `MemoryModel` for the options."""
-    model = MemoryModel(
-        pieces,
-        types,
-        costs,
-        method,
-        stages,
-        batch=batch,
-        optimizer_copies=optimizer_copies,
-        buffer_bytes=buffer_bytes,
-        group=group,
-        first_input_free=first_input_free,
-    )
-    return model.stage(index, 0, len(pieces))
 
 
 class MemoryModel:
     """The memory of every stage that could be cut out of a row of pieces.
 
-    `batch` is the size of a micro-batch, and `group` the number of them between two updates.
-    `optimizer_copies` is 1 for SGD with momentum, 2 for Adam. Inputs of
-    micro-batches that wait take `buffer_bytes` an element, if that is given; those of the one at
-    work are in full precision. With 0 bytes they are elsewhere, but for the one that is to be at
-    work next. Sides of couplings stay as they are. `first_input_free` says that
-    the first stage can get its input from the dataset again. `lean` counts of a stage that keeps
-    its inputs only those its gradients depend on: of a coupling `(a, b) -> (b, a + F(b))` alone
-    that is `b`. Our runtime keeps both; the PETRA paper counts one. `low` is the precision of
-    autocast: stages have their weights in it as well. Activations are counted as
-    if there were no autocast.
+    Activations are counted as if there were no autocast.
+
+    Args:
+        pieces: All pieces of the model in order.
+        types: The type of every live value.
+        costs: The cost of each piece.
+        stages: How many stages the pieces are cut into.
+        workload: Batch size, method, optimizer and precision.
+        first_input_free: The first stage reads its input from the dataset again instead of keeping
+            it. Our trainer keeps what it is fed.
+        only_needed_inputs: Of a stage that keeps its inputs count only those its gradients depend
+            on: of a coupling `(a, b) -> (b, a + F(b))` alone that is `b`. Our runtime keeps both;
+            the PETRA paper counts one.
     """
 
     def __init__(
@@ -121,86 +93,81 @@ class MemoryModel:
         pieces: Sequence[Piece],
         types: Mapping[str, Any],
         costs: Sequence[Cost],
-        method: Method,
         stages: int,
+        workload: Workload,
         *,
-        batch: int,
-        optimizer_copies: float = 1,
-        buffer_bytes: int | None = None,
-        group: int = 1,
         first_input_free: bool = True,
-        lean: bool = False,
-        low: torch.dtype | None = None,
+        only_needed_inputs: bool = False,
     ) -> None:
         self.pieces = tuple(pieces)
-        self.method = method
         self.stages = stages
-        self.optimizer_copies = optimizer_copies
+        self.workload = workload
         self.first_input_free = first_input_free
-        self.lean = lean
-        self.low = low
-        self._windows = [window(method, stages, j, group) for j in range(stages)]
-        self._gathers = group > 1
+        self.only_needed_inputs = only_needed_inputs
+        method, batch, accumulate = workload.method, workload.batch_size, workload.accumulate
+        self._windows = [window(method, stages, j, accumulate) for j in range(stages)]
         self._versions = [0] * stages
         if method.weights is Weights.STASHED:
-            self._versions = [delay(method, stages, j, group) for j in range(stages)]
-        self._weights = running([cost.weights for cost in costs])
-        self._trained = running([cost.trained for cost in costs])
+            self._versions = [delay(method, stages, j, accumulate) for j in range(stages)]
+        self._weights = prefix_sums([cost.weights for cost in costs])
+        self._trained = prefix_sums([cost.trained for cost in costs])
         self._saved = [cost.saved_at(batch) for cost in costs]
         self._shared = [cost.shared_at(batch) for cost in costs]
         self._unsaved = [cost.unsaved_at(batch) for cost in costs]
-        self._alone = running(self._saved), running(self._shared)
+        self._saved_before = prefix_sums(self._saved)
+        self._shared_before = prefix_sums(self._shared)
         # Layers that rewiring has widened make more than the types in their graph say.
-        self._passing = [
-            max(_passing(piece, batch), cost.passing_at(batch))
+        self._largest_op = [
+            max(_operands(piece, batch), cost.passing_at(batch))
             for piece, cost in zip(self.pieces, costs, strict=True)
         ]
         self._streams = [_stream(piece, types, batch) for piece in self.pieces]
-        # The stream a branch reads has come back already, with the message or from behind.
+        # The stream a branch reads is there already: from the message, or rebuilt by the next
+        # coupling.
         self._branches = [
-            saved + max(passing - stream, 0)
-            for saved, passing, stream in zip(
-                self._saved, self._passing, self._streams, strict=True
+            saved + max(operands - stream, 0)
+            for saved, operands, stream in zip(
+                self._saved, self._largest_op, self._streams, strict=True
             )
         ]
         self._runs = runs_of(self.pieces)
-        self._reads = self._narrow = Reads(self.pieces, types, batch)
-        self._is_away = buffer_bytes == 0
-        if buffer_bytes is not None:
-            self._narrow = Reads(self.pieces, types, batch, buffer_bytes)
+        self._live = self._buffered = LiveBytes(self.pieces, types, batch)
+        if workload.buffer_bytes is not None:
+            self._buffered = LiveBytes(self.pieces, types, batch, workload.buffer_bytes)
 
     @classmethod
-    def of(
-        cls, partition: Partition, method: Method, stages: int | None = None, **options: Any
-    ) -> MemoryModel:
-        """The pieces of a partition, in a trainer, which keeps what it is fed."""
+    def of(cls, partition: Partition, workload: Workload, stages: int | None = None) -> MemoryModel:
+        """The pieces of a partition in our trainer, cut into `stages` (default: its own)."""
         parts = partition.parts
         return cls(
             [piece for part in parts for piece in part.pieces],
             partition.types,
             [cost for part in parts for cost in part.costs],
-            method,
             stages or len(parts),
+            workload,
             first_input_free=False,
-            **options,
         )
 
     def stage(self, index: int, start: int, end: int, keep: Keep | None = None) -> StageMemory:
         """The memory of stage `index` if it is `pieces[start:end]`.
 
-        `keep` is what it keeps, if not what the method says.
+        Args:
+            index: Which stage it is: the earlier, the more micro-batches are in flight.
+            start: Its first piece.
+            end: The piece behind its last.
+            keep: What it keeps; the default is what the method says.
         """
-        keep = keep or self.method.keep
+        workload, keep = self.workload, keep or self.workload.method.keep
         weights = self._weights[end] - self._weights[start]
         trained = self._trained[end] - self._trained[start]
         buffers, working = self._activations(index, start, end, keep)
         return StageMemory(
-            parameters=weights + self._low(weights),
+            parameters=weights + self._autocast_copy(weights),
             gradients=trained,
-            optimizer=round(self.optimizer_copies * trained),
-            summing=trained if self._gathers else 0,
+            optimizer=round(workload.optimizer_copies * trained),
+            summing=trained if workload.accumulate > 1 else 0,
             stashed=self._versions[index] * weights,
-            newest=weights if self.method.weights is Weights.STASHED else 0,
+            newest=weights if workload.method.weights is Weights.STASHED else 0,
             buffers=buffers,
             messages=self._messages(index, start, end, keep),
             working=working,
@@ -209,59 +176,63 @@ class MemoryModel:
             ends=self._ends(index, start, end, keep),
         )
 
-    def _low(self, weights: int) -> int:
-        """Copies of float32 weights in the precision of autocast."""
-        return weights * self.low.itemsize // 4 if self.low is not None else 0
+    def _autocast_copy(self, weights: int) -> int:
+        """A copy of float32 weights in the precision of autocast."""
+        low = self.workload.autocast
+        return weights * low.itemsize // 4 if low is not None else 0
 
     def read(self, index: int, start: int, end: int) -> int:
         """The inputs of a stage that its gradients depend on, for one micro-batch."""
-        return self._reads.needed(start, end) - self._free(self._reads, index, start, end)
+        return self._live.needed(start, end) - self._free(self._live, index, start, end)
 
     def _activations(self, index: int, start: int, end: int, keep: Keep) -> tuple[int, int]:
-        """Bytes kept from forward to backward, and bytes of the graph at work."""
+        """Bytes kept from forward to backward, and of the graph being differentiated."""
         in_flight = self._windows[index]
         match keep:
             case Keep.GRAPH:
-                return in_flight * self._graph(start, end), max(self._passing[start:end])
+                return in_flight * self._graph(start, end), max(self._largest_op[start:end])
             case Keep.INPUT:
-                kept, narrow = (
-                    (reads.needed if self.lean else reads.inputs)(start, end)
-                    - self._free(reads, index, start, end)
-                    for reads in (self._reads, self._narrow)
+                full, buffered = (
+                    (live.needed if self.only_needed_inputs else live.inputs)(start, end)
+                    - self._free(live, index, start, end)
+                    for live in (self._live, self._buffered)
                 )
-                return self._waiting_inputs(index, kept, narrow), self._at_work(start, end)
+                return self._kept_inputs(index, full, buffered), self._at_work(start, end)
             case Keep.NOTHING:
                 return self._between_couplings(index, start, end)
 
     def _between_couplings(self, index: int, start: int, end: int) -> tuple[int, int]:
         last = index == self.stages - 1
-        sides = self._windows[index] * self._reads.sides(start, end)
-        kept = narrow = working = graphs = 0
+        sides = self._windows[index] * self._live.sides(start, end)
+        full = buffered = working = graphs = 0
         for reversible, first, behind in self._runs_in(start, end):
             if reversible:
                 working = max(working, graphs + max(self._branches[first:behind]))
                 continue
-            # Going back, the graphs of earlier runs are still there, those of later ones are not.
+            # In the backward pass the graphs of earlier runs still exist, those of later ones not.
             working = max(working, graphs + self._at_work(first, behind))
             graphs += self._graph(first, behind) if last else 0
-            kept += self._reads.inputs(first, behind)
-            narrow += self._narrow.inputs(first, behind)
-            kept -= self._free(self._reads, index, first, behind)
-            narrow -= self._free(self._narrow, index, first, behind)
-        return sides + self._waiting_inputs(index, kept, narrow), working
+            full += self._live.inputs(first, behind) - self._free(self._live, index, first, behind)
+            buffered += self._buffered.inputs(first, behind)
+            buffered -= self._free(self._buffered, index, first, behind)
+        return sides + self._kept_inputs(index, full, buffered), working
 
-    def _waiting_inputs(self, index: int, kept: int, narrow: int) -> int:
-        """Inputs of the micro-batch at work, and of those that wait in their buffers."""
-        waiting = self._windows[index] - 1
-        ahead = min(waiting, 1) * (kept - narrow) if self._is_away else 0
-        return kept + waiting * narrow + ahead
+    def _kept_inputs(self, index: int, full: int, buffered: int) -> int:
+        """Inputs of one micro-batch in full precision, and of the others as they are buffered.
 
-    def _free(self, reads: Reads, index: int, start: int, end: int) -> int:
-        return reads.given(start, end) if index == 0 and self.first_input_free else 0
+        If they are offloaded, those of the next micro-batch are prefetched as well.
+        """
+        others = self._windows[index] - 1
+        is_offloaded = self.workload.buffer_bytes == 0
+        prefetched = min(others, 1) * (full - buffered) if is_offloaded else 0
+        return full + others * buffered + prefetched
+
+    def _free(self, live: LiveBytes, index: int, start: int, end: int) -> int:
+        return live.model_inputs(start, end) if index == 0 and self.first_input_free else 0
 
     def _graph(self, start: int, end: int) -> int:
         """What autograd saves if these pieces are one graph."""
-        saved, shared = self._alone
+        saved, shared = self._saved_before, self._shared_before
         return saved[end] - saved[start] - (shared[end] - shared[min(start + 1, end)])
 
     def _ends(self, index: int, start: int, end: int, keep: Keep) -> int:
@@ -271,59 +242,55 @@ class MemoryModel:
         """
         if keep is not Keep.GRAPH:
             return 0
-        unread = self._reads.inputs(start, end) - self._reads.needed(start, end)
+        unread = self._live.inputs(start, end) - self._live.needed(start, end)
         inputs = max(unread, self._streams[start])
         return self._windows[index] * (inputs + self._unsaved[end - 1])
 
     def _at_work(self, start: int, end: int) -> int:
-        """A graph and the gradients inside it; the inputs it saved are counted where kept."""
-        graph, passing = self._graph(start, end), max(self._passing[start:end])
-        return graph + max(passing - min(self._reads.needed(start, end), graph), 0)
+        """A graph and the gradients inside it; the inputs it saved are counted as buffers."""
+        graph, operands = self._graph(start, end), max(self._largest_op[start:end])
+        return graph + max(operands - min(self._live.needed(start, end), graph), 0)
 
     def _messages(self, index: int, start: int, end: int, keep: Keep) -> int:
         """A stage that ends in a coupling is sent its outputs back along with their gradients."""
-        arriving = self._reads.crossing(start) if index > 0 else 0
+        arriving = self._live.crossing(start) if index > 0 else 0
         return arriving + (self._back(end, keep) if index < self.stages - 1 else 0)
 
     def _waiting(self, index: int, end: int, keep: Keep) -> int:
-        """The next stage sends a micro-batch back this many rounds before this stage needs it."""
+        """Messages for micro-batches that the next stage is done with and this one is not."""
         if index == self.stages - 1:
             return 0
         return (self._windows[index] - self._windows[index + 1]) * self._back(end, keep)
 
     def _between_pieces(self, start: int, end: int, keep: Keep) -> int:
-        """Where a stage goes back piece by piece, what it hands from one to the one before.
+        """Where the backward pass goes piece by piece, the most that is handed between two.
 
-        A coupling hands on one stream and one gradient as they came, in the message at first.
+        A coupling hands on one stream and one gradient unchanged; behind the last piece those are
+        still in the message, and counted there.
         """
         if keep is not Keep.NOTHING:
             return 0
-        reversible = [self.pieces[place].reversible for place in range(start, end)]
-        found = 0
-        for place in range(start + 1, end):
-            if any(reversible[place - start - 1 : place - start + 1]):
-                came = place == end - 1 and reversible[-1]
-                found = max(found, self._back(place, keep) // (2 if came else 1))
-        return found
+        reversible = [piece.reversible for piece in self.pieces[start:end]]
+        most = 0
+        for cut in range(start + 1, end):
+            if any(reversible[cut - start - 1 : cut - start + 1]):
+                in_message = cut == end - 1 and reversible[-1]
+                most = max(most, self._back(cut, keep) // (2 if in_message else 1))
+        return most
 
-    def _back(self, place: int, keep: Keep) -> int:
-        """What comes back to the pieces before a place: a coupling needs its outputs' values."""
-        rebuilds = keep is Keep.NOTHING and self.pieces[place - 1].reversible
-        return (2 if rebuilds else 1) * self._reads.crossing(place)
+    def _back(self, cut: int, keep: Keep) -> int:
+        """What comes back across a cut: gradients, and before a coupling its outputs' values."""
+        rebuilds = keep is Keep.NOTHING and self.pieces[cut - 1].reversible
+        return (2 if rebuilds else 1) * self._live.crossing(cut)
 
     def _runs_in(self, start: int, end: int) -> list[tuple[bool, int, int]]:
-        found = []
-        for reversible, first, behind in self._runs:
-            first, behind = max(first, start), min(behind, end)
-            if first < behind:
-                found.append((reversible, first, behind))
-        return found
+        clipped = ((kind, max(first, start), min(last, end)) for kind, first, last in self._runs)
+        return [(kind, first, last) for kind, first, last in clipped if first < last]
 
 
-def _passing(piece: Piece, batch: int) -> int:
+def _operands(piece: Piece, batch: int) -> int:
     """Gradients that exist at once inside a piece: of an operation's output and of its inputs."""
-    segment = piece.segment
-    graph = segment.graph
+    graph = piece.segment.graph
     size = {node: size_at(node.meta.get(TYPE), batch) for node in graph.nodes}
     return max(
         (size[n] + sum(size[i] for i in n.all_input_nodes) for n in graph.nodes if size[n]),

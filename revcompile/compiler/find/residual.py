@@ -12,30 +12,39 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from revcompile.compiler.capture.decisions import decision
-from revcompile.compiler.find.together import (
+from revcompile.compiler.dataflow import Flow, cuts_gradient, is_add, tensor_type
+from revcompile.compiler.find.conflicts import (
     absorb_activations,
-    drop_entangled,
+    drop_cyclic,
     drop_overlapping,
     drop_useless,
     resolve_nesting,
 )
-from revcompile.compiler.flow import Flow, cuts_gradient, is_add, tensor_type
-from revcompile.ir import PATH, VALUE, Captured, NameSet, Refusal, Residual, ResidualKind
-from revcompile.ops import read_buffer
+from revcompile.ir.module_tree import called_module
+from revcompile.ir.ops import op_name, read_buffer
+from revcompile.ir.types import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
 __all__ = ["Found", "find"]
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
+_CONFLICT_PASSES: Final = (
+    resolve_nesting,  # blocks inside blocks
+    absorb_activations,  # relu(x + F(x))
+    drop_overlapping,  # blocks that share a computation
+    drop_useless,  # projections without a reversible neighbour
+    drop_cyclic,  # blocks that read each other's branches
+)
+"""In this order: each sees only the blocks that the ones before have left."""
 _LIGHT: Final = 2
-"""Layers that may be computed again in a branch rather than kept beside the streams."""
+"""How many layers may be moved into a branch rather than passed to it as a side value."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What `find` saw in one graph."""
+    """The sums of one graph: those that are residual blocks, and the others with a reason."""
 
     residuals: tuple[Residual, ...]
     refusals: tuple[Refusal, ...]
@@ -49,21 +58,22 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
     for node in flow.nodes:
         if not is_add(node) or _is_inner_add(flow, node):
             continue
-        verdict = _judge(flow, node)
-        (residuals if isinstance(verdict, Residual) else refusals).append(verdict)  # type: ignore[arg-type]
-    kept, dropped = resolve_nesting(flow, residuals)
-    kept = absorb_activations(flow, kept)
-    kept, overlapping = drop_overlapping(flow, kept)
-    kept, useless = drop_useless(flow, kept)
-    kept, entangled = drop_entangled(flow, kept)
-    return Found(tuple(kept), (*refusals, *dropped, *overlapping, *useless, *entangled))
+        result = _classify(flow, node)
+        if isinstance(result, Residual):
+            residuals.append(result)
+        else:
+            refusals.append(result)
+    for conflict_pass in _CONFLICT_PASSES:
+        residuals, dropped = conflict_pass(flow, residuals)
+        refusals += dropped
+    return Found(tuple(residuals), tuple(refusals))
 
 
-# -- judging one sum ------------------------------------------------------------------------------
+# -- classifying one sum ---------------------------------------------------------------------------
 
 
 def _is_inner_add(flow: Flow, node: fx.Node) -> bool:
-    """A partial sum that only feeds the next addition: judged with it."""
+    """Is it a partial sum that only the next addition reads? It is classified with that one."""
     users = flow.users(node)
     return len(users) == 1 and is_add(users[0]) and len(node.users) == 1
 
@@ -83,7 +93,7 @@ def _terms(flow: Flow, total: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     return terms, adds
 
 
-def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
+def _classify(flow: Flow, total: fx.Node) -> Residual | Refusal:
     terms, adds = _terms(flow, total)
     path = str(total.meta.get(PATH, ""))
     kind = tensor_type(total)
@@ -94,10 +104,10 @@ def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
     for x in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
         others = [t for t in terms if t is not x]
         if x not in flow.constant and any(flow.depends(t, x) for t in others):
-            verdict = _identity(flow, path, total, adds, x, x, others)
-            if isinstance(verdict, Residual):
-                return verdict
-            refused = refused or verdict
+            result = _identity(flow, path, total, adds, x, x, others)
+            if isinstance(result, Residual):
+                return result
+            refused = refused or result
     if refused is not None:
         return refused
     for term in terms:
@@ -116,13 +126,10 @@ def _judge(flow: Flow, total: fx.Node) -> Residual | Refusal:
 
 def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float] | None:
     """`(x, factor)` where a summand is `x * factor`, the factor a number or a parameter."""
-    if term.op == "call_module":
-        module = flow.root.get_submodule(str(term.target))
-        parameters = list(module.parameters())
-        looks = "scale" in type(module).__name__.lower() and not list(module.children())
-        if looks and len(parameters) == 1 and isinstance(term.args[0], fx.Node):
-            return term.args[0], term
-        return None
+    module = called_module(term, flow.root)
+    if module is not None:
+        source = term.args[0] if term.args else None
+        return (source, term) if isinstance(source, fx.Node) and _only_scales(module) else None
     multiplies = term.op == "call_function" and term.target in _MULTIPLY
     if not multiplies and not (term.op == "call_method" and term.target == "mul"):
         return None
@@ -135,6 +142,21 @@ def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float]
         if isinstance(factor, fx.Node) and factor in flow.constant:
             return x, factor
     return None
+
+
+def _only_scales(module: nn.Module) -> bool:
+    """Does a leaf module multiply its input by its one parameter (LayerScale), and nothing else?"""
+    if len(list(module.parameters())) != 1 or any(module.children()):
+        return False
+    try:
+        nodes = [
+            n for n in fx.Tracer().trace(module).nodes if n.op not in ("placeholder", "output")
+        ]
+    except Exception:  # a forward that FX cannot trace does something else
+        return False
+    by = [n.op for n in nodes[-1].all_input_nodes] if nodes else []
+    is_product = bool(nodes) and op_name(nodes[-1]) in ("mul", "mul_", "multiply")
+    return is_product and sorted(by) == ["get_attr", "placeholder"] and len(nodes) == 2
 
 
 def _identity(
@@ -180,14 +202,14 @@ def _identity(
 
 
 def _decision(flow: Flow, branch: set[fx.Node], x: fx.Node) -> str | None:
-    """Why a branch must be given its very input again: it jumps at ties."""
+    """Why a branch needs its exact input: it has a discrete operation, which jumps at ties."""
     for node in sorted(branch, key=flow.index.__getitem__):
-        found = decision(node, flow.root) if flow.depends(node, x) else None
-        if found is not None:
+        name = decision(node, flow.root) if flow.depends(node, x) else None
+        if name is not None:
             where = f" in {node.target}" if node.op == "call_module" else ""
             return (
-                f"the branch decides by {found}{where}, and at a tie a rebuilt input may decide "
-                "otherwise; its input is kept"
+                f"the branch decides by {name}{where}, and at a tie a reconstructed input may "
+                "decide differently; its input is kept"
             )
     return None
 
@@ -228,9 +250,10 @@ def _projected(
 
 
 def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.Node]:
-    """Take light computations that only this branch reads (keys of a memory) into the branch.
+    """Move cheap computations of side values that only this branch reads into the branch.
 
-    What travels beside the streams is then the memory itself, once for all blocks.
+    In cross-attention these are keys and values: the side value is then the memory itself, which
+    all blocks share.
     """
     kept: dict[fx.Node, None] = {}
     for side in sides:
@@ -246,29 +269,29 @@ def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.N
 
 
 def _metadata(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
-    """A size, type or device of values inside that only the branch reads, and what is between.
+    """A size, type or device of values inside that only the branch reads, with what is between.
 
     A mask is filled with the smallest number of the keys' type: the mask comes from outside, the
     type from inside.
     """
-    found: set[fx.Node] = set()
+    between: set[fx.Node] = set()
     work = [node]
     while work:
         node = work.pop()
-        if not all(user in inside or user in found for user in node.users):
+        if not all(user in inside or user in between for user in node.users):
             return set()
-        found.add(node)
+        between.add(node)
         sources = [source for source in node.all_input_nodes if source not in inside]
         if not all(source in flow.plain for source in sources):
             return set()
         work += sources
-    return found
+    return between
 
 
 def _exclusive(
     flow: Flow, side: fx.Node, inside: set[fx.Node]
 ) -> tuple[set[fx.Node], list[fx.Node]]:
-    """Nodes behind a side value that nobody else reads, and what those read."""
+    """Nodes that a side value is computed from and only the branch reads, and their inputs."""
     closure: set[fx.Node] = set()
     reads: list[fx.Node] = []
     work = [side]
@@ -279,13 +302,15 @@ def _exclusive(
             n.op == "placeholder" or n in flow.plain or n in flow.effects or cuts_gradient(n)
             for n in whole
         )
-        # What decides is computed once, outside: inside a branch it would be decided again.
+        # A discrete operation is computed once, outside: recomputed, it might decide differently.
         fixed = fixed or any(decision(n, flow.root) for n in whole)
         fixed = fixed or node.target is read_buffer  # read before it is written, not in a branch
-        mine = all(u in inside or u in closure or u in whole for n in whole for u in n.users)
-        if flow.anywhere(node):
+        is_exclusive = all(
+            u in inside or u in closure or u in whole for n in whole for u in n.users
+        )
+        if flow.recomputable(node):
             closure |= flow.sources(node)
-        elif fixed or is_add(node) or not mine:
+        elif fixed or is_add(node) or not is_exclusive:
             reads.append(node)
         else:
             closure.update(whole)
@@ -296,22 +321,22 @@ def _exclusive(
 
 
 def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
-    """A value; an item of a structured one with its producer and all other items of that."""
+    """The value; for an item of a structured value, its producer and all items of that."""
     while node.all_input_nodes and node in flow.items(node.all_input_nodes[0]):
         node = node.all_input_nodes[0]
-    found = [node]
-    for one in found:
-        found += flow.items(one)
-    return found
+    group = [node]
+    for member in group:
+        group += flow.items(member)
+    return group
 
 
 def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node] | str:
-    """Values of a region that are also read outside it, or why it cannot be cut out."""
+    """Values of a region that are also read outside it, or why it cannot be a branch."""
     extras: list[fx.Node] = []
     for node in sorted(inside, key=flow.index.__getitem__):
         if node in flow.effects:
             return f"the branch writes in place ({node.name})"
-        if flow.anywhere(node) or (node in flow.plain and _known_elsewhere(flow, node, inside)):
+        if flow.recomputable(node) or (node in flow.plain and _known_elsewhere(flow, node, inside)):
             continue
         outside = [u for u in _readers(flow, node) if u not in inside and u not in adds]
         outside = [u for u in outside if not (u in flow.plain and u.meta.get(VALUE))]
@@ -325,19 +350,19 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
 
 
 def _readers(flow: Flow, node: fx.Node) -> list[fx.Node]:
-    """Who reads a value. What can be computed anywhere needs its sizes and devices there."""
-    found: dict[fx.Node, None] = dict.fromkeys(node.users)
+    """Readers of a value; of a size, also the readers of recomputable values made with it."""
+    readers: dict[fx.Node, None] = dict.fromkeys(node.users)
     work = [*node.users] if node in flow.plain else []
     while work:
         user = work.pop()
-        if flow.anywhere(user):
-            work += [reader for reader in user.users if reader not in found]
-            found |= dict.fromkeys(user.users)
-    return list(found)
+        if flow.recomputable(user):
+            work += [reader for reader in user.users if reader not in readers]
+            readers |= dict.fromkeys(user.users)
+    return list(readers)
 
 
 def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Can a size be had outside the branch: from its input, or because its value is known?"""
+    """Can a size be computed outside the branch: from its input, or because it is known?"""
     if node.meta.get(VALUE):
         return True
     return all(
@@ -346,5 +371,5 @@ def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
     )
 
 
-def _names(flow: Flow, nodes: Iterable[fx.Node]) -> NameSet:
-    return NameSet(n.name for n in sorted(nodes, key=flow.index.__getitem__))
+def _names(flow: Flow, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(n.name for n in sorted(nodes, key=flow.index.__getitem__))

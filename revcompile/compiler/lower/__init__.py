@@ -1,5 +1,64 @@
-"""lower: parts -> stage programs, the code each device runs."""
+"""lower: parts -> stage programs, the code each device runs.
 
-from revcompile.compiler.lower.lower import lower
+Stages are lowered from the first to the last: a stage's backward program decides what it needs
+back, and that is what the next stage's has to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from revcompile.compiler.lower.backward import backward
+from revcompile.compiler.lower.forward import forward_graph, inverse_graph
+from revcompile.compiler.lower.units import units_of
+from revcompile.ir.program import Partition, Port, StageProgram
+from revcompile.ir.types import TensorType
+from revcompile.schedule import Keep, Method
 
 __all__ = ["lower"]
+
+
+def lower(
+    partition: Partition, method: Method, keeps: Sequence[Keep] | None = None
+) -> tuple[StageProgram, ...]:
+    """Generate the programs of all stages.
+
+    Args:
+        partition: The stages.
+        method: How they are trained.
+        keeps: What each stage keeps for backward, where that is not what the method says.
+
+    Returns:
+        A program for each stage.
+    """
+    keeps = keeps or [method.keep] * len(partition.parts)
+    programs: list[StageProgram] = []
+    sends_back: tuple[str, ...] = ()
+
+    def port(name: str) -> Port:
+        kind = partition.types.get(name)
+        tensor = kind if isinstance(kind, TensorType) else None
+        return Port(name, tensor, partition.requires_grad(name))
+
+    for part, keep in zip(partition.parts, keeps, strict=True):
+        units = units_of(partition, part, keep)
+        back = backward(partition, part, units, sends_back)
+        programs.append(
+            StageProgram(
+                index=part.index,
+                stages=len(partition.parts),
+                method=method,
+                units=units,
+                inputs=tuple(map(port, part.inputs)),
+                outputs=tuple(map(port, part.outputs)),
+                kept=back.kept,
+                needs_back=back.needs_back,
+                sends_back=sends_back,
+                parameters=back.parameters,
+                forward=forward_graph(partition, part, units, back.kept),
+                backward=back.graph,
+                inverse=inverse_graph(partition, units, (*back.kept, *back.needs_back)),
+            )
+        )
+        sends_back = back.needs_back
+    return tuple(programs)

@@ -1,21 +1,20 @@
-"""What a stage differentiates at once, and what that depends on besides its inputs."""
+"""The units of a stage: what is differentiated at once, and whether it draws random numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
 from typing import Final
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 
-from revcompile.compiler.flow import draws_random
-from revcompile.compiler.partition.cuts import graphs_of, parameter_names
-from revcompile.program import Part, Partition, Piece, Unit
+from revcompile.compiler.dataflow import draws_random
+from revcompile.compiler.partition.cuts import parameter_names
+from revcompile.ir.program import Part, Partition, Piece, Unit
 from revcompile.schedule import Keep
 
-__all__ = ["Group", "groups"]
+__all__ = ["units_of"]
 
 _DETERMINISTIC: Final = (
     _BatchNorm,
@@ -43,74 +42,40 @@ _DETERMINISTIC: Final = (
     nn.Softmax,
     nn.Tanh,
 )
-"""Layers known to draw nothing. Of all others it is assumed that they do."""
+"""Layers known to draw no random numbers. All others are assumed to."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Pieces that are differentiated at once: a unit in the making."""
+def units_of(partition: Partition, part: Part, keep: Keep) -> tuple[Unit, ...]:
+    """A stage's units.
 
-    pieces: tuple[Piece, ...]
-    keep: Keep
-    parameters: tuple[str, ...]
-    random: frozenset[str]
-    """Pieces that may draw random numbers."""
+    Under `Keep.NOTHING` every coupling is a unit, and so is each run of opaque pieces, which keeps
+    its input (at the last stage, where backward follows forward at once, its graph):
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Live values read from outside."""
-        made = set(self.outputs)
-        read = dict.fromkeys(name for piece in self.pieces for name in piece.inputs)
-        return tuple(name for name in read if name not in made)
+        stem | block | block | transition, pooling | block
+        INPUT  NOTHING NOTHING        INPUT          NOTHING
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Live values made."""
-        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
-
-    def unit(self) -> Unit:
-        """What is told of it afterwards."""
-        names = tuple(piece.name for piece in self.pieces)
-        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        reversible = all(piece.reversible for piece in self.pieces)
-        return Unit(label, names, reversible, self.keep, bool(self.random), self.inputs)
-
-
-def groups(partition: Partition, part: Part, keep: Keep) -> tuple[Group, ...]:
-    """A stage's units for what it is to keep.
-
-    If nothing is to be kept, couplings stand alone and opaque pieces in a row are one unit that
-    keeps its input; at the last stage, where backward follows forward at once, its graph.
-    Otherwise the stage is one unit.
+    Otherwise the whole stage is one unit.
     """
     if keep is not Keep.NOTHING:
-        return (_group(partition, part.pieces, keep),)
+        return (_unit(partition, part.pieces, keep),)
     is_last = part.index == len(partition.parts) - 1
     opaque = Keep.GRAPH if is_last else Keep.INPUT
-    found: list[Group] = []
-    run: list[Piece] = []
-    for piece in part.pieces:
-        if not piece.reversible:
-            run.append(piece)
-            continue
-        if run:
-            found.append(_group(partition, tuple(run), opaque))
-        run = []
-        found.append(_group(partition, (piece,), Keep.NOTHING))
-    if run:
-        found.append(_group(partition, tuple(run), opaque))
-    return tuple(found)
+    units: list[Unit] = []
+    for reversible, run in itertools.groupby(part.pieces, lambda piece: piece.reversible):
+        if reversible:
+            units += [_unit(partition, (piece,), Keep.NOTHING) for piece in run]
+        else:
+            units.append(_unit(partition, tuple(run), opaque))
+    return tuple(units)
 
 
-def _group(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Group:
+def _unit(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Unit:
     root = partition.rewired.root
     names = {id(p): name for name, p in root.named_parameters()}
-    graphs = [graph for piece in pieces for graph in graphs_of(piece.segment)]
+    graphs = [piece.segment.graph for piece in pieces]
     parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
-    random = frozenset(
-        piece.name for piece in pieces if any(_draws(g, root) for g in graphs_of(piece.segment))
-    )
-    return Group(pieces, keep, tuple(parameters), random)
+    random = tuple(piece.name for piece in pieces if _draws(piece.segment.graph, root))
+    return Unit(pieces, keep, tuple(parameters), random)
 
 
 def _draws(graph: fx.Graph, root: nn.Module) -> bool:
@@ -118,8 +83,7 @@ def _draws(graph: fx.Graph, root: nn.Module) -> bool:
     for node in graph.nodes:
         if node.op == "call_module":
             for module in root.get_submodule(str(node.target)).modules():
-                idle = isinstance(module, _DropoutNd) and module.p == 0
-                if type(module) is nn.Dropout and idle:
+                if type(module) is nn.Dropout and module.p == 0:
                     continue
                 if not isinstance(module, _DETERMINISTIC):
                     return True

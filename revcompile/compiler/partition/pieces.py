@@ -1,4 +1,4 @@
-"""What may be cut: couplings and residual blocks stay whole, other opaque segments may be torn."""
+"""What may be cut: couplings and residual blocks stay whole, other opaque segments may be split."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from revcompile.compiler.flow import Flow, is_plain, tensor_type
+from revcompile.compiler.dataflow import Flow, is_plain, tensor_type
 from revcompile.compiler.rewire.region import ORIGIN
-from revcompile.ir import TYPE, Body, Coupling, Opaque, Rewired
-from revcompile.program import Piece
+from revcompile.ir.program import Piece
+from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired
 
-__all__ = ["torn_pieces", "whole_pieces"]
+__all__ = ["split_pieces", "whole_pieces"]
 
 
 def whole_pieces(body: Body) -> tuple[Piece, ...]:
@@ -32,69 +32,70 @@ def whole_pieces(body: Body) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def torn_pieces(
+def split_pieces(
     rewired: Rewired, pieces: Sequence[Piece]
 ) -> tuple[tuple[tuple[Piece, ...], ...], Mapping[str, Any]]:
-    """What each piece can be torn into, and the types of the values that then cross.
+    """The parts of each piece, and the types of the values that cross between them.
 
-    Opaque pieces are torn before each of their weighted layers. Couplings, and blocks with a
-    shortcut that rewiring understood (transitions), are not.
+    Opaque pieces are split before each of their weighted layers. Couplings, and blocks with a
+    shortcut that rewiring understood (transitions), stay whole.
     """
     blocks = {name for block in rewired.residuals for name in block.branch}
     made = (name for piece in pieces for name in piece.outputs)
-    taken = {*made, *rewired.signature.placeholders}
+    used_names = {*made, *rewired.signature.placeholders}
     types: dict[str, Any] = {}
     result: list[tuple[Piece, ...]] = []
     for piece in pieces:
         segment = piece.segment
-        if isinstance(segment, Opaque) and not _holds(segment.graph, blocks):
-            tear = _Tear(segment, rewired.root, taken)
-            result.append(tuple(Piece(part) for part in tear.parts()))
-            types |= tear.types
-            taken |= set(tear.types)
+        if isinstance(segment, Opaque) and not _computes_any(segment.graph, blocks):
+            split = _Split(segment, rewired.root, used_names)
+            result.append(tuple(Piece(part) for part in split.parts()))
+            types |= split.types
+            used_names |= set(split.types)
         else:
             result.append((piece,))
     return tuple(result), types
 
 
-def _holds(graph: fx.Graph, names: set[str]) -> bool:
+def _computes_any(graph: fx.Graph, names: set[str]) -> bool:
     return any(n.meta.get(ORIGIN) in names for n in graph.nodes if not is_plain(n))
 
 
-class _Tear:
-    """One opaque segment on its way to several."""
+class _Split:
+    """One opaque segment, split into several."""
 
-    def __init__(self, segment: Opaque, root: nn.Module, taken: Iterable[str]) -> None:
+    def __init__(self, segment: Opaque, root: nn.Module, used_names: Iterable[str]) -> None:
         self.segment = segment
         self.flow = Flow(segment.graph, root)
-        self.taken = set(taken)
+        self.used_names = set(used_names)
         self.types: dict[str, Any] = {}
+        """Types of the values that cross between the parts, by their new names."""
         nodes = self.flow.nodes
         placeholders = [n for n in nodes if n.op == "placeholder"]
         self.live: dict[fx.Node, str] = dict(zip(placeholders, segment.inputs, strict=True))
-        self.inner = [n for n in nodes if n.op not in ("placeholder", "output")]
-        self.inner = [n for n in self.inner if n not in self.flow.constant]
-        self.ends: dict[str, fx.Node] = {}
+        inner = [n for n in nodes if n.op not in ("placeholder", "output")]
+        self.computed = [n for n in inner if n not in self.flow.constant]
+        self.outputs: dict[str, fx.Node] = {}
         (output,) = segment.graph.find_nodes(op="output")
         for name, node in zip(segment.outputs, output.args[0], strict=True):
             assert isinstance(node, fx.Node)
-            self.ends[name] = node
+            self.outputs[name] = node
 
     def parts(self) -> list[Opaque]:
         """The segment's parts in order."""
         groups = self._groups()
         if len(groups) < 2:
             return [self.segment]
-        home = {node: i for i, group in enumerate(groups) for node in group}
+        group_of = {node: i for i, group in enumerate(groups) for node in group}
         parts = []
         for index, group in enumerate(groups):
             outputs = {}
             for node in group:
-                if any(home.get(user, index) > index for user in node.users):
+                if any(group_of.get(user, index) > index for user in node.users):
                     outputs[self._name(node)] = node
             last = index == len(groups) - 1
-            for name, node in self.ends.items():
-                if home.get(node, len(groups) - 1) == index or (last and node not in home):
+            for name, node in self.outputs.items():
+                if group_of.get(node, len(groups) - 1) == index or (last and node not in group_of):
                     outputs[name] = node
             parts.append(self._part(index, group, outputs))
         return parts
@@ -103,7 +104,7 @@ class _Tear:
         """Nodes between two legal cuts: just before a layer with a weight matrix or kernel."""
         groups: list[list[fx.Node]] = [[]]
         weighted, uncuttable = False, self._uncuttable()
-        for index, node in enumerate(self.inner):
+        for index, node in enumerate(self.computed):
             begins = self.flow.is_weighted(node)
             if begins and weighted and index not in uncuttable:
                 groups.append([])
@@ -113,21 +114,21 @@ class _Tear:
         return groups
 
     def _uncuttable(self) -> set[int]:
-        """Positions that a tuple of tensors would cross: only tensors and plain values travel."""
-        position = {node: i for i, node in enumerate(self.inner)}
-        found: set[int] = set()
+        """Positions that a tuple of tensors would cross: only tensors and plain values are sent."""
+        position = {node: i for i, node in enumerate(self.computed)}
+        positions: set[int] = set()
         for node, index in position.items():
             if tensor_type(node) is None and not is_plain(node):
                 last = max((position.get(user, index) for user in node.users), default=index)
-                found |= set(range(index + 1, last + 1))
-        return found
+                positions |= set(range(index + 1, last + 1))
+        return positions
 
     def _name(self, node: fx.Node) -> str:
         """The live name under which a value crosses a cut."""
         if node not in self.live:
-            ends = [name for name, end in self.ends.items() if end is node]
-            name = ends[0] if ends else node.name
-            while not ends and (name in self.taken or name in self.types):
+            own = [name for name, output in self.outputs.items() if output is node]
+            name = own[0] if own else node.name
+            while not own and (name in self.used_names or name in self.types):
                 name = f"{name}_"
             self.live[node] = name
             self.types[name] = node.meta.get(TYPE)

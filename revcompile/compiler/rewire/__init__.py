@@ -1,6 +1,5 @@
-"""rewire: `Captured` and its shortcuts -> two streams, as a list of segments."""
+"""rewire: `Captured` and its residual blocks -> two streams, as a list of segments."""
 
 from revcompile.compiler.rewire.rewire import rewire
-from revcompile.compiler.rewire.rules import RULES, Rule
 
-__all__ = ["RULES", "Rule", "rewire"]
+__all__ = ["rewire"]

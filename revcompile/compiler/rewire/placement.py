@@ -1,36 +1,33 @@
-"""Where things go: regions between blocks, and what each region sees of the others.
+"""Placing what is not part of a block: regions before, between and after the blocks.
 
-Blocks are units in a row; everything else is computed in the region before the first unit that
-could need it, as early as its inputs allow. A captured value is one live value, or, as the
-output of a block, a pair of streams, which whoever is not a block sees fused.
+    region 0 | block 1 | region 1 | block 2 | ... | region n
+
+Every value outside the blocks is computed in the first region in which its inputs exist. A captured
+value is one live value or, as the output of a block, a pair of streams; readers that are no blocks
+read the pair fused into one value.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from revcompile.compiler.flow import Flow, tensor_type
-from revcompile.compiler.rewire.links import build_link, link_source
+from revcompile.compiler.dataflow import Flow, tensor_type
+from revcompile.compiler.rewire.rearrange import build_rearrange, rearranged_source
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.sizes import WrittenSizes
-from revcompile.ir import TYPE, VALUE, Link, Live, Residual, ResidualKind
-from revcompile.ops import fuse_mean, read_buffer, shape
+from revcompile.ir.ops import fuse_mean, op_name, read_buffer, shape
+from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual
 
 __all__ = ["Pair", "Placement"]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The two live values that stand for one captured value."""
-
-    a: str
-    b: str
+Pair = tuple[str, str]
+"""The two streams of one captured value, as names of live values."""
 
 
 class Placement:
@@ -48,10 +45,10 @@ class Placement:
         self.regions = [Region(flow) for _ in range(len(blocks) + 1)]
         self.types: dict[str, object] = {}
         self.concatenated: Mapping[fx.Node, int] = {}
-        self.links: dict[fx.Node, tuple[fx.Node, Link]] = {}
-        self._find_links()
+        self.rearrangements: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}
+        self._find_rearrangements()
 
-    # -- who computes what --------------------------------------------------------------------
+    # -- what belongs to which block ----------------------------------------------------------
 
     def _owners(self) -> dict[fx.Node, Residual]:
         """Nodes that are computed inside a block (sizes may be computed outside as well)."""
@@ -63,36 +60,36 @@ class Placement:
                     owner[node] = block
         shared = self.flow.plain | self.flow.derived
         sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in shared]
-        for node in sizes:  # users first: a size read outside takes what it is made from along
+        for node in sizes:  # users first: a size read outside needs its own inputs outside
             inside = owner[node]
             if any(u not in owner or owner[u] is not inside for u in node.users):
                 del owner[node]
         return owner
 
-    def _find_links(self) -> None:
+    def _find_rearrangements(self) -> None:
         """Blocks that start from another arrangement of an earlier block's output."""
         for block in self.blocks:
             x = node = self.flow.by_name[block.x]
             while node not in self.by_out:
-                source = link_source(self.flow, node)
+                source = rearranged_source(self.flow, node)
                 if source is None or node in self.owner:
                     break
                 node = source
             if node in self.by_out and node is not x:
-                link = build_link(self.flow, node, x)
-                if link is not None:
-                    self.links[x] = (node, link)
+                rearrange = build_rearrange(self.flow, node, x)
+                if rearrange is not None:
+                    self.rearrangements[x] = (node, rearrange)
 
-    def link_only(self, node: fx.Node) -> bool:
-        """Is a linked value read by blocks alone (no need to compute it outside)?"""
+    def rearranges_only(self, node: fx.Node) -> bool:
+        """Is a rearranged value read by blocks alone (no need to compute it outside)?"""
         return all(self.reads_pair(u, node) for u in node.users)
 
     def block_only(self, node: fx.Node) -> bool:
-        """Is the value computed anew wherever it is read?"""
+        """Is the value computed again in every block and region that reads it?"""
         if node in self.flow.constant:
             return True
-        anywhere = node in self.flow.derived and node not in self.starts
-        return anywhere and all(user in self.owner for user in node.users)
+        is_derived = node in self.flow.derived and node not in self.starts
+        return is_derived and all(user in self.owner for user in node.users)
 
     def reads_pair(self, user: fx.Node, node: fx.Node) -> bool:
         """Is the user part of a block that starts from the value?"""
@@ -102,7 +99,7 @@ class Placement:
     def entries(self) -> list[fx.Node]:
         """Values at which two streams begin."""
         xs = dict.fromkeys(self.flow.by_name[b.x] for b in self.blocks)
-        return [x for x in xs if x not in self.by_out and x not in self.links]
+        return [x for x in xs if x not in self.by_out and x not in self.rearrangements]
 
     # -- placing a value outside the blocks ----------------------------------------------------
 
@@ -121,10 +118,10 @@ class Placement:
         self.types[node.name] = node.meta.get(TYPE)
 
     def _needed_with(self, node: fx.Node) -> list[fx.Node]:
-        """What must be there before a value is computed.
+        """What must be computed before a value is.
 
-        A buffer is read where its contents meet other values, so that the stage that writes its
-        new contents is, as far as possible, the one that reads it.
+        A buffer is read where its contents are combined with other values, so that the stage that
+        writes its new contents is, where possible, the stage that reads it.
         """
         if node.target is not read_buffer:
             return node.all_input_nodes
@@ -135,11 +132,11 @@ class Placement:
         return [other for other in others if other in self.levels]
 
     def _place_size(self, node: fx.Node) -> None:
-        """Sizes of streams and of values inside blocks are had without touching those."""
+        """Compute a size without reading a stream, or a value inside a block, for it."""
         sources = [self._same_shape(i) for i in node.all_input_nodes]
-        streams = self.by_out.keys() | self.links.keys()
+        streams = self.by_out.keys() | self.rearrangements.keys()
         free = all(
-            (s in self.levels and s not in streams) or self.flow.anywhere(s) for s in sources
+            (s in self.levels and s not in streams) or self.flow.recomputable(s) for s in sources
         )
         values = node.meta.get(VALUE)
         if not free and values is not None:
@@ -178,21 +175,23 @@ class Placement:
         raise AssertionError("a size depends on the batch, but no input does")
 
     def written_sizes(self) -> WrittenSizes:
-        """Sizes that were written down as functions of the batch size."""
+        """Sizes that were replaced by functions of the batch size."""
         depends = any(n.meta[VALUE][0] != n.meta[VALUE][1] for n in self.written)
         return self.written, self._batched_input() if depends else None
 
     def level(self, node: fx.Node) -> int:
-        """How many units must have run before the value is there."""
+        """The first region in which the value exists."""
         if node in self.flow.constant:
             return 0
-        return self.levels[node] if node in self.levels else self.levels[self.links[node][0]]
+        return (
+            self.levels[node] if node in self.levels else self.levels[self.rearrangements[node][0]]
+        )
 
     def _same_shape(self, node: fx.Node) -> fx.Node:
-        """An earlier value of the same shape: asking for a size must not break a chain."""
-        while node in self.by_out and self.by_out[node].kind is not ResidualKind.PROJECTED:
+        """An earlier value of the same shape: reading a size must not interrupt a chain."""
+        while node in self.by_out and not self.by_out[node].is_projected:
             x = self.flow.by_name[self.by_out[node].x]
-            if x in self.links and self.link_only(x):
+            if x in self.rearrangements and self.rearranges_only(x):
                 like = _viewed_like(x)
                 if like is None:
                     break
@@ -201,30 +200,30 @@ class Placement:
         return node
 
     def _sized(self, region: Region, node: fx.Node) -> fx.Node:
-        """A value whose size is asked for: one of two streams is enough."""
+        """A value of which only the size is read: one of two streams is enough."""
         node = self._same_shape(node)
         if node in self.pairs:
-            return region.input(self.pairs[node].b, like=node)
+            return region.input(self.pairs[node][1], like=node)
         return region.value(node, lambda n: self.outside(region, n))
 
-    # -- what is seen from elsewhere ----------------------------------------------------------
+    # -- reading values of other regions ------------------------------------------------------
 
     def outside(self, region: Region, node: fx.Node) -> fx.Node:
-        """A value computed elsewhere, as this region sees it: two streams are fused."""
+        """A value of another region, as this region reads it: two streams are fused."""
         pair = self.pairs.get(node)
         if pair is None:
             return region.input(node.name, like=node)
-        a, b = region.input(pair.a, like=node), region.input(pair.b, like=node)
+        a, b = (region.input(name, like=node) for name in pair)
         if node in self.concatenated:
             fused = region.call(torch.cat, (a, b), self.concatenated[node], like=node)
         else:
             fused = region.call(fuse_mean, a, b, like=node)
-        if region is self.regions[self.level(node)]:  # a live value has one place of origin
+        if region is self.regions[self.level(node)]:  # a live value is defined in one region
             region.defined[f"{node.name}_fused"] = fused
         return fused
 
     def side_reader(self, region: Region) -> Callable[[fx.Node], fx.Node]:
-        """Side values of a unit; those that are pairs are fused in the region before it."""
+        """Side values of a block; pairs are fused in the region before it."""
 
         def value(node: fx.Node) -> fx.Node:
             if node not in self.pairs:
@@ -242,7 +241,7 @@ class Placement:
         return Live(self._fused(leaf))
 
     def _fused(self, node: fx.Node) -> str:
-        """The live value of a pair seen as one, made where the pair is."""
+        """The live value of a fused pair, computed in the region of the pair."""
         region = self.regions[self.level(node)]
         fused = region.value(node, lambda n: self.outside(region, n))
         name = next((k for k, v in region.defined.items() if v is fused), f"{node.name}_fused")
@@ -252,9 +251,8 @@ class Placement:
 
 
 def _viewed_like(node: fx.Node) -> fx.Node | None:
-    """The `y` of `x.view(y.shape)`: it has the same shape, and may be had where x is not."""
-    name = getattr(node.target, "__name__", str(node.target))
-    given = node.args[1] if name in ("view", "reshape") and len(node.args) == 2 else None
+    """The `y` of `x.view(y.shape)`, which has the same shape."""
+    given = node.args[1] if op_name(node) in ("view", "reshape") and len(node.args) == 2 else None
     if not isinstance(given, fx.Node):
         return None
     is_shape = given.target is getattr and given.args[1] == "shape"

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.capture.effects import is_effect
-from revcompile.compiler.flow import Flow
-from revcompile.ir import PATH, SOURCE, TYPE
+from revcompile.compiler.capture.memory import is_effect
+from revcompile.compiler.dataflow import Flow
+from revcompile.ir.types import PATH, SOURCE, TYPE
 
 __all__ = ["ORIGIN", "Region"]
 
@@ -18,7 +18,7 @@ ORIGIN = "revcompile_origin"
 
 
 class Region:
-    """A graph in the making. Values it does not compute become inputs as they are asked for."""
+    """A graph under construction. Values that it does not compute become inputs when read."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -28,13 +28,8 @@ class Region:
         self.keep: fx.Node | None = None
         self._copies: dict[fx.Node, fx.Node] = {}
 
-    @property
-    def empty(self) -> bool:
-        """Does the region compute nothing?"""
-        return not self.defined
-
     def bind(self, original: fx.Node, node: fx.Node) -> None:
-        """Let `node` stand for a captured value inside this region."""
+        """Use `node` for a captured value inside this region."""
         self._copies[original] = node
 
     def input(self, name: str, like: fx.Node | None = None) -> fx.Node:
@@ -45,9 +40,8 @@ class Region:
             last = next(reversed(self.inputs.values()), None)
             with self.graph.inserting_after(last if last is not None else self.graph._root):
                 node = self.inputs[name] = self.graph.placeholder(name)
-            node.target = (
-                node.name
-            )  # a parameter named otherwise could be overwritten by a variable
+            # The generated function's parameter must not share its name with a variable.
+            node.target = node.name
             if like is not None:
                 describe(self.inputs[name], like)
         return self.inputs[name]
@@ -57,9 +51,9 @@ class Region:
         return original in self._copies
 
     def value(self, original: fx.Node, outside: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """A captured value inside this region; what is not here comes from `outside`.
+        """A captured value inside this region; values of other regions come from `outside`.
 
-        Parameters and what is computed from them alone are computed anew in each region.
+        Parameters and values computed from them alone are computed again in each region.
         """
         if original in self._copies:
             return self._copies[original]
@@ -91,11 +85,11 @@ class Region:
         return node
 
     def finish(self, outputs: tuple[fx.Node, ...] | fx.Node) -> fx.Graph:
-        """Close the graph; what was placed here but is not needed goes."""
+        """Close the graph, and erase nodes that nothing needs."""
         self.graph.output(outputs)
         for node in reversed(list(self.graph.nodes)):
-            kept = node.op in ("call_module", "output") or is_effect(node)
-            if not kept and not node.users and node is not self.keep:
+            is_needed = node.op in ("call_module", "output") or is_effect(node)
+            if not is_needed and not node.users and node is not self.keep:
                 self.graph.erase_node(node)
                 self.inputs = {k: v for k, v in self.inputs.items() if v is not node}
         self.graph.lint()

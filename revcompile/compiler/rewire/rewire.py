@@ -1,8 +1,7 @@
 """rewire: a captured graph and its residual blocks -> two streams, as a list of segments.
 
-Blocks are taken in order, and each becomes a segment by one of the named `rules`. Everything
-else goes into the opaque regions between them (`placement`). How streams begin and end
-(`border`) is the policy's choice.
+Each block becomes a segment (`segments`). Everything else is computed in opaque regions between
+them (`placement`). How streams begin and end (`stream_ends`) is the policy's choice.
 """
 
 from __future__ import annotations
@@ -13,28 +12,26 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.capture.effects import is_effect
 from revcompile.compiler.capture.functional import forbid_inplace
+from revcompile.compiler.capture.memory import is_effect
+from revcompile.compiler.dataflow import Flow
+from revcompile.compiler.find.conflicts import ready_times
 from revcompile.compiler.find.residual import Found, find
-from revcompile.compiler.find.together import ready_times
-from revcompile.compiler.flow import Flow
-from revcompile.compiler.rewire.border import enter_widened, leave_concatenated
+from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
 from revcompile.compiler.rewire.placement import Pair, Placement
 from revcompile.compiler.rewire.region import Region
-from revcompile.compiler.rewire.rules import RULES, Streams
+from revcompile.compiler.rewire.segments import Streams, coupling, transition
 from revcompile.compiler.rewire.sizes import guards_with
-from revcompile.compiler.rewire.surgery import Surgeon, own_copy
-from revcompile.ir import (
+from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
+from revcompile.ir.module_tree import TreeReads
+from revcompile.ir.policy import Enter, Fuse, Policy
+from revcompile.ir.types import (
     PATH,
     TYPE,
     Body,
     Captured,
-    Enter,
-    Fuse,
-    Leave,
     Live,
     Opaque,
-    Policy,
     Residual,
     Rewired,
     Segment,
@@ -44,62 +41,70 @@ __all__ = ["rewire"]
 
 
 def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
-    """Turn every accepted residual block into a coupling. Changes neither argument."""
-    surgeon = Surgeon(own_copy(captured.root))
-    rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, surgeon)
+    """Turn every residual block into a segment over two streams. Changes no argument.
+
+    Args:
+        captured: the model's graph.
+        found: its residual blocks.
+        policy: how streams begin, meet and end.
+    """
+    editor = ModuleEditor(own_copy(captured.root))
+    rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, editor)
     body = rewiring.run()
     eval_body, sizes = None, rewiring.place.written_sizes()
     eval_sizes = sizes
     if captured.eval_graph is not None:
-        trained, surgeon.asked = surgeon.asked, set()
+        trained, editor.requested = editor.requested, set()
         found_eval = find(captured, captured.eval_graph)
         flow = Flow(captured.eval_graph, captured.root)
-        evaluated = _Rewiring(flow, found_eval, policy, surgeon)
+        evaluated = _Rewiring(flow, found_eval, policy, editor)
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
-        if _disagree(captured, trained, surgeon.asked):
-            kept = Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Leave.MEAN)
-            plain = rewire(captured, found, kept)
-            note = "layers keep their widths: in eval mode the model reads them otherwise"
+        if _widths_differ(captured, trained, editor.requested):
+            plain = rewire(captured, found, Policy.named("pretrained"))
+            note = "layers keep their widths: train and eval mode would need different ones"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
-        # a layer may now stand before a stream or a kept value
-        forbid_inplace(segment.graph, surgeon.root)
+        # the input of a layer may now be a stream, which has other readers
+        forbid_inplace(segment.graph, editor.root)
     return Rewired(
         name=captured.name,
-        root=surgeon.root,
+        root=editor.root,
         body=body,
         eval_body=eval_body,
         signature=captured.signature,
         policy=policy,
         residuals=found.residuals,
         refusals=found.refusals,
-        growths=dict(surgeon.growths),
+        weight_expansions=dict(editor.weight_expansions),
         notes=(*captured.notes, *rewiring.notes),
-        guards=guards_with(captured, sizes, eval_sizes).rebased(surgeon.root),
+        guards=guards_with(captured, sizes, eval_sizes).rebased(editor.root),
         stateful=captured.stateful,
     )
 
 
-def _disagree(
+def _widths_differ(
     captured: Captured, trained: set[tuple[str, str]], evaluated: set[tuple[str, str]]
 ) -> bool:
-    """Would train and eval mode want a layer they share in different widths?"""
+    """Do train and eval mode need different widths of a layer that both call?"""
     assert captured.eval_graph is not None
-    called = [
-        {str(node.target) for node in graph.find_nodes(op="call_module")}
-        for graph in (captured.graph, captured.eval_graph)
-    ]
-    shared = called[0] & called[1]
-    widths = {(path, what) for path, what in trained ^ evaluated if what not in ("copy", "wake")}
+    train, evaluation = (
+        TreeReads(graph, captured.root).called for graph in (captured.graph, captured.eval_graph)
+    )
+    shared = train.keys() & evaluation.keys()
+    widths = {
+        (path, what)
+        for path, what in trained ^ evaluated
+        if what not in ("copy", "revive_zero_init")
+    }
     return any(path in shared for path, _ in widths)
 
 
 class _Rewiring:
     """One walk over a captured graph."""
 
-    def __init__(self, flow: Flow, found: Found, policy: Policy, surgeon: Surgeon) -> None:
-        self.flow, self.policy, self.surgeon = flow, policy, surgeon
+    def __init__(self, flow: Flow, found: Found, policy: Policy, editor: ModuleEditor) -> None:
+        self.flow, self.policy, self.editor = flow, policy, editor
         self.blocks = sorted(found.residuals, key=lambda r: flow.index[flow.by_name[r.out]])
         self.place = Placement(flow, self.blocks)
         self.names = _block_names(flow, self.blocks)
@@ -107,27 +112,27 @@ class _Rewiring:
         self.widened = self._widened()
         self.place.concatenated = leave_concatenated(
             flow,
-            surgeon,
+            editor,
             self.blocks,
-            set(self.place.owner) | set(self.place.links),
+            set(self.place.owner) | set(self.place.rearrangements),
             inner=policy.fuse is Fuse.CONCAT,
-            last=policy.leave is Leave.CONCAT,
+            last=policy.leave is Fuse.CONCAT,
         )
-        if policy.leave is Leave.CONCAT and self.blocks:
+        if policy.leave is Fuse.CONCAT and self.blocks:
             end = self.blocks[-1]
             if flow.by_name[end.out] not in self.place.concatenated:
                 self.notes.append(f"{end.path or end.out}: the streams end as their mean")
 
     def run(self) -> Body:
-        """Place every node: blocks as units, the rest in the regions between them."""
-        place, units = self.place, list[Segment]()
+        """Turn blocks into segments, and place every other node in the regions between them."""
+        place, segments = self.place, list[Segment]()
         result: tuple[object, ...] = ()
         ready = ready_times(self.flow, self.blocks)
 
-        def turn(node: fx.Node) -> tuple[int, bool, int]:
+        def order(node: fx.Node) -> tuple[int, bool, int]:
             return ready[node], node not in place.by_out, self.flow.index[node]
 
-        for node in sorted(self.flow.nodes, key=turn):
+        for node in sorted(self.flow.nodes, key=order):
             if node.op == "output":
                 leaves = node.args[0]
                 assert isinstance(leaves, tuple)
@@ -136,45 +141,44 @@ class _Rewiring:
                 place.levels[node] = 0
                 place.types[node.name] = node.meta.get(TYPE)
             elif node in place.by_out:
-                units.append(self._unit(place.by_out[node], len(units)))
-            elif node in place.links and place.link_only(node):
-                place.levels[node] = place.levels[place.links[node][0]]
+                segments.append(self._segment(place.by_out[node], len(segments)))
+            elif node in place.rearrangements and place.rearranges_only(node):
+                place.levels[node] = place.levels[place.rearrangements[node][0]]
             elif node not in place.owner and not place.block_only(node):
                 place.place(node)
-        return self._assemble(units, result)
+        return self._assemble(segments, result)
 
     def _widened(self) -> dict[fx.Node, int]:
         """Where streams begin as halves of a wider layer: value -> dimension to split."""
         if self.policy.enter is not Enter.WIDEN:
             return {}
-        found = {}
+        split: dict[fx.Node, int] = {}
         for x in self.place.entries():
             begins = not any(self.flow.depends(x, out) for out in self.place.by_out)
             if begins and all(self.place.reads_pair(user, x) for user in x.users):
-                dimension = enter_widened(self.flow, self.surgeon, x)
+                dimension = enter_widened(self.flow, self.editor, x)
                 if dimension is not None:
-                    found[x] = dimension
-        return found
+                    split[x] = dimension
+        return split
 
-    def _unit(self, block: Residual, index: int) -> Segment:
-        """The block's segment, by the first rule that takes it."""
+    def _segment(self, block: Residual, index: int) -> Segment:
         place = self.place
         x, out = self.flow.by_name[block.x], self.flow.by_name[block.out]
-        link = None
+        rearrange = None
         if x in place.pairs:
             before = place.pairs[x]
-        elif x in place.links:
-            source, link = place.links[x]
+        elif x in place.rearrangements:
+            source, rearrange = place.rearrangements[x]
             before = place.pairs[source]
         else:
             before = self._enter(x)
-        after = Pair(f"{out.name}_a", f"{out.name}_b")
-        rule = next(rule for rule in RULES if rule.applies(block))
-        streams = Streams(before, link, after)
+        after = (f"{out.name}_a", f"{out.name}_b")
+        build = transition if block.is_projected else coupling
+        streams = Streams(before, rearrange, after)
         name = self.names[block.total]
-        segment = rule.segment(name, block, streams, place, self.surgeon)
+        segment = build(name, block, streams, place, self.editor)
         place.pairs[out] = after
-        place.types[after.a] = place.types[after.b] = out.meta.get(TYPE)
+        place.types |= dict.fromkeys(after, out.meta.get(TYPE))
         for node in (out, *(self.flow.by_name[extra] for extra in block.extras)):
             place.levels[node] = index + 1
             place.types[node.name] = node.meta.get(TYPE)
@@ -184,30 +188,30 @@ class _Rewiring:
         """`widen`: split a value twice as wide; `duplicate`: `(x, x)`."""
         place = self.place
         region = place.regions[place.levels[x]]
-        pair = Pair(f"{x.name}_a", f"{x.name}_b")
+        pair = (f"{x.name}_a", f"{x.name}_b")
         value = region.value(x, lambda n: place.outside(region, n))
         if x in self.widened:
             halves = region.call(torch.chunk, value, 2, self.widened[x], like=x)
             halves.meta[TYPE] = (x.meta.get(TYPE),) * 2
-            for index, name in enumerate((pair.a, pair.b)):
+            for index, name in enumerate(pair):
                 region.defined[name] = region.call(operator.getitem, halves, index, like=x)
             region.defined.pop(x.name, None)
         else:
-            region.defined[pair.a] = region.defined[pair.b] = value
+            region.defined |= dict.fromkeys(pair, value)
             where = x.meta.get(PATH) or x.name
             self.notes.append(f"{where}: the streams start as two copies")
-        place.types[pair.a] = place.types[pair.b] = x.meta.get(TYPE)
+        place.types |= dict.fromkeys(pair, x.meta.get(TYPE))
         place.pairs[x] = pair
         return pair
 
-    def _assemble(self, units: list[Segment], result: tuple[object, ...]) -> Body:
+    def _assemble(self, blocks: list[Segment], result: tuple[object, ...]) -> Body:
         """Close the regions from the last to the first, each with the outputs still needed."""
         needed = {leaf.name for leaf in result if isinstance(leaf, Live)}
         segments: list[Segment] = []
         for index in reversed(range(len(self.place.regions))):
-            if index < len(units):
-                segments.append(units[index])
-                needed |= set(units[index].inputs)
+            if index < len(blocks):
+                segments.append(blocks[index])
+                needed |= set(blocks[index].inputs)
             region = self.place.regions[index]
             outputs = tuple(name for name in region.defined if name in needed)
             graph = region.finish(tuple(region.defined[name] for name in outputs))

@@ -1,8 +1,8 @@
-"""Guards for sizes that rewiring has written down.
+"""Guards for sizes that rewiring has replaced by functions of the batch size.
 
-The size of a value inside a chain cannot be asked for where the chain's values are not kept. It is
-computed from the batch size instead, as seen at two batch sizes, and holds only for inputs that
-have the example's other sizes.
+The size of a value inside a chain cannot be read where the chain's values are not kept. It is
+computed from the batch size instead, as seen at two batch sizes, which is right only for inputs
+that have the example's other sizes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from revcompile.compiler.capture.guards import Words, meta_copy, needed_for
-from revcompile.guards import Guards, SizeGuard, SizeGuards
-from revcompile.ir import SOURCE, VALUE, Captured
+from revcompile.compiler.capture.fake_values import meta_copy
+from revcompile.compiler.capture.guards import ExpressionPrinter, needed_for
+from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
+from revcompile.ir.types import SOURCE, VALUE, Captured
 
 __all__ = ["WrittenSizes", "guards_with"]
 
 WrittenSizes = tuple[Iterable[fx.Node], tuple[fx.Node, int] | None]
-"""Nodes whose size was written down; the input that tells the batch size, and the example's."""
+"""Sizes that became functions of the batch size; an input with that size, and the example's."""
 
 
 def guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSizes) -> Guards:
@@ -46,7 +47,7 @@ def _size_guards(
     if not nodes:
         return SizeGuards()
     signature = captured.signature
-    words = Words(dict(zip(signature.placeholders, signature.labels, strict=True)))
+    printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
     graph, copies, needed = fx.Graph(), dict[fx.Node, fx.Node](), needed_for(nodes)
     for node in nodes[0].graph.nodes:
         if node.op == "placeholder" or node in needed:
@@ -61,14 +62,14 @@ def _size_guards(
             batch = graph.call_function(torch.Tensor.size, (copies[batched[0]], 0))
             scaled = graph.call_function(operator.mul, (batch, slope))
             value = graph.call_function(operator.sub, (value, scaled))
-            text = f"{text} - {slope} * {words.of(batched[0])}.shape[0]"
+            text = f"{text} - {slope} * {printer.show(batched[0])}.shape[0]"
         rest = seen[0] - slope * (batched[1] if batched else 0)
         guards.append(SizeGuard(text, rest, source))
         outputs.append(value)
 
     for node in nodes:
         seen: Any = node.meta[VALUE]
-        text, source = words.of(node), str(node.meta.get(SOURCE, "?"))
+        text, source = printer.show(node), str(node.meta.get(SOURCE, "?"))
         if isinstance(seen[0], tuple):
             for i, pair in enumerate(zip(*seen, strict=True)):
                 item = graph.call_function(operator.getitem, (copies[node], i))

@@ -1,10 +1,12 @@
 """Drawings of what the compiler did: the model as stages, and the pipeline in time.
 
-facts.py     what there is to show: stages (inspect/facts.py), what passes them, what they share
-tiles.py     one stage (glyphs.py: its blocks; lanes.py: what travels past it)
+picture.py   the data: stages (inspect/views.py), skip values, tied weights
+blocks.py    one block, and the legend
+stages.py    one stage, with the lines that pass it
 network.py   all stages as one SVG
-page.py      the same as one HTML file (contents.py: what opens behind a stage)
+page.py      the same as one HTML file (details.py, graph.py: what opens on a click)
 timeline.py  schedules side by side, from dry runs
+svg.py       SVG as text (theme.py: colours and fonts)
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing.facts import Picture, picture
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
+from revcompile.inspect.drawing.picture import Picture, picture
 from revcompile.inspect.drawing.timeline import timeline_svg
-from revcompile.inspect.facts import Memory
-from revcompile.program import Partition, StageProgram
+from revcompile.inspect.views import Memory
+from revcompile.ir.program import Partition, StageProgram
 from revcompile.schedule import Costs, Method
 
 __all__ = ["Memory", "Picture", "costs_of", "draw", "draw_schedule", "fragment", "picture"]
@@ -36,7 +38,7 @@ def draw(
     """Draw a model's stages: an `.svg` to look at, an `.html` to open stage by stage.
 
     `name` is the title (default: the model's class), `batch` the size of a micro-batch (default:
-    the example's), `memory` what each stage holds at its peak.
+    the example's), `memory` the peak memory of each stage.
     """
     writers = {".svg": network_svg, ".html": page}
     target = _target("draw", path, writers)

@@ -68,7 +68,7 @@ function graph(stage) {
       vector("rect", { x: x - wide / 2, y: y - 12, width: wide, height: 24, rx: kind === "function" ? 11 : 4 }),
       vector("text", { x, y: y + 4 }, label)));
   }
-  return [make("p", { class: "note" }, stage.hidden), make("div", { class: "graph", tabindex: 0 }, drawn)];
+  return [make("p", { class: "note" }, stage.note), make("div", { class: "graph", tabindex: 0 }, drawn)];
 }
 
 const TOKEN = new RegExp([
@@ -92,8 +92,10 @@ function coloured(text) {
 }
 
 function mentions(line) {
-  // Code names a module's value after its path, with underscores.
-  return word && (line.includes(word) || line.includes(word.replace(/\W/g, "_")));
+  // `self.layers[5].down` and `getattr(self, "5").down` are the modules layers.5.down and 5.down;
+  // functions are named after them, with underscores.
+  const path = line.replace(/getattr\(([\w.]+), "(\w+)"\)/g, "$1.$2").replace(/\[["']?(\w+)["']?\]/g, ".$1");
+  return word && (path.includes(word) || line.includes(word.replace(/\W/g, "_")));
 }
 
 function code(stage) {
@@ -108,7 +110,7 @@ function code(stage) {
 
 function actions(stage) {
   const rows = stage.actions.map(([n, first, last]) =>
-    [n === 1 ? "1 round" : `${n} rounds`, n > 1 ? `${first}   …   ${last}` : first]);
+    [n === 1 ? "1 step" : `${n} steps`, n > 1 ? `${first}   …   ${last}` : first]);
   const said = "F forward, B backward, U update, RX/SY receive/send activations, RDY/SDX gradients, " +
     "STG/RTG and STW/RTW tied gradients and weights; the number is the micro-batch.";
   return [make("p", { class: "note" }, said), table([["how often", ""], ["actions", ""]], rows, "actions")];
@@ -235,9 +237,9 @@ function look() {
   const asked = field.value.trim().toLowerCase();
   const found = [];
   if (asked) data.stages.forEach((stage, i) => {
-    for (const one of stage.words) if (one.toLowerCase().includes(asked)) found.push([one, i]);
+    for (const one of stage.names) if (one.toLowerCase().includes(asked)) found.push([one, i]);
   });
-  // What begins or ends with the words asked for comes first.
+  // What begins or ends with the search text comes first.
   const rank = ([one]) => (one.toLowerCase() === asked ? 0 : one.toLowerCase().startsWith(asked) ? 1 : 2);
   found.sort((a, b) => rank(a) - rank(b) || a[1] - b[1]);
   const stages = new Set(found.map((pair) => pair[1]));

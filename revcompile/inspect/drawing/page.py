@@ -1,8 +1,8 @@
-"""One HTML file for the whole model: the drawing, and behind every stage its details.
+"""The whole model as one HTML file: the drawing, and the details of every stage on a click.
 
-The file needs nothing from anywhere. The drawing and a table of all stages are plain markup, to
-be read and printed without a script; a stage's segments, graph, code and actions are made from
-data in the file when the stage is opened.
+The file loads nothing. The drawing and a table of all stages are plain markup that can be read and
+printed without JavaScript; a stage's segments, graph, code and actions are made from data in the
+file when the stage is opened.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Final
 
-from revcompile.inspect.drawing.contents import contents, embedded
-from revcompile.inspect.drawing.facts import Picture
-from revcompile.inspect.drawing.legend import GLYPH, legend_items
+from revcompile.inspect.drawing.blocks import GLYPH, legend_items
+from revcompile.inspect.drawing.details import details, embedded
 from revcompile.inspect.drawing.network import headline, scale_of, totals
+from revcompile.inspect.drawing.picture import Picture
+from revcompile.inspect.drawing.stages import StageFigure, StageFigures
 from revcompile.inspect.drawing.svg import element, escape
 from revcompile.inspect.drawing.theme import styles
-from revcompile.inspect.drawing.tiles import Tile, Tiles
-from revcompile.inspect.facts import Stage
-from revcompile.inspect.words import listed, share, size, span
+from revcompile.inspect.formatting import listed, share, size, span
+from revcompile.inspect.views import StageView
 
 __all__ = ["page"]
 
@@ -43,20 +43,20 @@ _HELP: Final = (
 
 def page(picture: Picture) -> str:
     """The page as text."""
-    tiles = Tiles(picture, scale_of(picture, _NARROWEST))
+    figures = StageFigures(picture, scale_of(picture, _NARROWEST))
     title = escape(headline(picture))
-    said = escape(" · ".join(totals(picture)))
+    subtitle = escape(" · ".join(totals(picture)))
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>",
         f"<style>{_asset('page.css')}\n{styles()}</style></head><body>",
-        f'<header><div><h1>{title}</h1><p class="totals">{said}</p></div>',
+        f'<header><div><h1>{title}</h1><p class="totals">{subtitle}</p></div>',
         f"{_search(picture)}</header>",
         "<main>",
         '<div id="stages" class="strip rv-drawing" role="group" aria-label="stages">',
-        *(_tile(picture, tiles, tile) for tile in tiles.all),
+        *(_figure(picture, figures, figure) for figure in figures.all),
         '<section id="details" aria-label="details of a stage" hidden></section>',
         "</div>",
         _legend(picture),
@@ -64,7 +64,7 @@ def page(picture: Picture) -> str:
         *_remarks(picture),
         "</main>",
         _HELP,
-        f'<script type="application/json" id="data">{embedded(contents(picture))}</script>',
+        f'<script type="application/json" id="data">{embedded(details(picture))}</script>',
         f"<script>{_asset('page.js')}</script>",
         "</body></html>",
     ]
@@ -91,17 +91,17 @@ def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _tile(picture: Picture, tiles: Tiles, tile: Tile) -> str:
-    stage = tile.stage
+def _figure(picture: Picture, figures: StageFigures, figure: StageFigure) -> str:
+    stage = figure.stage
     kind = "reversible" if stage.reversible else "not reversible as a whole"
     name = span([block.name for block in stage.blocks])
     label = f"stage {stage.index}: {name}, {kind}, {share(stage.work, picture.work)} of the work"
     drawn = element(
         "svg",
-        tiles.draw(tile),
-        viewBox=f"0 0 {tile.width:g} {tiles.height:g}",
-        width=tile.width,
-        height=tiles.height,
+        figures.draw(figure),
+        viewBox=f"0 0 {figure.width:g} {figures.height:g}",
+        width=figure.width,
+        height=figures.height,
     )
     return element(
         "div",
@@ -119,8 +119,8 @@ def _tile(picture: Picture, tiles: Tiles, tile: Tile) -> str:
 def _legend(picture: Picture) -> str:
     size_ = {"width": GLYPH, "height": GLYPH}
     items = (
-        element("li", element("svg", glyph, **size_), element("span", escape(said)))
-        for glyph, said in legend_items(picture)
+        element("li", element("svg", glyph, **size_), element("span", escape(label)))
+        for glyph, label in legend_items(picture)
     )
     return element("ul", *items, class_="legend rv-drawing", aria_label="legend")
 
@@ -134,7 +134,7 @@ def _table(picture: Picture) -> str:
     return element("table", element("thead", element("tr", head)), body)
 
 
-def _row(picture: Picture, stage: Stage) -> str:
+def _row(picture: Picture, stage: StageView) -> str:
     blocks = sum(block.reversible for block in stage.blocks)
     kind = f"{blocks}/{len(stage.blocks)} reversible" if blocks else "opaque"
     full = stage.reversible
@@ -160,7 +160,7 @@ def _cells(cells: Sequence[str], reversible: bool) -> Iterator[str]:
 
 
 def _remarks(picture: Picture) -> Iterator[str]:
-    """What rewiring noted, and the sums it left alone, those of one reason together."""
+    """Notes of the rewiring, and the sums it refused, grouped by reason."""
     places: dict[str, list[str]] = {}
     for refusal in picture.refusals:
         places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")

@@ -1,4 +1,4 @@
-"""SVG as text: elements, escaping, and how wide a word will be."""
+"""SVG as text: elements, escaping, and estimates of how wide text is."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["comment", "document", "element", "escape", "fitted", "path", "text", "width_of"]
+__all__ = ["document", "element", "escape", "fitted", "path", "text", "tooltip", "width_of"]
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _ESCAPES: Final = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"}
 )
 
-# In em, a little wider than the common sans-serif fonts: nobody's font may overflow a frame.
+# In em, a little wider than common sans-serif fonts, so that no font overflows a frame.
 _NARROW: Final = frozenset("iIjl.,:;|!'()[]tfr ·")
 _WIDE: Final = frozenset("mwMW%—…")
 
 
 def escape(value: object) -> str:
-    """Any text as markup shows it; what XML cannot hold is replaced.
+    """Any text as markup shows it; what XML does not allow is replaced.
 
     >>> escape('<layer "1">')
     '&lt;layer &quot;1&quot;&gt;'
@@ -53,25 +53,25 @@ def path(*commands: object, class_: str, **attributes: object) -> str:
     return element("path", d=drawn, class_=class_, **attributes)
 
 
-def comment(lines: Iterable[str]) -> str:
-    """What a pointer resting on an element shows."""
+def tooltip(lines: Iterable[str]) -> str:
+    """What is shown while the pointer rests on an element."""
     return element("title", escape("\n".join(lines)))
 
 
 def document(
-    title: str, said: str, *content: str, width: float, height: float, margin: float, style: str
+    title: str, subtitle: str, *content: str, width: float, height: float, margin: float, style: str
 ) -> str:
-    """A picture of its own: on a ground, under a title and a line that says more."""
+    """A complete SVG: background, title, subtitle, content."""
     ground = element(
         "rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="rv-ground"
     )
     return element(
         "svg",
-        comment([title]),
+        tooltip([title]),
         element("style", style),
         ground,
         text(title, margin, 30, "rv-title"),
-        text(said, margin, 49, "rv-small"),
+        text(subtitle, margin, 49, "rv-small"),
         *content,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:g} {height:g}",
@@ -83,19 +83,19 @@ def document(
 
 
 def width_of(content: str, size: float) -> float:
-    """About how wide a text of a font size is, rather more than less."""
+    """Estimated width of a text at a font size, rather too large than too small."""
     return size * sum(0.38 if c in _NARROW else 0.95 if c in _WIDE else 0.62 for c in content)
 
 
-def fitted(content: str, room: float, size: float) -> str:
-    """The text, or as many of a path's last names as there is room for, or nothing.
+def fitted(content: str, width: float, size: float) -> str:
+    """The text, or as many of a path's last names as fit the width, or nothing.
 
     >>> fitted("layers.2.blocks.3.attn", 60, 10), fitted("stem", 8, 10)
     ('…3.attn', '')
     """
     names = content.split(".")
     shorter = ("…" + ".".join(names[start:]) for start in range(1, len(names)))
-    fitting = (one for one in (content, *shorter) if width_of(one, size) <= room)
+    fitting = (text for text in (content, *shorter) if width_of(text, size) <= width)
     return next(fitting, "")
 
 

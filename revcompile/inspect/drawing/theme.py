@@ -1,9 +1,9 @@
 """Colours and type of the drawings, in light and dark.
 
-The hues are Okabe and Ito's, which colour-blind people tell apart; what a colour says, a shape
-says as well (opaque blocks are hatched, skips dashed, tied weights dotted). Every drawing brings
-its own background, so that it can stand on any page. Colours are written out, rule by rule: not
-every viewer of SVG knows variables.
+The hues are Okabe and Ito's, which colour-blind people tell apart, and every colour comes with a
+shape (opaque blocks are hatched, skips dashed, tied weights dotted). Drawings have their own
+background, so that they can stand on any page. Colours are written out in every rule, because not
+every SVG viewer supports CSS variables.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def palette(dark: bool, scope: str = ".rv-drawing") -> str:
     """The rules of one of the two palettes."""
     rules = []
     for selector, properties in _COLOURS.items():
-        said = ";".join(f"{name}:{pair[dark]}" for name, pair in properties.items())
-        rules.append(f"{scope} {selector}{{{said}}}")
+        rule = ";".join(f"{name}:{pair[dark]}" for name, pair in properties.items())
+        rules.append(f"{scope} {selector}{{{rule}}}")
     return "\n".join(rules)
 
 

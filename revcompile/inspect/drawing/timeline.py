@@ -29,7 +29,7 @@ from revcompile.schedule import (
     window,
 )
 
-__all__ = ["METHODS", "Run", "played", "timeline_svg"]
+__all__ = ["METHODS", "Run", "dry_runs", "timeline_svg"]
 
 METHODS: Final[Mapping[str, Method]] = {
     "PETRA, half the delay": choose("petra"),
@@ -38,7 +38,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "GPipe": choose("gpipe"),
     "backprop": choose("backprop"),
 }
-"""What is drawn unless somebody asks for something else."""
+"""The default methods."""
 
 _WIDTH: Final = 1000.0
 _MARGIN: Final = 20.0
@@ -49,8 +49,8 @@ _HEAD: Final = 22.0
 _BETWEEN: Final = 16.0
 _PASSES: Final = 4
 """Micro-batches that plain backpropagation finishes in the time that is drawn."""
-_ROUNDS: Final = 48
-"""Longest time that is drawn, in rounds of the slowest stage."""
+_STEPS: Final = 48
+"""Longest time that is drawn, in forward-and-backward passes of the slowest stage."""
 _TICKS: Final = 12
 _MANY: Final = 24
 _GROUP: Final = 16
@@ -81,12 +81,12 @@ class Run:
         )
 
 
-def played(
+def dry_runs(
     costs: Costs, methods: Mapping[str, Method], accumulate: int, until: float
 ) -> tuple[Run, ...]:
-    """Every method's dry run, longer than `until`: none is seen draining at its end."""
+    """Every method's dry run, longer than `until`, so that none drains in the drawing."""
     stages = len(costs.forward)
-    found = []
+    runs = []
     for name, method in methods.items():
         own = _own(costs, method)
         fastest = max(f + b for f, b in zip(own.forward, own.backward, strict=True))
@@ -97,8 +97,8 @@ def played(
         filled = max(window(method, stages, 0, accumulate), stages)
         enough = 2 * filled + 3 * accumulate if stages > _MANY else None
         rate = throughput(method, own, accumulate, enough)
-        found.append(Run(name, own, dry_run(lists, own), rate, accumulate))
-    return tuple(found)
+        runs.append(Run(name, own, dry_run(lists, own), rate, accumulate))
+    return tuple(runs)
 
 
 def _own(costs: Costs, method: Method) -> Costs:
@@ -130,8 +130,8 @@ def timeline_svg(
             "draw_schedule: nothing to draw; give at least one method and one cost > 0"
         )
     group = min(stages, _GROUP) if accumulate is None else accumulate
-    until = min(_PASSES * _one_pass(_own(costs, choose("backprop"))), _ROUNDS * slowest)
-    runs = played(costs, methods, group, until)
+    until = min(_PASSES * _one_pass(_own(costs, choose("backprop"))), _STEPS * slowest)
+    runs = dry_runs(costs, methods, group, until)
     scale = (_WIDTH - _LEFT - _RIGHT) / until
     panel = _Panel(runs, until, scale, _row_height(stages))
     y, drawn = _TOP, []
@@ -143,7 +143,7 @@ def timeline_svg(
     heading = f"{named}: who finishes more micro-batches in the same time?"
     return document(
         heading,
-        _said(costs, group),
+        _subtitle(costs, group),
         text("busy", _WIDTH - _MARGIN, 66, "rv-small rv-end"),
         axis,
         *drawn,
@@ -186,11 +186,11 @@ class _Panel:
         busy = sum(map(run.busy, range(run.timeline.stages))) / run.timeline.stages
         slowest = self.runs[-1]
         done = run.finished(self.until)
-        said = f"{done} micro-batch{'es'[: 2 * (done != 1)]} finished, stages {busy:.0%} busy"
+        label = f"{done} micro-batch{'es'[: 2 * (done != 1)]} finished, stages {busy:.0%} busy"
         if run is not slowest:
-            said += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name} once full"
+            label += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name} once full"
         name = text(run.name, _MARGIN, y + 14, "rv-label")
-        right = text(said, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
+        right = text(label, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
         return name + right
 
     def _row(self, run: Run, stage: int, y: float) -> str:
@@ -209,7 +209,7 @@ class _Panel:
         numbers = []
         # Boxes of one width show their numbers all, or none does.
         most = max(span.action.index for span in run.timeline.spans if span.start < self.until)
-        room = width_of("0" * len(str(most)), TINY)
+        number_width = width_of("0" * len(str(most)), TINY)
         height = self.row - min(2.0, 0.2 * self.row)
         for span in run.timeline.spans:
             op = span.action.op
@@ -220,7 +220,7 @@ class _Panel:
             # An update that costs nothing is still an event.
             width = max(end - x, 1.6 if op is Op.UPDATE else 0.0)
             shapes[op] += ["M", x, y, "h", width, "v", height, "h", -width, "z"]
-            if op is not Op.UPDATE and self.row >= 11 and room + 1 < width:
+            if op is not Op.UPDATE and self.row >= 11 and number_width + 1 < width:
                 middle = "rv-tiny rv-middle"
                 numbers.append(text(span.action.index, x + width / 2, y + height / 2 + 3.2, middle))
         classes = {Op.FORWARD: "rv-forward", Op.BACKWARD: "rv-backward", Op.UPDATE: "rv-update"}
@@ -244,11 +244,11 @@ class _Panel:
 
 
 def _axis(until: float, slowest: float, scale: float, top: float, bottom: float) -> str:
-    """Time in rounds of the slowest stage, marked over all panels."""
-    rounds = until / slowest
-    step = next(s for s in (1, 2, 5, 10, 20, 50) if rounds / s <= _TICKS or s == 50)
+    """Time in forward-and-backward passes of the slowest stage, marked over all panels."""
+    passes = until / slowest
+    step = next(s for s in (1, 2, 5, 10, 20, 50) if passes / s <= _TICKS or s == 50)
     drawn = []
-    for tick in range(0, int(rounds) + 1, step):
+    for tick in range(0, int(passes) + 1, step):
         x = _LEFT + tick * slowest * scale
         drawn.append(path("M", x, top - 4, "V", bottom - 6, class_="rv-axis"))
         drawn.append(text(tick, x, bottom + 8, "rv-small rv-middle"))
@@ -257,16 +257,16 @@ def _axis(until: float, slowest: float, scale: float, top: float, bottom: float)
     return "".join(drawn)
 
 
-def _said(costs: Costs, accumulate: int) -> str:
+def _subtitle(costs: Costs, accumulate: int) -> str:
     """The costs in words, where they are the same everywhere, and the group."""
     group = f"an update every {accumulate} micro-batch{'es'[: 2 * (accumulate > 1)]}"
     if any(len(set(part)) > 1 for part in (costs.forward, costs.backward)):
         return f"the stages' own costs, less computing again where the graph is kept; {group}"
     f, b, u = costs.forward[0], costs.backward[0], costs.update[0]
     link = max((*costs.link_forward, *costs.link_backward), default=0.0)
-    said = f"forward {f:g}, backward {b:g} ({max(b - f, 0):g} where the graph is kept)"
-    said += f", update {u:g}" if u else ""
-    return f"{said}{f', message {link:g}' if link else ''}; {group}"
+    label = f"forward {f:g}, backward {b:g} ({max(b - f, 0):g} where the graph is kept)"
+    label += f", update {u:g}" if u else ""
+    return f"{label}{f', message {link:g}' if link else ''}; {group}"
 
 
 def _legend(y: float) -> str:
@@ -277,10 +277,10 @@ def _legend(y: float) -> str:
         ("rv-idle", "idle, or waiting for a message"),
     )
     drawn, x = [], _LEFT
-    for class_, said in items:
+    for class_, label in items:
         drawn.append(element("rect", x=x, y=y, width=18, height=12, class_=class_))
-        drawn.append(text(said, x + 24, y + 10, "rv-small"))
-        x += 40 + width_of(said, SMALL)
+        drawn.append(text(label, x + 24, y + 10, "rv-small"))
+        x += 40 + width_of(label, SMALL)
     drawn.append(path("M", x, y + 2, "L", x + 18, y + 11, class_="rv-message"))
     drawn.append(text("message", x + 24, y + 10, "rv-small"))
     return element("g", *drawn, class_="rv-legend")

@@ -1,17 +1,14 @@
-"""Checkpoints: safetensors and JSON under the original names; never half of one, never a pickle.
+"""Checkpoints: safetensors and JSON under the original names, written atomically, no pickle.
 
-Trainer.state_dict() --save_training--> folder/step_00000120 --load_training--> a state dict
-                                               |
-                                               load_weights --> a state dict of the model
+    trainer's state --save_training--> folder/step_00000120 --load_training--> trainer's state
+                                                            --load_weights---> model's state dict
+
+Only plain trees of values and tensors are stored here: each object makes its own `state_dict`.
 """
 
-from revcompile.runtime.checkpoint.files import Checkpoint, find_checkpoint, save_checkpoint
 from revcompile.runtime.checkpoint.signals import until_signal
-from revcompile.runtime.checkpoint.training import (
-    load_training,
-    save_training,
-    set_generators,
-)
+from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint, save_checkpoint
+from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
 from revcompile.runtime.checkpoint.weights import export_weights, load_into, load_weights
 
 __all__ = [

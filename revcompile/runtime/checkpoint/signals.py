@@ -1,4 +1,4 @@
-"""Saving when the machine is taken away: a signal asks, the next step's end answers."""
+"""Saving on SIGTERM: the step in progress ends first, then all ranks save and exit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ def until_signal(
     loader: Iterable[T],
     save: Callable[[], Any],
     signals: Sequence[int] = (signal.SIGTERM,),
-    agree: Callable[[bool], bool] = lambda asked: asked,
-    settle: Callable[[], bool] = lambda: False,
+    agree: Callable[[bool], bool] = lambda received: received,
+    agree_at_end: Callable[[], bool] = lambda: False,
 ) -> Iterator[T]:
-    """The loader's batches; after a signal, when the next one is asked for, save and exit.
+    """The loader's batches; after a signal, at the end of the step, save and exit.
 
-    The exit status is a shell's for the signal: 143 for SIGTERM. Where several ranks train,
-    `agree` is told at every step whether this one got a signal and says whether any did, then or
-    some steps ago; `settle` says at the end what `agree` has not said yet.
+    The exit status is a shell's for the signal: 143 for SIGTERM.
+
+    Args:
+        loader: the batches.
+        save: writes a checkpoint.
+        signals: numbers of the signals to wait for.
+        agree: called after every step with "has this rank received a signal?"; on several ranks
+            it returns whether any rank had, then or some steps earlier.
+        agree_at_end: returns at the end of the loader whether any rank had, where `agree` has not
+            said so yet.
     """
     if threading.current_thread() is not threading.main_thread():
         raise InputError(
@@ -35,21 +42,21 @@ def until_signal(
         )
     received: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    def leave() -> NoReturn:
+    def save_and_exit() -> NoReturn:
         save()
         raise SystemExit(128 + (received[0] if received else signal.SIGTERM))
 
-    before = {number: signal.signal(number, note) for number in signals}
+    before = {number: signal.signal(number, receive) for number in signals}
     try:
         for batch in loader:
             yield batch
             if agree(bool(received)):
-                leave()
-        if settle():
-            leave()
+                save_and_exit()
+        if agree_at_end():
+            save_and_exit()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,9 @@
-"""A training run in a checkpoint: every rank's share, and all shares put together again."""
+"""A trainer's state in a checkpoint: each rank writes its stages, anybody reads all of them.
+
+state_dict --save_training--> {"model": ..., "optimizer": ..., "stage": {0: ..., 3: ...}, ...}
+                                one such tree a rank, written by storage.save_checkpoint
+state_dict <--load_training-- the trees of all ranks, merged
+"""
 
 from __future__ import annotations
 
@@ -11,23 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.files import (
+from revcompile.ir.module_tree import device_of_model
+from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree, located
+from revcompile.runtime.checkpoint.storage import (
     Barrier,
     Checkpoint,
-    attend_save,
     find_checkpoint,
+    join_barriers,
     save_checkpoint,
 )
-from revcompile.runtime.checkpoint.trees import put_together, take_apart
 from revcompile.runtime.checkpoint.weights import aliases, with_aliases
-from revcompile.runtime.codec import located
-from revcompile.tree import device_of_model
 
 __all__ = ["load_training", "save_training", "set_generators"]
 
 _COMMON: Final = ("format", "cuts", "seed", "schedule")
-"""The same on every rank."""
+"""Entries that are the same on every rank."""
 _BY_STAGE: Final = {"stages": "stage", "lr_schedules": "lr_schedule"}
+"""Lists with an entry a stage, and their names in the file."""
 
 
 def save_training(
@@ -42,43 +47,54 @@ def save_training(
     replica: int = 0,
     barrier: Barrier = lambda: None,
 ) -> Path:
-    """Write a trainer's state dict: with several ranks, each its own stages' share of it.
+    """Write a trainer's state; with several ranks, each calls it with the state of its own stages.
 
-    A share has the entries of `Trainer.state_dict()`: `stages` and `lr_schedules` of the rank's
-    own stages, whose numbers are `stages`; the messages to these; and only those entries of
-    `model` and `optimizer` that no other rank saves. Of a further copy of the pipeline, `replica`,
-    that is what it does not have in common with the first one: its micro-batches in flight and its
-    buffers. `model` tells which names mean one tensor, and where tensors live.
+    Args:
+        folder: where checkpoints are.
+        state: the entries of `Trainer.state_dict()`, for this rank's stages: their `stages` and
+            `lr_schedules`, the messages to them, and those entries of `model` and `optimizer` that
+            no other rank saves. Replicas beyond the first save what they do not have in common
+            with it: micro-batches in flight and buffers.
+        model: tells which names are one tensor, and the device.
+        stages: the numbers of this rank's stages.
+        keep: how many checkpoints stay.
+        rank: this rank.
+        world: how many ranks save.
+        replica: this rank's copy of the pipeline.
+        barrier: returns when every rank has called it.
+
+    Returns:
+        The path of the new checkpoint.
     """
-    also = {
-        name: one
-        for name, one in aliases(model.state_dict()).items()
-        if {name, one} <= state["model"].keys()
+    repeated = {
+        name: first
+        for name, first in aliases(model.state_dict()).items()
+        if {name, first} <= state["model"].keys()
     }
     messages: dict[int, list[Any]] = {}
     for message in state["messages"]:
         messages.setdefault(message[1], []).append(message)
-    share = {
-        "model": {name: t for name, t in state["model"].items() if name not in also},
+    own = {
+        "model": {name: t for name, t in state["model"].items() if name not in repeated},
         "optimizer": state["optimizer"],
         **{key: dict(zip(stages, state[listed], strict=True)) for listed, key in _BY_STAGE.items()},
         "message": messages,
     }
     tree = {
         **{key: state[key] for key in _COMMON},
-        **(share if not replica else {"copy": {replica: share}}),
+        **(own if not replica else {"copy": {replica: own}}),
         "rank": {rank: {"groups": state["groups"], "rng": _generators()}},
     }
     try:
         with located("trainer.save"):
-            plain, tensors = take_apart(tree)
+            plain, tensors = encode_tree(tree)
     except InputError:
-        attend_save(barrier)  # the others do not wait for this rank
+        join_barriers(barrier)  # so that the other ranks do not wait
         raise
     return save_checkpoint(
         folder,
         tensors,
-        {"aliases": also, "device": device_of_model(model).type, "state": plain},
+        {"aliases": repeated, "device": device_of_model(model).type, "state": plain},
         step=state["schedule"]["injected"],
         rank=rank,
         world=world,
@@ -93,12 +109,18 @@ def load_training(
     stages: Sequence[int] | None = None,
     replica: int = 0,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """The checkpoint that was found, and the state dict of all ranks' stages together.
+    """Read a checkpoint: the states of all ranks' stages, merged into one.
 
-    What the given stages (default: all) held on the saving run's device comes to `device`, all
-    other tensors to the CPU. A further copy of the pipeline, `replica`, goes on with its own
-    micro-batches and buffers if it was there. The entry `rng`, for `set_generators`, is not the
-    trainer's.
+    Args:
+        place: a checkpoint, or a folder of them (the newest is read).
+        device: where tensors go that the given stages held on the device of the saving run; all
+            others go to the CPU.
+        stages: numbers of stages (default: all).
+        replica: which copy of the pipeline continues; it gets its own micro-batches and buffers
+            if that copy was saved.
+
+    Returns:
+        The checkpoint, and a trainer's state with one more entry, `rng`, for `set_generators`.
     """
     checkpoint = Checkpoint(find_checkpoint(place))
     tensors = checkpoint.tensors()
@@ -106,7 +128,7 @@ def load_training(
         try:
             plain = checkpoint.plain
             parts = [_read(part, tensors, device, stages) for part in plain]
-            state = _joined(parts, [part["aliases"] for part in plain], replica)
+            state = _merged(parts, [part["aliases"] for part in plain], replica)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
@@ -122,56 +144,57 @@ def _read(
     device: torch.device | None,
     stages: Sequence[int] | None,
 ) -> dict[str, Any]:
-    def home(name: str, kind: str) -> torch.device:
+    def device_for(name: str, kind: str) -> torch.device:
+        # Names are like stage.2.in_flight... or, of further replicas, copy.1.stage.2.in_flight...
         owner, _, rest = name.partition(".")
         if owner == "copy":
             owner, _, rest = rest.partition(".")[2].partition(".")
-        held = owner in ("stage", "message")
-        here = held and (stages is None or int(rest.partition(".")[0]) in stages)
-        return device if device and here and kind == part["device"] else torch.device("cpu")
+        is_of_stage = owner in ("stage", "message")
+        is_here = is_of_stage and (stages is None or int(rest.partition(".")[0]) in stages)
+        return device if device and is_here and kind == part["device"] else torch.device("cpu")
 
-    found: dict[str, Any] = put_together(part["state"], tensors, home)
-    return found
+    tree: dict[str, Any] = decode_tree(part["state"], tensors, device_for)
+    return tree
 
 
-def _joined(
-    parts: Sequence[Any], also: Iterable[Mapping[str, str]], replica: int
+def _merged(
+    parts: Sequence[Any], repeated: Iterable[Mapping[str, str]], replica: int
 ) -> dict[str, Any]:
-    state = {key: parts[0][key] for key in _COMMON}
+    """One state from those of all ranks: weights of the first replica, the rest of `replica`."""
     first = [part for part in parts if "copy" not in part]
-    copies = [(number, share) for part in parts for number, share in part.get("copy", {}).items()]
-    mine = [share for number, share in copies if number == replica]
-    model = {name: t for part in (*first, *mine) for name, t in part["model"].items()}
-    state["model"] = with_aliases(model, also)
-    state["optimizer"] = {name: s for part in first for name, s in part["optimizer"].items()}
+    copies = [(number, part) for p in parts for number, part in p.get("copy", {}).items()]
+    own = [part for number, part in copies if number == replica]
+    weights = {name: t for part in (*first, *own) for name, t in part["model"].items()}
     schedules = {index: s for part in first for index, s in part["lr_schedule"].items()}
-    stages = {index: s for part in mine or first for index, s in part["stage"].items()}
-    state["lr_schedules"] = [schedules[index] for index in sorted(schedules)]
-    state["stages"] = [stages[index] for index in sorted(stages)]
-    state["messages"] = [
-        m for part in mine or first for sent in part["message"].values() for m in sent
-    ]
-    state["replicas"] = 1 + len({number for number, _ in copies})
-    own = [part["rank"][rank] for rank, part in enumerate(parts)]
-    state["groups"] = [group for one in own for group in one["groups"]]
-    state["rng"] = [one["rng"] for one in own]
-    return state
+    stages = {index: s for part in own or first for index, s in part["stage"].items()}
+    of_ranks = [part["rank"][rank] for rank, part in enumerate(parts)]
+    return {
+        **{key: parts[0][key] for key in _COMMON},
+        "replicas": 1 + len({number for number, _ in copies}),
+        "model": with_aliases(weights, repeated),
+        "optimizer": {name: s for part in first for name, s in part["optimizer"].items()},
+        "groups": [group for entry in of_ranks for group in entry["groups"]],
+        "lr_schedules": [schedules[index] for index in sorted(schedules)],
+        "stages": [stages[index] for index in sorted(stages)],
+        "messages": [m for part in own or first for sent in part["message"].values() for m in sent],
+        "rng": [entry["rng"] for entry in of_ranks],
+    }
 
 
 # -- random generators ----------------------------------------------------------------------------
 
 
 def _generators() -> dict[str, Any]:
-    """Stages draw from their seeds; loaders and losses may draw from these."""
+    """The global ones, from which loaders and losses may draw; stages have their own seeds."""
     version, words, spare = random.getstate()
-    found = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), spare]}
+    states = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), spare]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def set_generators(states: Sequence[Mapping[str, Any]], rank: int = 0, world: int = 1) -> None:
-    """Torch's and Python's go on where this rank's were, if there were as many ranks."""
+    """Restore torch's and Python's generators of this rank, if there were as many ranks."""
     if len(states) != world:
         return
     saved = states[rank]

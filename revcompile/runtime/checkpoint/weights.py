@@ -1,11 +1,11 @@
-"""A model's weights alone: out of a checkpoint, or as one file for others to read."""
+"""A model's weights alone: from a checkpoint, or exported as one safetensors file."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,22 +14,29 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.files import (
+from revcompile.runtime.checkpoint.codec import located
+from revcompile.runtime.checkpoint.storage import (
     Checkpoint,
     find_checkpoint,
     read_tensor,
     write_tensors,
 )
-from revcompile.runtime.codec import located
-from revcompile.runtime.state import model_misfits, summed_up
 
-__all__ = ["aliases", "export_weights", "load_into", "load_weights"]
+__all__ = [
+    "aliases",
+    "export_weights",
+    "first_few",
+    "load_into",
+    "load_weights",
+    "model_mismatches",
+    "with_aliases",
+]
 
 _ALIASES: Final = "revcompile.aliases"
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """From every further name of a tensor to its first one.
+    """Maps every further name of a tensor to its first one.
 
     >>> import torch
     >>> weight = torch.zeros(2)
@@ -37,17 +44,17 @@ def aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     {'head': 'embedding'}
     """
     first: dict[Any, str] = {}
-    found: dict[str, str] = {}
+    repeated: dict[str, str] = {}
     for name, t in tensors.items():
         address = t.untyped_storage().data_ptr() if t.numel() else 0
-        own = (address, t.storage_offset(), t.shape, t.stride(), t.dtype, t.device)
-        if address and first.setdefault(own, name) != name:
-            found[name] = first[own]
-    return found
+        memory = (address, t.storage_offset(), t.shape, t.stride(), t.dtype, t.device)
+        if address and first.setdefault(memory, name) != name:
+            repeated[name] = first[memory]
+    return repeated
 
 
 def export_weights(model: nn.Module, file: str | Path) -> Path:
-    """The state dict as one file of safetensors; tied tensors are in it once.
+    """Write the state dict as one safetensors file, tied tensors once.
 
     `safetensors.torch.load_model` and `load_weights` read it.
     """
@@ -55,14 +62,14 @@ def export_weights(model: nn.Module, file: str | Path) -> Path:
     if file.suffix != ".safetensors":
         raise InputError(f"export: {file.name}; name the file ....safetensors")
     tensors = dict(model.state_dict())
-    also = aliases(tensors)
+    names = aliases(tensors)
     new = file.with_name(f"{file.name}.{secrets.token_hex(4)}.new")  # several ranks may export
     with located("export"):
         for name, tensor in tensors.items():
             _check_writable(tensor, name)
-        kept = {name: tensor for name, tensor in tensors.items() if name not in also}
+        distinct = {name: tensor for name, tensor in tensors.items() if name not in names}
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(new, kept, {_ALIASES: json.dumps(also)})
+        write_tensors(new, distinct, {_ALIASES: json.dumps(names)})
     os.replace(new, file)
     return file
 
@@ -77,36 +84,56 @@ def load_weights(place: str | Path) -> dict[str, Tensor]:
     if place.is_file() or place.suffix == ".safetensors":
         return _exported(place)
     checkpoint = Checkpoint(find_checkpoint(place))
-    found = checkpoint.tensors("model.")
-    also = [part["aliases"] for part in checkpoint.plain]
-    named = {name.removeprefix("model."): tensor.clone() for name, tensor in found.items()}
-    return with_aliases(named, also)
+    tensors = {
+        name.removeprefix("model."): tensor.clone()
+        for name, tensor in checkpoint.tensors("model.").items()
+    }
+    return with_aliases(tensors, [part["aliases"] for part in checkpoint.plain])
 
 
 def with_aliases(
-    tensors: Mapping[str, Tensor], also: Iterable[Mapping[str, str]]
+    tensors: Mapping[str, Tensor], aliases_of_ranks: Iterable[Mapping[str, str]]
 ) -> dict[str, Tensor]:
-    """Under all their names again."""
-    return {**tensors, **{name: tensors[one] for names in also for name, one in names.items()}}
+    """Tensors under all their names again."""
+    pairs = [pair for names in aliases_of_ranks for pair in names.items()]
+    return {**tensors, **{name: tensors[first] for name, first in pairs}}
 
 
 def _exported(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            also = json.loads((opened.metadata() or {}).get(_ALIASES, "{}"))
+            further = json.loads((opened.metadata() or {}).get(_ALIASES, "{}"))
             names = list(opened.keys())
-            return with_aliases({n: read_tensor(opened, n).clone() for n in names}, [also])
+            return with_aliases({n: read_tensor(opened, n).clone() for n in names}, [further])
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise InputError(f"load_weights: {file} cannot be read ({error})") from error
 
 
 def load_into(model: nn.Module, place: str | Path) -> None:
-    """Take over the weights; those of another model change nothing."""
-    found = load_weights(place)
-    problems = list(model_misfits(model, found))
+    """Load saved weights into a model; if they do not fit, nothing is changed."""
+    weights = load_weights(place)
+    problems = list(model_mismatches(model, weights))
     if problems:
-        raise InputError(f"net.load: {place} holds another model: {summed_up(problems)}")
-    model.load_state_dict(found)
+        raise InputError(f"net.load: {place} holds another model: {first_few(problems)}")
+    model.load_state_dict(weights)
+
+
+def model_mismatches(model: nn.Module, saved: Mapping[str, Tensor]) -> Iterator[str]:
+    """Where a state dict and a model differ in names or shapes."""
+    present = model.state_dict()
+    yield from (f"it lacks {name}" for name in present if name not in saved)
+    yield from (f"the model has no {name}" for name in saved if name not in present)
+    for name, value in present.items():
+        if name in saved and isinstance(value, Tensor):
+            here, there = tuple(value.shape), tuple(getattr(saved[name], "shape", ()))
+            if here != there:
+                yield f"{name} has shape {there} in it, {here} here"
+
+
+def first_few(problems: Sequence[str], limit: int = 3) -> str:
+    """The first problems, and how many more there are."""
+    more = len(problems) - limit
+    return "; ".join(problems[:limit]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _check_writable(tensor: Tensor, name: str) -> None:

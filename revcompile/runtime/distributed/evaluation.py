@@ -9,52 +9,52 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from revcompile.errors import InputError
-from revcompile.runtime.fingerprints import Fingerprint
-from revcompile.runtime.inputs import batch_pair
-from revcompile.runtime.transport import Channel, Message, Transport
-from revcompile.runtime.worker import Actor
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Message, MessageKind, Transport
+from revcompile.runtime.trainer.inputs import split_batch
 
-__all__ = ["Batches", "Passing"]
+__all__ = ["EvaluationPass", "LoaderEnds"]
 
 Batch = tuple[Mapping[str, Any], Fingerprint | None]
-"""What a stage takes of a batch, and the fingerprint that goes with it."""
+"""The inputs of a stage, and the fingerprint of the batch's data."""
 Source = Callable[[int], Batch | None]
-"""The values the model takes, batch by batch; None after the last."""
+"""The inputs of the model, batch by batch; None after the last."""
 Sink = Callable[[int, Mapping[str, Any], Fingerprint | None], None]
-"""What is done with a batch's outputs at the last stage."""
+"""Takes a batch's outputs at the last stage."""
 
 
-class Batches:
-    """A loader's batches for a rank: read once, also where both the first and last stage live."""
+class LoaderEnds:
+    """A loader's batches for the first and the last stage: read once, also if both are here."""
 
     def __init__(self, loader: Iterable[Any] | None, is_first: bool, is_last: bool) -> None:
-        self._loader = loader if is_first or is_last else None
         self._is_first, self._is_last = is_first, is_last
-        self._read = map(batch_pair, self._loader if self._loader is not None else ())
-        self._waiting: deque[tuple[Any, Any]] = deque()
+        has_data = loader is not None and (is_first or is_last)
+        self._batches = map(split_batch, loader if has_data and loader is not None else ())
+        self._in_pipeline: deque[tuple[Any, Any]] = deque()
 
-    def first(self) -> tuple[Any, Any] | None:
-        """The next batch, for the first stage; None after the last."""
-        found = next(self._read, None)
-        if found is not None and self._is_last:
-            self._waiting.append(found)
-        return found
+    def for_first_stage(self) -> tuple[Any, Any] | None:
+        """The next batch; None after the last."""
+        batch = next(self._batches, None)
+        if batch is not None and self._is_last:
+            self._in_pipeline.append(batch)
+        return batch
 
-    def last(self, number: int) -> tuple[Any, Any]:
+    def for_last_stage(self, number: int) -> tuple[Any, Any]:
         """The batch that has reached the last stage."""
         if self._is_first:
-            return self._waiting.popleft()
-        found = next(self._read, None)
-        if found is None:
+            return self._in_pipeline.popleft()
+        batch = next(self._batches, None)
+        if batch is None:
             raise InputError(
                 f"the loader ends after {number} batches where targets are needed, but goes on "
                 "where inputs are; give every rank a loader of the same batches"
             )
-        return found
+        return batch
 
     def check_end(self) -> None:
         """Refuse targets without inputs."""
-        if self._is_last and not self._is_first and next(self._read, None) is not None:
+        if self._is_last and not self._is_first and next(self._batches, None) is not None:
             raise InputError(
                 "the loader has more batches where targets are needed than where inputs are; give "
                 "every rank a loader of the same batches"
@@ -62,56 +62,59 @@ class Batches:
 
 
 @dataclass
-class Passing:
+class EvaluationPass:
     """A rank's part of an evaluation.
 
-    A void message is the last one. A stage that fails sends it at once and takes in the rest, so
-    that nobody waits for it; the error is kept for the end.
+    A void message ends it. A stage that fails sends one at once and discards the batches that
+    still arrive, so that no rank waits for it; the error is kept until the end.
     """
 
-    actors: Sequence[Actor]
+    executors: Sequence[StageExecutor]
     transport: Transport
     last: int
+    """The number of the last stage."""
     source: Source
     sink: Sink
     error: Exception | None = None
-    _open: set[int] = field(default_factory=set)
-    _told: set[int] = field(default_factory=set)
+    _running: set[int] = field(default_factory=set)
+    """Stages that have not seen the last batch."""
+    _ended: set[int] = field(default_factory=set)
+    """Stages that have sent their void message."""
 
     def run(self) -> None:
-        """Until every stage here has seen the last batch."""
-        self._open = {actor.index for actor in self.actors}
+        """Run all stages of this rank until each has seen the last batch."""
+        self._running = {executor.index for executor in self.executors}
         for number in itertools.count():
-            for actor in self.actors:
-                if actor.index in self._open:
-                    self._batch(actor, number)
-            if not self._open:
+            for executor in self.executors:
+                if executor.index in self._running:
+                    self._run_batch(executor, number)
+            if not self._running:
                 return
 
-    def _batch(self, actor: Actor, number: int) -> None:
-        stage = actor.index
+    def _run_batch(self, executor: StageExecutor, number: int) -> None:
+        stage = executor.index
         batch = self._next(stage, number)
         if batch is None:
-            self._open.discard(stage)
+            self._running.discard(stage)
         outputs = None
-        if batch is not None and stage not in self._told:
+        if batch is not None and stage not in self._ended:
             try:
-                outputs = actor.stage.evaluate(batch[0])
+                outputs = executor.stage.evaluate(batch[0])
                 if stage == self.last:
                     self.sink(number, outputs, batch[1])
             except Exception as error:
                 self.error, outputs = self.error or error, None
-        if outputs is None and stage in self._told:
+        if outputs is None and stage in self._ended:
             return
         if outputs is None:
-            self._told.add(stage)
+            self._ended.add(stage)
         if stage < self.last:
-            sent = batch[1] if batch is not None else None
-            message = Message(number, outputs or {}, void=outputs is None, fingerprint=sent)
-            self.transport.send(stage, stage + 1, Channel.EVALUATE, message)
+            fingerprint = batch[1] if batch is not None else None
+            message = Message(number, outputs or {}, void=outputs is None, fingerprint=fingerprint)
+            self.transport.send(stage, stage + 1, MessageKind.EVALUATE, message)
 
-    def note(self, check: Callable[[], None]) -> None:
-        """Check something at the end; what it raises counts if all else went well."""
+    def check(self, check: Callable[[], None]) -> None:
+        """Run a final check; what it raises counts if there was no error before."""
         try:
             if self.error is None:
                 check()
@@ -126,7 +129,7 @@ class Passing:
                 self.error = self.error or error
                 return None
         while True:
-            message = self.transport.receive(stage - 1, stage, Channel.EVALUATE)
+            message = self.transport.receive(stage - 1, stage, MessageKind.EVALUATE)
             if message is not None:
                 return None if message.void else (message.values, message.fingerprint)
             self.transport.wait(f"stage {stage} for batch {number} of an evaluation")

@@ -1,11 +1,11 @@
-"""The trainer of one rank: its own stages, the same rounds, messages to the others."""
+"""The trainer of one rank: its own stages, the same steps, messages to the other ranks."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
-from collections import deque
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -13,57 +13,89 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
-from revcompile.ir import Live
-from revcompile.program import Partition, StageProgram
-from revcompile.runtime.checkpoint import until_signal
-from revcompile.runtime.diagnostics import Probe
-from revcompile.runtime.distributed.collect import compare, gather_plain
-from revcompile.runtime.distributed.evaluation import Batches, Passing
-from revcompile.runtime.distributed.handshake import facts
-from revcompile.runtime.distributed.layout import pipeline_ranks, plan
-from revcompile.runtime.distributed.replicas import open_copies
-from revcompile.runtime.distributed.saving import Votes, load_together, save_together
-from revcompile.runtime.distributed.share import deal, last_device
-from revcompile.runtime.distributed.start import Ranks, join, open_links
-from revcompile.runtime.distributed.transport import Distributed
-from revcompile.runtime.distributed.weights import check_buffers
-from revcompile.runtime.evaluating import iterated
-from revcompile.runtime.fingerprints import Fingerprint, compared, mixed_up
-from revcompile.runtime.metrics import Evaluation, Means, Metric, Metrics
-from revcompile.runtime.objective import Loss
-from revcompile.runtime.reversible import Reversible
-from revcompile.runtime.settings import Settings
-from revcompile.runtime.state import check_savable
-from revcompile.runtime.trainer import Trainer
-from revcompile.runtime.update import OptimizerFactory
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.types import Live
+from revcompile.runtime.checkpoint import (
+    load_training,
+    save_training,
+    set_generators,
+    until_signal,
+)
+from revcompile.runtime.checkpoint.codec import located
+from revcompile.runtime.distributed.collectives import (
+    SignalConsensus,
+    check_ranks_agree,
+    gather_plain,
+    run_facts,
+)
+from revcompile.runtime.distributed.evaluation import EvaluationPass, LoaderEnds
+from revcompile.runtime.distributed.placement import Ranks, make_layout, pipeline_ranks
+from revcompile.runtime.distributed.process_groups import join, open_channels
+from revcompile.runtime.distributed.rank_weights import (
+    SharedBuffers,
+    distribute,
+    last_device,
+    owning_stages,
+)
+from revcompile.runtime.distributed.replicas import open_replica_groups
+from revcompile.runtime.distributed.transport import DistributedTransport
+from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.loss_head import Loss
+from revcompile.runtime.stage.tensors import detach_tree
+from revcompile.runtime.stage.update import OptimizerFactory
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.metrics import (
+    Evaluation,
+    Metric,
+    Metrics,
+    RunningMeans,
+    check_loader,
+    eval_mode,
+)
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.schedule import window
 
 __all__ = ["DistributedTrainer"]
 
 Batch = TypeVar("Batch")
 
-_open: Final[set[Distributed]] = set()
-"""Transports whose threads wait for messages, whether or not anybody still has their trainer."""
+_open: Final[list[DistributedTransport]] = []
+"""Transports whose threads wait for messages, even if their trainer was garbage-collected."""
 
 
 class DistributedTrainer(Trainer):
     """Trains this rank's stages; every rank calls the same methods in the same order.
 
-    `step` needs inputs where the first stage lives and targets where the last one does; other
+    `step` needs inputs on the rank of the first stage and targets on that of the last one; other
     ranks may pass nothing. Where both are given they are compared: targets that are not those of
-    the inputs stop all ranks (`loader` gives every rank the same batches). The loss is known where
-    the last stage lives (`mean_loss` tells all, `report_loss` every step). A micro-batch that fails
-    on one rank is left out by all: the rank where it failed raises after the round, the others go
-    on, and so may the one that raised. Of the weights a rank holds those its stages use;
-    `net.module()` brings all of them together.
+    the inputs stop all ranks (`loader` gives every rank the same batches). The loss is known on the
+    rank of the last stage (`mean_loss` tells all, `report_loss` every step). A micro-batch that
+    fails on one rank is left out by all: the rank where it failed raises after the step, and all
+    may go on. A rank holds only the weights its stages use; `net.module()` collects all of them.
+
+    Args:
+        model: the model; ranks free the parts they do not use.
+        partition: its stages.
+        programs: what each stage runs.
+        optimizer: builds a stage's optimizer.
+        loss: of the output and a target.
+        settings: how to train.
+        default_stage_to_rank: from the ranks of one pipeline to the rank of each stage.
+        stage_to_rank: the rank of each stage, within one copy of the pipeline.
+        device: where this rank trains.
+        timeout: after how many seconds without a message a rank gives up.
+        report_loss: tell every rank the loss of each step.
+        average_statistics: average running statistics over copies of the pipeline.
     """
 
-    guarded = True
-    _given: tuple[Any, Any] = None, None
-    """What this rank's step was called with."""
+    skip_on_error = True
+    transport: DistributedTransport
 
     def __init__(
         self,
@@ -74,131 +106,156 @@ class DistributedTrainer(Trainer):
         loss: Loss,
         settings: Settings,
         *,
-        default_places: Callable[[int], Sequence[int]],
-        places: Sequence[int] | None = None,
+        default_stage_to_rank: Callable[[int], Sequence[int]],
+        stage_to_rank: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
         report_loss: bool = False,
         average_statistics: bool = False,
     ) -> None:
+        if settings.backend not in (Backend.AUTO, Backend.EAGER):
+            warnings.warn(
+                f"backend={settings.backend.value!r}: stages on several ranks run one action at a "
+                "time; pass backend='eager' to silence this warning",
+                stacklevel=3,
+            )
         limit = timedelta(seconds=timeout)
         self.device = join(model, device or last_device(model), limit)
-        self.timeout, self.report_loss = timeout, report_loss
+        self.report_loss = report_loss
         control = distributed.new_group(backend="gloo", timeout=limit)
         options = {
-            "places": places,
+            "stage_to_rank": stage_to_rank,
             "report_loss": report_loss,
             "average_statistics": average_statistics,
             "device": self.device.type,
         }
-        compare(gather_plain(facts(model, partition, programs, settings, options), control))
+        check_ranks_agree(
+            gather_plain(run_facts(model, partition, programs, settings, options), control)
+        )
         stages, world = len(programs), distributed.get_world_size()
-        default = () if places else default_places(pipeline_ranks(stages, world))
-        layout = plan(stages, world, places, default)
-        check_buffers(model, programs, layout)
+        default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, world))
+        layout = make_layout(stages, world, stage_to_rank, default)
+        self._shared_buffers = SharedBuffers(model, programs, layout)
+        self._shared_buffers.check_statistics(model)
         self.ranks = Ranks.arrange(layout, self.device, control)
-        self._share = deal(model, programs, self.ranks, self.device)
-        self._links = open_links(self.ranks, list(partition.ties), self.device, limit)
-        super().__init__(model, partition, programs, optimizer, loss, settings)
-        self._settle_in()
+        weights = distribute(model, programs, self.ranks, self.device)
+        channels = open_channels(self.ranks, list(partition.ties), self.device, limit)
+        super().__init__(
+            model,
+            partition,
+            programs,
+            optimizer,
+            loss,
+            settings,
+            transport=DistributedTransport(self.ranks, channels, timeout),
+            device=self.device,
+            stages=self.ranks.stages,
+            rank=self.ranks.rank,
+            replica=self.ranks.replica,
+            replicas=layout.replicas,
+        )
+        weights.collective = self.transport.collective
+        for executor in self.executors:
+            executor.stage.device = self.device
+            if executor.loss_head is not None:
+                executor.check_data = self._check_data
+            replicas = (name for names in executor.tied_owners.values() for name in names)
+            weights.adopt(model, {name: executor.stage.parameters[name] for name in replicas})
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
+        self._given: tuple[Any, Any] = None, None
+        """What this rank's step was called with, while its forward passes run."""
         self._losses: list[Tensor] = []
-        _open.add(self.transport)
-
-    def _settle_in(self) -> None:
-        """The stages know their device, and the model has no copies besides theirs."""
-        self._share.guard = self.transport.together
-        for actor in self.actors:
-            actor.stage.device = self.device
-            if actor.objective is not None:
-                actor.check_data = self._check_data
-            copies = (name for names in actor.held.values() for name in names)
-            self._share.adopt(self.model, {name: actor.stage.parameters[name] for name in copies})
+        _open.append(self.transport)
 
     def _replicate(self, timeout: timedelta, average_statistics: bool) -> None:
+        """Average gradients over the copies of the pipeline."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        groups = open_copies(self.ranks, backend, timeout)
-        for actor in self.actors:
-            stage = actor.stage
-            found = stage.statistics() if average_statistics else []
-            self.transport.replicate(actor.index, stage.parameters, found, groups[actor.index])
+        groups = open_replica_groups(self.ranks, backend, timeout)
+        for executor in self.executors:
+            stage = executor.stage
+            statistics = stage.statistics() if average_statistics else []
+            self.transport.replicate(
+                executor.index, stage.parameters, statistics, groups[executor.index]
+            )
 
-    def _connect(self) -> Distributed:
-        return Distributed(self.ranks, self._links, self.timeout)
-
-    def _home(self) -> torch.device:
-        return self.device
-
-    def _is_here(self, stage: int) -> bool:
-        return stage in self.ranks.stages
+    def everyone(self, value: Any) -> Sequence[Any]:
+        with self.transport.collective():
+            return gather_plain(value, self.ranks.control)
 
     # -- training -----------------------------------------------------------------------------
 
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
-        """Train on one micro-batch; see the class for who needs to pass what."""
-        self._usable()
-        self._in_train_mode()
+        """Train on one micro-batch; see the class for which rank needs to pass what."""
+        self._check_usable()
+        self._set_train_mode()
         microbatch = self.schedule.injected
-        values = self._accepted(inputs)
+        values = self._prepare_inputs(inputs)
         if self.is_last:
             self._given = inputs, target
-            self._take_target(microbatch, target)
+            self._prepare_target(microbatch, target)
         if self.is_first:
-            self.actors[0].inputs[microbatch] = values
+            self.executors[0].inputs[microbatch] = values
             if not self.is_last:
-                found = Fingerprint.of(inputs, target, microbatch)
-                self.actors[0].fingerprints[microbatch] = found
+                fingerprint = Fingerprint.of(inputs, target, microbatch)
+                self.executors[0].fingerprints[microbatch] = fingerprint
         self._measure(microbatch)
-        rest = self._forward(self.schedule.inject())
+        with self._stop_on_error():
+            remaining = self.scheduler.forward(self.schedule.inject())
+            for executor in self.executors:
+                if microbatch in executor.stage.in_flight:
+                    self._shared_buffers.check_changed(executor.stage.in_flight[microbatch].buffers)
         self._given = None, None
-        self._finish(rest)
-        self.objective.targets.pop(microbatch, None)
+        self._finish(remaining)
+        self.loss_head.targets.pop(microbatch, None)
         self.transport.completed = microbatch
-        samples = (
-            self.intake.samples(values) if values is not None else self._output_size(microbatch)
-        )
-        self._samples += samples
-        self.metrics = self._reported(self._metrics(microbatch, samples))
-        self._traced()
+        if values is not None:
+            samples = self.binder.count_samples(values)
+        else:
+            samples = self._count_output_samples(microbatch)
+        self.metrics = self._with_reported_loss(self._metrics(microbatch, samples))
+        self._trace_step()
         self._raise_failures()
         return self.metrics
 
+    def _prepare_inputs(self, inputs: Any) -> dict[str, Any] | None:
+        """The model's inputs; None if they are not needed here or cannot be used."""
+        if not self.is_first:
+            return None
+        try:
+            return self.binder.prepare(inputs)
+        except Exception as error:
+            self.executors[0].forward_errors.append(error)
+            return None
+
+    def _prepare_target(self, microbatch: int, target: Any) -> None:
+        """If the target cannot be used, all ranks skip the micro-batch."""
+        try:
+            self.loss_head.targets[microbatch] = self.binder.to_device(target)
+        except Exception as error:
+            self.executors[-1].forward_errors.append(error)
+
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
-        """At the last stage: does the target belong to the inputs that have come this way?"""
-        other = compared(sent, *self._given, microbatch)
-        if other is not None:
-            raise self._mixed_up(f"trainer.step, micro-batch {microbatch}", other)
+        """At the last stage: does the target belong to the inputs of the first stage?"""
+        different = compared(sent, *self._given, microbatch)
+        if different is not None:
+            raise self._mixed_up(f"trainer.step, micro-batch {microbatch}", different)
 
     def _mixed_up(self, where: str, what: str) -> InputError:
         first, last = map(self.ranks.named, (self.ranks.owner(0), self.ranks.rank))
         return mixed_up(where, what, first, last)
 
-    def _accepted(self, inputs: Any) -> dict[str, Any] | None:
-        """The model's inputs; None where they are not needed or cannot be used."""
-        if not self.is_first:
-            return None
-        try:
-            return self.intake.taken(inputs)
-        except Exception as error:
-            self.actors[0].refused.append(error)
-            return None
-
-    def _take_target(self, microbatch: int, target: Any) -> None:
-        """Where the target cannot be used, the micro-batch is lost like one of bad inputs."""
-        try:
-            self.objective.targets[microbatch] = self.intake.moved(target)
-        except Exception as error:
-            self.actors[-1].refused.append(error)
-
-    def _forward(self, lists: Any) -> list[deque[Any]]:
-        with self._stopping():
-            return self.worker.forward(lists)
+    def _count_output_samples(self, microbatch: int) -> int:
+        """Samples of a micro-batch on the rank of the last stage; 0 on others."""
+        if microbatch not in self.loss_head.outputs:
+            return 0
+        leaves = pytree.tree_leaves(self.loss_head.outputs[microbatch])
+        pairs = zip(self.partition.rewired.body.result, leaves, strict=True)
+        outputs = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
+        return self.binder.count_samples(outputs)
 
     def _raise_failures(self) -> None:
-        refused = [error for actor in self.actors for error in actor.refused]
-        for actor in self.actors:
-            actor.refused = []
+        refused = [error for executor in self.executors for error in executor.take_forward_errors()]
         super()._raise_failures()
         for error in refused:
             if isinstance(error, RevcompileError):
@@ -209,51 +266,15 @@ class DistributedTrainer(Trainer):
                 "form (any batch size)."
             ) from error
 
-    def _stopped(self, error: BaseException) -> None:
-        super()._stopped(error)
+    def _stop(self, error: BaseException) -> None:
+        super()._stop(error)
         if not isinstance(error, RankError):
             who = self.ranks.named(self.ranks.rank)
             self.transport.abort(f"{who} stopped: {type(error).__name__}: {error}")
 
-    def _output_size(self, microbatch: int) -> int:
-        """Samples of a micro-batch, where the last stage lives; 0 elsewhere."""
-        if microbatch not in self.objective.outputs:
-            return 0
-        leaves = pytree.tree_leaves(self.objective.outputs[microbatch])
-        result = self.partition.rewired.body.result
-        pairs = zip(result, leaves, strict=True)
-        found = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
-        return self.intake.samples(found)
+    # -- losses and evaluation ----------------------------------------------------------------
 
-    # -- where things are ---------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """Which of the processes this is."""
-        return self.ranks.rank
-
-    def everyone(self, value: Any) -> Sequence[Any]:
-        """The plain values of all ranks. Every rank calls it."""
-        with self.transport.together():
-            return gather_plain(value, self.ranks.control)
-
-    @property
-    def replica(self) -> int:
-        """Which copy of the pipeline this rank belongs to: its share of the data."""
-        return self.ranks.replica
-
-    @property
-    def replicas(self) -> int:
-        """How many copies of the pipeline there are."""
-        return self.ranks.layout.replicas
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's current parameters under their original names."""
-        return {name: p for name, p in super().parameters().items() if not p.is_meta}
-
-    # -- looking ------------------------------------------------------------------------------
-
-    def _reported(self, metrics: Metrics) -> Metrics:
+    def _with_reported_loss(self, metrics: Metrics) -> Metrics:
         if metrics.loss_tensor is not None:
             self._losses.append(metrics.loss_tensor)
         if not self.report_loss:
@@ -261,7 +282,7 @@ class DistributedTrainer(Trainer):
         loss = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
         if metrics.loss_tensor is not None:
             loss.copy_(metrics.loss_tensor)
-        with self.transport.together():
+        with self.transport.collective():
             owner = self.ranks.owner(len(self.programs) - 1)
             distributed.broadcast(loss, owner, group=self.ranks.pipeline)
         return replace(metrics, loss_tensor=loss)
@@ -269,144 +290,191 @@ class DistributedTrainer(Trainer):
     def mean_loss(self) -> float:
         """Mean loss of the steps since the last call, on every rank. Every rank calls it."""
         total = float(torch.stack(self._losses).double().sum()) if self._losses else 0.0
-        mine = [total, len(self._losses)]
+        sums = self.everyone([total, len(self._losses)])
         self._losses.clear()
-        with self.transport.together():
-            found = gather_plain(mine, self.ranks.control)
-        count = sum(n for _, n in found)
-        return sum(t for t, _ in found) / count if count else float("nan")
+        count = sum(steps for _, steps in sums)
+        return sum(total for total, _ in sums) / count if count else float("nan")
 
     def evaluate(
         self, loader: Iterable[Any] | None = None, metrics: Mapping[str, Metric] | None = None
     ) -> Evaluation:
-        """Mean loss (and other metrics) over a loader, on every rank. Every rank calls it.
+        """Means over a loader, on every rank; see `Trainer.evaluate`. Every rank calls it.
 
-        The loader is read where the first and the last stage live: for inputs and for targets.
+        The loader is read on the ranks of the first and the last stage: for inputs and targets.
         """
         if loader is not None:
-            iterated(loader)
+            check_loader(loader)
         if self.partition.rewired.eval_body is not None:
             raise InputError(
                 f"trainer.evaluate: {self.partition.rewired.name} computes something else in eval "
                 "mode than in training, which stages on several ranks cannot; use net.module()"
             )
-        self._usable()
-        self._settle_ties()
-        means = Means(metrics)
-        batches = Batches(loader, self.is_first, self.is_last)
+        self._check_usable()
+        # Tied weights that have been sent are received now instead of in the next step.
+        self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
+        means = RunningMeans(metrics)
+        batches = LoaderEnds(loader, self.is_first, self.is_last)
 
         def source(number: int) -> tuple[Mapping[str, Any], Fingerprint] | None:
-            found = batches.first()
-            if found is None:
+            batch = batches.for_first_stage()
+            if batch is None:
                 return None
-            where = f"evaluation, batch {number}"
-            return self.intake.taken(found[0], where), Fingerprint.of(*found, number)
+            values = self.binder.prepare(batch[0], f"evaluation, batch {number}")
+            return values, Fingerprint.of(*batch, number)
 
         def sink(number: int, outputs: Mapping[str, Any], sent: Fingerprint | None) -> None:
-            where, (inputs, target) = f"evaluation, batch {number}", batches.last(number)
-            other = sent and compared(sent, inputs, target, number)
-            if other:
-                raise self._mixed_up(where, other)
-            output, target = self.objective.assembled(outputs), self.intake.moved(target, where)
-            loss = self.objective.evaluate(output, target, where)
-            means.add(loss, output, target, self.intake.samples(outputs))
+            where, (inputs, target) = f"evaluation, batch {number}", batches.for_last_stage(number)
+            different = sent and compared(sent, inputs, target, number)
+            if different:
+                raise self._mixed_up(where, different)
+            output = self.loss_head.assembled(outputs)
+            target = self.binder.to_device(target, where)
+            loss = self.loss_head.evaluate(output, target, where)
+            means.add(loss, output, target, self.binder.count_samples(outputs))
 
-        passing = Passing(self.actors, self.transport, len(self.programs) - 1, source, sink)
-        with self._evaluating(), self._stopping():
-            passing.run()
-            passing.note(batches.check_end)
-        return self._agreed(passing.error, means, Means(metrics))
+        last = len(self.programs) - 1
+        evaluation = EvaluationPass(self.executors, self.transport, last, source, sink)
+        with eval_mode(self.model, self.settings.autocast), self._stop_on_error():
+            evaluation.run()
+            evaluation.check(batches.check_end)
+        return self._merge(evaluation.error, means, RunningMeans(metrics))
 
-    def _settle_ties(self) -> None:
-        """Tied weights that are on their way arrive now instead of in the next round."""
-        self._finish(self.worker.own(self.schedule.settle()))
-
-    def _agreed(self, error: Exception | None, mine: Means, together: Means) -> Evaluation:
+    def _merge(
+        self, error: Exception | None, means: RunningMeans, merged: RunningMeans
+    ) -> Evaluation:
+        """The evaluation over all ranks' batches; an error on one rank is raised on all."""
         text = None if error is None else f"{type(error).__name__}: {error}"
-        with self.transport.together():
-            found = gather_plain([text, mine.sums, mine.samples], self.ranks.control)
-        for rank, (problem, sums, samples) in enumerate(found):
+        of_ranks = self.everyone([text, means.sums, means.samples])
+        for rank, (problem, sums, samples) in enumerate(of_ranks):
             if problem is not None:
                 who = self.ranks.named(rank)
                 raise InputError(f"trainer.evaluate, {who}: {problem}") from error
-            together.join(sums, samples)
-        return together.evaluation()
+            merged.join(sums, samples)
+        return merged.evaluation()
 
-    def watch(self) -> Probe:
-        """Not across ranks: a probe compares with the whole model."""
-        raise InputError("trainer.watch: run in one process to compare gradients stage by stage")
+    # -- checkpoints --------------------------------------------------------------------------
 
-    # -- the end ------------------------------------------------------------------------------
-
-    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
-        """Write a checkpoint, every rank its own stages; see `Trainer.save`. Every rank calls it.
-
-        If one rank cannot write, no checkpoint comes about, all raise, and training can go on.
-        """
-        self._usable()
-        if drain:
-            self._flush_together()
-        check_savable(self)
-        with self._stopping():
-            saved, problem = save_together(self, folder, keep)
-        if problem is not None:
-            raise InputError(f"trainer.save: {problem}")
-        return saved
-
-    def _flush_together(self) -> None:
+    def _flush_to_save(self) -> None:
         """Flush; a gradient that turns out bad on one rank keeps all of them from saving."""
         failure: NonFiniteError | None = None
         try:
             self.flush()
         except NonFiniteError as error:
             failure = error
-        found = self.everyone(None if failure is None else str(failure))
+        texts = self.everyone(None if failure is None else str(failure))
         if failure is not None:
             raise failure
-        for rank, text in enumerate(found):
+        for rank, text in enumerate(texts):
             if text is not None:
                 raise InputError(f"trainer.save: not saved, {self.ranks.named(rank)}: {text}")
 
-    def load(self, place: str | Path) -> None:
-        """Go on from a checkpoint, or from the newest one in a folder; see `Trainer.load`.
+    def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
+        """Every rank writes its own stages; if one cannot, all raise and training can go on."""
+        with self._stop_on_error():
+            path, problem = self._try_to_write(folder, keep)
+        if problem is not None:
+            raise InputError(f"trainer.save: {problem}")
+        return path
 
-        Every rank calls it. Where it does not fit one rank, all raise and nothing is changed.
+    def _try_to_write(self, folder: str | Path, keep: int) -> tuple[Path, str | None]:
+        ranks, problem, path = self.ranks, None, ""
+        self.transport.wait_all_delivered()
+
+        def barrier() -> None:
+            # Over gloo, with the trainer's timeout: a rank that is gone is named.
+            with self.transport.collective():
+                distributed.barrier(group=ranks.control)
+
+        try:
+            saved = save_training(
+                folder,
+                self._own_state(),
+                self.model,
+                ranks.stages,
+                keep=keep,
+                replica=ranks.replica,
+                rank=ranks.rank,
+                world=ranks.layout.world,
+                barrier=barrier,
+            )
+            path = str(saved)
+        except (InputError, OSError) as error:
+            problem = f"{ranks.named(ranks.rank)}: {error}"
+        of_ranks = self.everyone([problem, path])
+        problems = [text for text, _ in of_ranks if text is not None]
+        return Path(of_ranks[0][1]), problems[0] if problems else None
+
+    def _own_state(self) -> dict[str, Any]:
+        """What no other rank saves.
+
+        Replicas have the same parameters and optimizers, but each its own micro-batches,
+        statistics and random generators.
         """
-        self._usable()
-        with self._stopping():
-            problem = load_together(self, place)
+        owners, layout = owning_stages(self.model, self.programs), self.ranks.layout
+        # What no stage uses never changes: the rank of the first stage saves it.
+        own = {
+            name: value
+            for name, value in self.model.state_dict().items()
+            if layout.stage_to_rank[owners.get(name, 0)] == self.rank % layout.width
+        }
+        state = self._state(own, detach_tree)
+        if self.replica:
+            parameters = dict(self.model.named_parameters(remove_duplicate=False))
+            buffers = {n: value for n, value in state["model"].items() if n not in parameters}
+            state |= {"model": buffers, "optimizer": {}, "groups": []}
+        return state
+
+    def load(self, place: str | Path) -> None:
+        self._check_usable()
+        with self._stop_on_error():
+            problem = self._try_to_load(place)
         if problem is not None:
             raise InputError(problem)
 
-    def _leaving(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
-        """Once any rank has had a SIGTERM, all save."""
-        votes = Votes(self)
-        return until_signal(loader, save, agree=votes.ask, settle=votes.settle)
+    def _try_to_load(self, place: str | Path) -> str | None:
+        """Load on all ranks, or on none and return why."""
+        problem = None
+        try:
+            checkpoint, state = load_training(
+                place, self.device, self.ranks.stages, self.ranks.replica
+            )
+            with located(f"trainer.load: {checkpoint.path}"):
+                self._check_fits(state)
+        except (InputError, OSError) as error:
+            problem = str(error)
+        problems = [text for text in self.everyone(problem) if text is not None]
+        if problems:
+            return str(problems[0])
+        self.transport.wait_all_delivered()  # what is in flight is dropped below
+        self._load_state(state)
+        set_generators(state["rng"], self.rank, self.ranks.layout.world)
+        self.transport.completed = self.schedule.injected - 1
+        self.everyone(None)  # no rank sends before all have dropped what was in flight
+        return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of one process only."""
-        raise InputError(
-            "trainer.state_dict: no rank has the whole state; use trainer.save(folder), which "
-            "every rank calls, or net.module().state_dict() for the weights"
+    def _until_signal(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
+        """Once any rank has received a SIGTERM, all save."""
+        method, stages, accumulate = (
+            self.schedule.method,
+            self.schedule.stages,
+            self.schedule.accumulate,
         )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of one process only."""
-        raise InputError(
-            "trainer.load_state_dict: use trainer.load(folder), which every rank calls"
-        )
+        lag = max(stages, window(method, stages, 0, accumulate))
+        consensus = SignalConsensus(self.ranks.control, lag, self.transport.collective)
+        return until_signal(loader, save, agree=consensus.ask, agree_at_end=consensus.remaining)
 
     def close(self) -> None:
-        """Leave; every rank does, at the latest when its process ends."""
-        _open.discard(self.transport)
+        """End the training; every rank does, at the latest when its process ends."""
+        if self.transport in _open:
+            _open.remove(self.transport)
         if not self.transport.close():
             raise RankError("trainer.close: another rank has not closed its trainer")
 
 
 @atexit.register
-def _leave() -> None:
-    """Threads that wait inside torch would take the interpreter down with a crash."""
-    for transport in list(_open):
+def _close_all() -> None:
+    """Threads that wait inside torch would crash the interpreter at exit."""
+    for transport in _open:
         if not transport.close():
             sys.stdout.flush()
             sys.stderr.flush()

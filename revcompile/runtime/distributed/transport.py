@@ -1,151 +1,331 @@
-"""Messages between stages that may live on other ranks."""
+"""Messages between stages that may be on other ranks: threads that send and receive, and queues.
+
+    main thread --send--> SendThread --channel--> ReceiveThread --> queue --receive--> main thread
+         rank 0                                        rank 1
+
+Receives are posted before the message is needed, and sends return at once: both overlap with
+compute. Each direction between two stages has a communicator of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import queue
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, distributed
 
-from revcompile.errors import RankError
-from revcompile.runtime.distributed.alarm import Alarm, FirstCause, RollCall, own_store, told
-from revcompile.runtime.distributed.collect import gather_plain
-from revcompile.runtime.distributed.link import Arrival, Link
-from revcompile.runtime.distributed.links import Incoming, Outgoing
-from revcompile.runtime.distributed.packets import PacketReceiver
-from revcompile.runtime.distributed.replicas import Copies
-from revcompile.runtime.distributed.start import Ranks
-from revcompile.runtime.transport import Channel, Message, mean_of
+from revcompile.errors import RankError, VerificationError
+from revcompile.runtime.distributed.collectives import gather_plain
+from revcompile.runtime.distributed.liveness import (
+    FailureMonitor,
+    LivenessCheck,
+    RootCause,
+    own_store,
+    short_error,
+)
+from revcompile.runtime.distributed.message_format import (
+    Describer,
+    Description,
+    Flag,
+    Header,
+    TensorFormat,
+)
+from revcompile.runtime.distributed.p2p import (
+    Arrival,
+    Channel,
+    DeviceReceiver,
+    DeviceSender,
+    Outbound,
+    PacketReceiver,
+    PacketSender,
+)
+from revcompile.runtime.distributed.placement import Ranks
+from revcompile.runtime.distributed.replicas import ReplicaAverage
+from revcompile.runtime.executor.transport import Message, MessageKind, mean_of, queues_state
+from revcompile.runtime.stage.tensors import TreeCopy
 
-__all__ = ["Distributed"]
+__all__ = ["DistributedTransport"]
 
 _GRACE: Final = 2.0
-"""Seconds for the last words to get out before a failing rank goes."""
+"""Seconds for a failing rank's last messages to be sent."""
 _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Distributed:
-    """Delivers within the rank by reference, to other ranks over links.
+class SendThread:
+    """Sends a channel's messages in order."""
 
-    It is safe to ask for what has not come: `wait` blocks until something has, or raises
-    `RankError` when another rank is gone or silent for longer than `timeout` seconds.
+    def __init__(self, channel: Channel, on_failure: Callable[[str], None]) -> None:
+        self.channel = channel
+        self.sent = 0
+        """How many messages were handed over."""
+        self._on_failure = on_failure
+        self._waiting: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
+        self._describers: dict[MessageKind, Describer] = {}
+        self._enqueued = 0.0
+        self._progress = threading.Condition()
+        self._sender = DeviceSender(channel) if channel.uses_cuda else PacketSender(channel)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, kind: MessageKind, message: Message) -> None:
+        """Hand a message over; returns at once."""
+        text, flags = b"", Flag.VOID
+        tensors: list[tuple[TensorFormat, Tensor]] = []
+        if not message.void:
+            describer = self._describers.setdefault(kind, Describer(self.channel.device))
+            text, tensors = describer.describe(message)
+            flags = Flag.DESCRIBED if text else Flag(0)
+        event = torch.cuda.current_stream().record_event() if self.channel.uses_cuda else None
+        header = Header(
+            kind,
+            message.index,
+            flags,
+            len(text),
+            scale=message.scale,
+            fingerprint=message.fingerprint,
+        )
+        self._put(Outbound(header, text, tensors, event))
+
+    def end(self, cause: str | None = None) -> None:
+        """Send the last message: the run has ended, or failed because of `cause`."""
+        text = b"" if cause is None else cause.encode()
+        flags = Flag.END if cause is None else Flag.ABORT
+        self._put(Outbound(Header(MessageKind.X, 0, flags, len(text)), text))
+
+    def wait_enqueued(self, timeout: float) -> None:
+        """Wait until everything handed over is enqueued on the device, or cannot be sent."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._enqueued >= self.sent, timeout)
+
+    def join(self, timeout: float) -> bool:
+        """Wait until all is sent; False if it takes too long."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _put(self, outbound: Outbound) -> None:
+        outbound.header = replace(outbound.header, sequence=self.sent)
+        self.sent += 1
+        self._waiting.put(outbound)
+
+    def _run(self) -> None:
+        try:
+            is_last = False
+            while not is_last:
+                is_last = self._send(self._waiting.get())
+                self._count(1)
+        except Exception as error:
+            self._count(math.inf)
+            self._on_failure(short_error(error))
+
+    def _send(self, outbound: Outbound) -> bool:
+        """Send one message, without keeping a reference to it; True if it is the last."""
+        self._sender.send(outbound)
+        return bool(outbound.header.flags & (Flag.END | Flag.ABORT))
+
+    def _count(self, messages: float) -> None:
+        with self._progress:
+            self._enqueued += messages
+            self._progress.notify_all()
+
+
+class ReceiveThread:
+    """Receives a channel's messages and delivers them."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        deliver: Callable[[Channel, Arrival], None],
+        on_end: Callable[[Channel, str | None], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self.channel = channel
+        self._deliver, self._on_end, self._on_failure = deliver, on_end, on_failure
+        self._descriptions: dict[MessageKind, Description] = {}
+        self._received = 0
+        self.receiver = DeviceReceiver(channel) if channel.uses_cuda else PacketReceiver(channel)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the sender's last message; False if it does not come."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                pass
+        except Exception as error:
+            self._on_failure(short_error(error))
+
+    def _receive(self) -> bool:
+        """Receive one message; False if it is the last."""
+        header = self.receiver.header()
+        if header.sequence != self._received:
+            raise VerificationError(f"message {header.sequence} came, not {self._received}")
+        self._received += 1
+        text = self._text(header.length)
+        if header.flags & (Flag.END | Flag.ABORT):
+            has_ended = bool(header.flags & Flag.END)
+            self._on_end(self.channel, None if has_ended else text.decode())
+            return False
+        if header.flags & Flag.DESCRIBED:
+            self._descriptions[header.kind] = Description(text)
+        if header.flags & Flag.VOID:
+            arrival = Arrival(header.kind, Message(header.index, void=True, scale=header.scale))
+        else:
+            arrival = self.receiver.arrival(header, self._descriptions[header.kind])
+        self._deliver(self.channel, arrival)
+        return True
+
+    def _text(self, length: int) -> bytes:
+        text = torch.empty(length, dtype=torch.uint8)
+        if length:
+            self.channel.control_exchange(text, sends=False)
+        return bytes(text.tolist())
+
+
+class DistributedTransport:
+    """Delivers messages within the rank by reference, to other ranks over channels.
+
+    `receive` never blocks. `wait` blocks until a message has arrived, or raises `RankError` when
+    another rank is gone or silent for longer than `timeout` seconds.
     """
 
-    def __init__(self, ranks: Ranks, links: Sequence[Link], timeout: float) -> None:
+    def __init__(self, ranks: Ranks, channels: Sequence[Channel], timeout: float) -> None:
         self.ranks, self.timeout = ranks, timeout
         self.completed = -1
         """The last micro-batch this rank has finished its part of."""
-        self._alarm = Alarm()
+        self._monitor = FailureMonitor()
         store = own_store()
-        self._first = FirstCause(store, self._alarm.sound)
-        self._roll = RollCall(store, ranks.rank, ranks.layout.world)
-        self._queues: dict[tuple[int, int, Channel], deque[Arrival]] = {}
+        self._root_cause = RootCause(store, self._monitor.fail)
+        self._liveness = LivenessCheck(store, ranks.rank, ranks.layout.world)
+        self._queues: dict[tuple[int, int, MessageKind], deque[Arrival]] = {}
         self._delivered: Counter[tuple[int, int]] = Counter()
-        self._over: set[tuple[int, int]] = set()
-        self._asked: set[int] = set()
+        self._ended: set[tuple[int, int]] = set()
+        self._awaited: set[int] = set()
+        """Ranks from which a message was missing since the last one arrived."""
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._totals: dict[int, Tensor] = {}
-        self._links = list(links)
+        self._channels = list(channels)
         self._closed = False
-        self._out: dict[tuple[int, int], Outgoing] = {}
-        self._in: list[Incoming] = []
-        self._copies: dict[int, Copies] = {}
-        for link in self._links:
-            peer = next(rank for rank in link.ranks if rank != ranks.rank)
-            failed = self._gone(ranks.named(peer))
-            if link.ranks[0] == ranks.rank:
-                self._out[link.source, link.target] = Outgoing(link, failed)
+        self._senders: dict[tuple[int, int], SendThread] = {}
+        self._receivers: list[ReceiveThread] = []
+        self._averages: dict[int, ReplicaAverage] = {}
+        for channel in self._channels:
+            peer = next(rank for rank in channel.ranks if rank != ranks.rank)
+            lost = self._on_lost(ranks.named(peer))
+            if channel.ranks[0] == ranks.rank:
+                self._senders[channel.source, channel.target] = SendThread(channel, lost)
             else:
-                self._in.append(Incoming(link, self._deliver, self._ended, failed))
+                receiver = ReceiveThread(channel, self._deliver, self._on_end, lost)
+                self._receivers.append(receiver)
 
-    # -- transport ----------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------
 
-    def send(self, source: int, target: int, channel: Channel, message: Message) -> None:
-        """Hand a message over; returns at once."""
-        link = self._out.get((source, target))
-        if link is not None:
-            link.send(channel, message)
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        sender = self._senders.get((source, target))
+        if sender is not None:
+            sender.send(kind, message)
         else:
-            self._queue(source, target, channel).append(Arrival(channel, message))
+            self._queue(source, target, kind).append(Arrival(kind, message))
 
-    def receive(self, source: int, target: int, channel: Channel) -> Message | None:
-        """The next message, if it has arrived."""
-        found = self._queue(source, target, channel)
-        if found:
-            return found.popleft().ready()
-        if (source, target) in self._over and not found:
+    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
+        arrivals = self._queue(source, target, kind)
+        has_ended = (source, target) in self._ended  # read before the queue: nothing comes after
+        if arrivals:
+            return arrivals.popleft().ready()
+        if has_ended:
             who = self.ranks.named(self.ranks.owner(source))
             self._stop(
                 f"{who} has ended or closed its trainer, but stage {target} waits for more from it"
             )
-        self._asked.add(self.ranks.owner(source))
+        self._awaited.add(self.ranks.owner(source))
         return None
 
     def wait(self, what: str) -> None:
-        """Until something has arrived; `what` says who waits for what."""
-        if not self._alarm.wait(self.timeout):
-            silent = self._roll.missing(_GRACE) or self._asked - {self.ranks.rank}
+        if not self._monitor.wait(self.timeout):
+            silent = self._liveness.missing(_GRACE) or self._awaited - {self.ranks.rank}
             who = " and ".join(self.ranks.named(rank) for rank in sorted(silent))
             self._conclude(f"no answer from {who} for {self.timeout:g} s: {what}")
-        self._asked.clear()
+        self._awaited.clear()
         self._check()
 
-    def deliver(self, source: int, target: int, channel: Channel, message: Message) -> None:
-        """Have a message of a checkpoint wait for its receiver, if that is on this rank."""
-        if self.ranks.owner(target) == self.ranks.rank:
-            self._queue(source, target, channel).append(Arrival(channel, message))
+    def wait_all_delivered(self) -> None:
+        """Wait until every message that was sent is in its receiver's queue. Every rank calls it.
 
-    def all_arrived(self) -> None:
-        """Wait until every message that was sent lies where it will be read. Every rank calls it.
-
-        Between two steps that is all there is in flight between ranks: a checkpoint can hold it.
+        Between two steps nothing else is in flight between ranks: a checkpoint can hold it.
         """
-        sent = [[*link.link.ranks, *pair, link.sent] for pair, link in self._out.items()]
-        with self.together():
-            of_all = gather_plain(sent, self.ranks.control)
-        for _, receiver, source, target, count in (one for found in of_all for one in found):
+        sent = [[*s.channel.ranks, *pair, s.sent] for pair, s in self._senders.items()]
+        with self.collective():
+            of_ranks = gather_plain(sent, self.ranks.control)
+        for _, receiver, source, target, count in (row for rows in of_ranks for row in rows):
             while receiver == self.ranks.rank and self._delivered[source, target] < count:
                 self.wait(f"stage {target} for what stage {source} has sent")
 
-    @property
-    def queues(self) -> dict[tuple[int, int, Channel], list[Message]]:
-        """The messages that wait on this rank, by source, target and channel."""
-        found = list(self._queues.items())
-        return {key: [arrival.ready() for arrival in queue] for key, queue in found}
+    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        return (
+            arrival.ready()
+            for (_, receiver, sort), arrivals in list(self._queues.items())
+            if receiver == target and sort is kind
+            for arrival in arrivals
+        )
 
-    def clear(self) -> None:
-        """Forget the messages that wait here; none may be on its way (`all_arrived`)."""
-        for queue in list(self._queues.values()):
-            queue.clear()
+    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        queues = list(self._queues.items())
+        return queues_state({key: [a.ready() for a in arrivals] for key, arrivals in queues}, copy)
+
+    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
+        """Replace all queued messages; none may be in flight (see `wait_all_delivered`)."""
+        for arrivals in list(self._queues.values()):
+            arrivals.clear()
         self._norms.clear()
         self._totals.clear()
+        for source, target, name, message in messages:
+            if self.ranks.owner(target) == self.ranks.rank:
+                kind = MessageKind(name)
+                arrival = Arrival(kind, Message.from_state_dict(message))
+                self._queue(source, target, kind).append(arrival)
+
+    def _queue(self, source: int, target: int, kind: MessageKind) -> deque[Arrival]:
+        return self._queues.setdefault((source, target, kind), deque())
+
+    @property
+    def allocations(self) -> int:
+        """How often memory for messages had to be allocated; constant in steady state."""
+        receivers = (thread.receiver for thread in self._receivers)
+        return sum(r.packets.allocations for r in receivers if isinstance(r, PacketReceiver))
+
+    # -- reductions ---------------------------------------------------------------------------
 
     def replicate(
         self, stage: int, parameters: Mapping[str, Tensor], statistics: Sequence[Tensor], group: Any
     ) -> None:
-        """From now on a stage's gradients are averaged over its copies (and `statistics`)."""
-        copies = range(self.ranks.layout.replicas)
-        members = {self.ranks.layout.rank(stage, r) for r in copies} - {self.ranks.rank}
+        """From now on average a stage's gradients (and `statistics`) over its replicas."""
+        replicas = range(self.ranks.layout.replicas)
+        members = {self.ranks.layout.rank(stage, r) for r in replicas} - {self.ranks.rank}
         who = " or ".join(self.ranks.named(rank) for rank in sorted(members))
-        self._copies[stage] = Copies(
-            parameters, statistics, group, self._alarm.arrived, self._gone(who)
+        self._averages[stage] = ReplicaAverage(
+            parameters, statistics, group, self._monitor.notify, self._on_lost(who)
         )
 
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int
     ) -> dict[str, Tensor] | None:
-        """A stage's gradient, over all its copies."""
-        copies = self._copies.get(stage)
-        if copies is None:
+        average = self._averages.get(stage)
+        if average is None:
             return mean_of(gradients, count)
-        self._settle()
-        return copies.mean(gradients, count)
+        self._wait_enqueued()
+        return average.mean(gradients, count)
 
-    def share(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
-        """The sum over all stages, once this rank's have all come and the others agree."""
+    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         norms = self._norms.setdefault(update, {})
         norms[stage] = squared
         if len(norms) < len(self.ranks.stages):
@@ -153,75 +333,66 @@ class Distributed:
         if update not in self._totals:
             self._totals = {update: self._sum(norms)}
             self._norms = {u: n for u, n in self._norms.items() if u >= update}
-            self._alarm.arrived()  # stages that wait for the sum look again
+            self._monitor.notify()  # stages that wait for the sum look again
         return self._totals[update].to(squared.device)
 
     def _sum(self, norms: dict[int, Tensor]) -> Tensor:
         """Every stage's norm in its own precision, added in the order of the stages."""
         some = next(iter(norms.values()))
-        table = torch.zeros(len(self.ranks.layout.places), 2, dtype=torch.float64)
+        table = torch.zeros(len(self.ranks.layout.stage_to_rank), 2, dtype=torch.float64)
         table = table.to(some.device)
         for stage, squared in norms.items():
             table[stage, 0] = squared.double()
             table[stage, 1] = _DTYPES.index(squared.dtype)
-        with self.together():
+        with self.collective():
             distributed.all_reduce(table, group=self.ranks.pipeline)
-        kinds = table[:, 1].tolist()
-        total = table[0, 0].to(_DTYPES[int(kinds[0])])
-        for value, kind in zip(table[1:, 0], kinds[1:], strict=True):
-            total = total + value.to(_DTYPES[int(kind)])
+        dtypes = [_DTYPES[int(number)] for number in table[:, 1].tolist()]
+        total = table[0, 0].to(dtypes[0])
+        for value, dtype in zip(table[1:, 0], dtypes[1:], strict=True):
+            total = total + value.to(dtype)
         return total
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Around what all ranks do at once: a failure there names the rank that is gone."""
+    def collective(self) -> Iterator[None]:
+        """Around a collective: a failure there names the rank that is gone."""
         self._check()
-        self._settle()
+        self._wait_enqueued()
         try:
             yield
         except RankError:
             raise
         except RuntimeError as error:
-            if not self._alarm.sounded(_GRACE):
-                gone = sorted(self._roll.missing(_GRACE))
+            if not self._monitor.wait_for_failure(_GRACE):
+                gone = sorted(self._liveness.missing(_GRACE))
                 who = " and ".join(map(self.ranks.named, gone)) or "another rank"
-                self._conclude(f"{who} is gone: {told(error)}")
+                self._conclude(f"{who} is gone: {short_error(error)}")
             self._check()
 
-    def _settle(self) -> None:
-        """Let what was sent be enqueued first: a GPU may hold it back behind a collective.
+    def _wait_enqueued(self) -> None:
+        """Have all sends enqueued before a collective, behind which a GPU may hold them back.
 
-        A collective ends when all ranks have joined it, and some of them may wait for a message
+        A collective ends when all ranks have joined it, and some of them may need a message
         before they do.
         """
-        for link in self._out.values():
-            if link.link.uses_cuda:
-                link.settle(self.timeout)
+        for sender in self._senders.values():
+            if sender.channel.uses_cuda:
+                sender.wait_enqueued(self.timeout)
 
-    @property
-    def rooms_made(self) -> int:
-        """How often memory for messages had to be allocated; it stays the same in steady state."""
-        ends = (link.end for link in self._in)
-        return sum(end.rooms.made for end in ends if isinstance(end, PacketReceiver))
+    # -- called by threads --------------------------------------------------------------------
 
-    # -- what threads report ------------------------------------------------------------------
+    def _deliver(self, channel: Channel, arrival: Arrival) -> None:
+        self._queue(channel.source, channel.target, arrival.kind).append(arrival)
+        self._delivered[channel.source, channel.target] += 1
+        self._monitor.notify()
 
-    def _queue(self, source: int, target: int, channel: Channel) -> deque[Arrival]:
-        return self._queues.setdefault((source, target, channel), deque())
-
-    def _deliver(self, link: Link, arrival: Arrival) -> None:
-        self._queue(link.source, link.target, arrival.channel).append(arrival)
-        self._delivered[link.source, link.target] += 1
-        self._alarm.arrived()
-
-    def _ended(self, link: Link, cause: str | None) -> None:
+    def _on_end(self, channel: Channel, cause: str | None) -> None:
         if cause is not None:
-            self._alarm.sound(cause)
+            self._monitor.fail(cause)
         else:
-            self._over.add((link.source, link.target))
-            self._alarm.arrived()
+            self._ended.add((channel.source, channel.target))
+            self._monitor.notify()
 
-    def _gone(self, who: str) -> Callable[[str], None]:
+    def _on_lost(self, who: str) -> Callable[[str], None]:
         def failed(error: str) -> None:
             if not self._closed:
                 self._conclude(f"{who} is gone: {error}")
@@ -229,24 +400,24 @@ class Distributed:
         return failed
 
     def _conclude(self, cause: str) -> None:
-        """Stop everybody here, for the first cause any rank has had: a rank may have followed."""
-        if self._alarm.cause is None:
-            first = self._first.agree(cause, _GRACE)
+        """Stop this rank for the first cause any rank has had, which may not be `cause`."""
+        if self._monitor.cause is None:
+            first = self._root_cause.agree(cause, _GRACE)
             if first is None:
-                self._alarm.sounded(_GRACE)  # links may still tell
-            self._alarm.sound(first or cause)
+                self._monitor.wait_for_failure(_GRACE)  # a neighbour may still send its cause
+            self._monitor.fail(first or cause)
 
     # -- the end ------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        cause = self._alarm.cause
+        cause = self._monitor.cause
         if cause is not None:
             self._stop(cause)
 
     def _stop(self, cause: str) -> NoReturn:
         self.abort(cause)
         raise RankError(
-            f"{self._alarm.cause}; last completed micro-batch here "
+            f"{self._monitor.cause}; last completed micro-batch here "
             f"({self.ranks.named(self.ranks.rank)}): {self.completed}"
         )
 
@@ -255,27 +426,29 @@ class Distributed:
         self._conclude(cause)
         if not self._closed:
             self._closed = True
-            for link in self._out.values():
-                link.end(self._alarm.cause)
-            for link in self._out.values():
-                link.join(_GRACE)
-            self._first.close(_GRACE)
+            for sender in self._senders.values():
+                sender.end(self._monitor.cause)
+            for sender in self._senders.values():
+                sender.join(_GRACE)
+            self._root_cause.close(_GRACE)
             if self.ranks.rank == 0:
-                self._first.stay()
+                self._root_cause.linger()
 
     def close(self) -> bool:
-        """Say that all is done, and wait for the others to say so; True if all went well."""
-        ended = [self._first.close(_GRACE)]  # before the store goes, which the last word may allow
+        """Tell the others that this rank is done, and wait for them; True if all went well."""
+        # First, because rank 0 may end its store as soon as it has everybody's last message.
+        ended = [self._root_cause.close(_GRACE)]
         if not self._closed:
             self._closed = True
-            for link in self._out.values():
-                link.end()
-        limit = self.timeout if self._alarm.cause is None else _GRACE
-        ended += [link.join(limit) for link in self._out.values()]
-        ended += [link.join(limit) for link in self._in]
-        ended += [copies.close(limit) for copies in self._copies.values()]
-        if all(ended) and self._alarm.cause is None:
-            for group in {id(g): g for k in self._links for g in (k.control, k.payload)}.values():
+            for sender in self._senders.values():
+                sender.end()
+        limit = self.timeout if self._monitor.cause is None else _GRACE
+        ended += [sender.join(limit) for sender in self._senders.values()]
+        ended += [receiver.join(limit) for receiver in self._receivers]
+        ended += [average.close(limit) for average in self._averages.values()]
+        if all(ended) and self._monitor.cause is None:
+            groups = [g for channel in self._channels for g in (channel.control, channel.payload)]
+            for group in {id(group): group for group in groups}.values():
                 distributed.destroy_process_group(group)
-        self._links.clear()
+        self._channels.clear()
         return all(ended)

@@ -1,0 +1,69 @@
+"""Small passes over a traced graph: dead code, `no_grad`, identity layers."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from revcompile.compiler.capture.memory import NO_GRAD, WRITES, eliminate_dead_code, is_effect
+from revcompile.ir.module_tree import called_module
+from revcompile.ir.types import TYPE, TensorType
+
+__all__ = ["detach_no_grad", "remove_identities", "remove_unused"]
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Erase nodes that were only inspected, and move each `get_attr` before its first reader.
+
+    Train and eval traces that compute the same then have the same graph, whatever the model
+    inspected while it was traced.
+    """
+    eliminate_dead_code(graph)
+    placed: set[fx.Node] = set()
+    for user in list(graph.nodes):
+        for source in user.all_input_nodes:
+            if source.op == "get_attr" and source not in placed:
+                placed.add(source)
+                user.prepend(source)
+
+
+def detach_no_grad(graph: fx.Graph) -> None:
+    """Insert `detach` where values computed under `no_grad` are read outside of it."""
+    for node in list(graph.nodes):
+        if not node.meta.get(NO_GRAD):
+            continue
+        if is_effect(node):
+            for source in node.all_input_nodes:
+                if source is not node.args[0] and isinstance(source.meta[TYPE], TensorType):
+                    _detach(graph, source, node, [node])
+        outside = [u for u in node.users if not u.meta.get(NO_GRAD)]
+        if outside and node.op != "get_attr" and isinstance(node.meta[TYPE], TensorType):
+            _detach(graph, node, node.next, outside)
+
+
+def _detach(graph: fx.Graph, node: fx.Node, before: fx.Node, users: list[fx.Node]) -> None:
+    with graph.inserting_before(before):
+        detached = graph.call_method("detach", (node,))
+    detached.meta.update(node.meta)
+    detached.meta[WRITES] = frozenset()
+    for user in users:
+        user.replace_input_with(node, detached)
+
+
+def remove_identities(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A copy without calls of `nn.Identity`, which hide where a residual block begins."""
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = node.args[0] if len(node.args) == 1 else None
+        if _is_identity(node, root) and isinstance(source, fx.Node):
+            copies[node] = copies[source]
+        else:
+            copies[node] = result.node_copy(node, copies.__getitem__)
+    return result
+
+
+def _is_identity(node: fx.Node, root: nn.Module) -> bool:
+    module = called_module(node, root)
+    if type(module) is not nn.Identity:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks)

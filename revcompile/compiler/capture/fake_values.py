@@ -1,0 +1,191 @@
+"""Fake tensors while tracing: copies of models on them, and what is known of each node's value.
+
+Every node is evaluated on fake tensors (shape, type and strides, no memory) at two batch sizes.
+Control flow that reads the contents of a tensor needs real values: they are computed from sizes
+where that is possible (`fold`), or a leaf module is run on random inputs (`run_on_data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.proxy import TraceError
+from torch.utils import _pytree as pytree
+
+from revcompile.compiler.capture.isolation import copy_model, preserve_rng
+from revcompile.compiler.capture.memory import STORAGES, WRITES, tensors_in
+from revcompile.compiler.capture.trace_errors import BatchDependent
+from revcompile.ir.types import TensorType
+
+__all__ = [
+    "NEEDS_DATA",
+    "Values",
+    "empty_like_on",
+    "fake_copy",
+    "fold",
+    "meta_copy",
+    "run_on_data",
+    "size_of_values",
+    "type_of_values",
+]
+
+NEEDS_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise when an operation needs their contents."""
+
+
+# -- copies of a model without memory -------------------------------------------------------------
+
+
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device | None = None
+) -> nn.Module:
+    """A copy of a model with fake parameters and buffers: takes no memory.
+
+    With `device`, tensors on the meta device become fake tensors of that device.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        with torch.no_grad():
+            if device is None:
+                memo[id(tensor)] = mode.from_tensor(tensor, static_shapes=True)
+            else:
+                with mode:
+                    memo[id(tensor)] = empty_like_on(tensor, tensor.dtype, device)
+    return copy_model(model, memo)
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device: its structure and attributes, without memory.
+
+    Tensors that are plain attributes are not copied.
+    """
+    plain = (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor))
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in plain}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = empty_like_on(tensor, tensor.dtype, "meta")
+    return copy_model(model, memo)
+
+
+def empty_like_on(
+    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """An empty tensor of the same shape and strides on another device; a parameter for one."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
+
+
+# -- a node's values at two batch sizes -----------------------------------------------------------
+
+
+class Values(NamedTuple):
+    """The fake values of one node at the two batch sizes."""
+
+    first: Any
+    second: Any
+
+    def plain(self) -> Any:
+        """The Python value, if it is the same at both batch sizes; raises otherwise."""
+        a, b = self.first, self.second
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            raise TraceError("control flow depends on the contents of a tensor")
+        if type(a) is not type(b) or a != b:
+            raise BatchDependent(a, b)
+        return a
+
+
+def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
+    """Tensor types of a value (nested as the value is); None for anything else."""
+    if isinstance(first, torch.Tensor):
+        shape = tuple(int(n) for n in first.shape)
+        grown = batch[1] - batch[0]
+        slope = tuple(
+            (int(m) - n) // grown if grown else 0 for n, m in zip(shape, second.shape, strict=True)
+        )
+        return TensorType(shape, slope, first.dtype, batch[0])
+    if is_dataclass(first) and not isinstance(first, type):
+        first, second = vars(first), vars(second)
+    if isinstance(first, (tuple, list)):
+        return tuple(type_of_values(a, b, batch) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict):
+        return {k: type_of_values(first[k], second[k], batch) for k in first}
+    return None
+
+
+def size_of_values(first: Any, second: Any) -> tuple[Any, Any] | None:
+    """The pair itself if it is a number or a shape."""
+    if type(first) is int and type(second) is int:
+        return first, second
+    if isinstance(first, tuple) and first and all(type(n) is int for n in (*first, *second)):
+        return tuple(first), tuple(second)
+    return None
+
+
+# -- real values ----------------------------------------------------------------------------------
+
+
+def fold(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:
+    """The contents of a tensor that is computed from sizes alone (a mask without padding)."""
+    generator = torch.get_rng_state()
+    value = _folded(node, fakes)
+    if not torch.equal(generator, torch.get_rng_state()):
+        raise TraceError("control flow depends on random numbers")
+    return value
+
+
+def _folded(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:
+    if not isinstance(fakes[node], (torch.Tensor, tuple, list)):
+        return fakes[node]
+    others = node.graph.nodes
+    is_written = any(node.meta[STORAGES] & other.meta.get(WRITES, set()) for other in others)
+    if is_written or node.op in ("placeholder", "get_attr", "call_module"):
+        raise TraceError("control flow depends on the contents of a tensor")
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _folded(n, fakes))
+    target: Any = node.target
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def run_on_data(
+    module: nn.Module, fake: nn.Module, mode: FakeTensorMode, args: Any, kwargs: Any
+) -> Any:
+    """Run a module with data-dependent control flow on random inputs; returns fake results.
+
+    `args` and `kwargs` are fake tensors; `fake` is the module's fake copy, whose train/eval modes
+    are used.
+    """
+    module = copy_model(module)
+    for inner, twin in zip(module.modules(), fake.modules(), strict=True):
+        inner.training = twin.training
+    given = tensors_in((args, kwargs))
+    if any(t.device.type == "meta" for t in (*module.parameters(), *module.buffers(), *given)):
+        raise TraceError(
+            "data-dependent control flow needs real tensors, and the model is on the meta device"
+        )
+    with preserve_rng(), torch.no_grad():
+        real: dict[Any, torch.Tensor] = {tensor: _random_like(tensor) for tensor in given}
+        args, kwargs = pytree.tree_map_only(torch.Tensor, real.get, (args, kwargs))
+        result = module(*args, **kwargs)
+    for tensor, numbers in real.items():
+        if numbers._version:
+            torch.autograd.graph.increment_version(tensor)
+    known = {id(numbers): tensor for tensor, numbers in real.items()}
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: known.get(id(t), mode.from_tensor(t)), result
+    )
+
+
+def _random_like(fake: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+    return torch.randn_like(made) if made.is_floating_point() else made

@@ -1,0 +1,168 @@
+"""Tracing and running a model without changing it: copies, and state that is put back afterwards.
+
+copy_model          a deep copy of the user's model
+preserve_rng        random generators (torch, Python, NumPy) are restored
+preserve_attributes plain attributes of modules (caches, counters) are restored
+preserve_model      generators, buffers and train/eval modes are restored
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from revcompile.compiler.capture.trace_errors import Untraceable
+from revcompile.errors import CaptureError
+from revcompile.ir.module_tree import copy_module
+
+__all__ = [
+    "copy_model",
+    "foreign_rng_state",
+    "preserve_attributes",
+    "preserve_model",
+    "preserve_rng",
+    "register_constant",
+    "seed_all",
+    "set_mode",
+]
+
+
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy. `memo` maps ids of tensors to the tensors that replace them in the copy."""
+    try:
+        twin: nn.Module = copy_module(model, memo)
+        return twin
+    except Exception as error:
+        raise CaptureError(
+            f"capture: {type(model).__name__} cannot be copied with copy.deepcopy: "
+            f"{type(error).__name__}: {error}; keep what cannot be copied (open files, locks, "
+            "process groups) outside the model"
+        ) from error
+
+
+def set_mode(twin: nn.Module, model: nn.Module, training: bool) -> nn.Module:
+    """Put a copy of `model` in train or eval mode; modules the user set to eval mode stay there."""
+    frozen = {path for path, module in model.named_modules() if not module.training}
+    for path, module in twin.named_modules():
+        module.training = training and (not model.training or path not in frozen)
+    return twin
+
+
+def register_constant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Make a tensor that tracing found a buffer of the copy, so that it moves with the module.
+
+    If it is a plain attribute of the model, the attribute becomes the buffer.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        what = "a region of the graph (no_grad, autocast) kept as a submodule"
+        raise Untraceable("", what, f"{name}: {type(tensor).__name__}")
+    path, _, leaf = name.rpartition(".")
+    owner = root.get_submodule(path)
+    value = vars(owner).pop(leaf, tensor)
+    if not hasattr(owner, leaf):
+        owner.register_buffer(leaf, value, persistent=False)
+
+
+# -- random generators ----------------------------------------------------------------------------
+
+
+def foreign_rng_state() -> tuple[Any, ...]:
+    """The state of Python's and NumPy's generators; it changes when numbers are drawn from them."""
+    numpy = sys.modules.get("numpy")
+    kind, keys, *rest = numpy.random.get_state() if numpy else (None, b"")
+    return random.getstate(), kind, bytes(keys), *rest
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Restore the generators of torch, Python and NumPy at the end."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+# -- attributes and buffers -----------------------------------------------------------------------
+
+
+@contextmanager
+def preserve_attributes(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+    """Undo what forward passes do to the modules' attributes (caches, counters, buffers).
+
+    Yields a function that does so for one module and those inside it, before the end.
+    """
+    before = {module: _contents(module) for module in model.modules()}
+
+    def restore(part: nn.Module) -> None:
+        for module in list(part.modules()):
+            vars(module).clear()
+            for name, (value, held) in before[module].items():
+                if isinstance(held, (dict, set)):
+                    value.clear()
+                    value.update(held)
+                elif isinstance(held, list):
+                    value[:] = held
+                vars(module)[name] = value
+
+    try:
+        yield restore
+    finally:
+        restore(model)
+
+
+def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Each attribute, and a shallow copy of it if it is a container."""
+    containers = (dict, list, set)
+    return {
+        name: (value, copy.copy(value) if type(value) in containers else None)
+        for name, value in vars(module).items()
+    }
+
+
+@contextmanager
+def preserve_model(*models: nn.Module) -> Iterator[None]:
+    """Restore random generators, and the buffers and train/eval modes of `models`, at the end."""
+    modules = [inner for m in models for inner in m.modules()]
+    slots = [(inner, dict(inner._buffers)) for inner in modules]
+    tensors = {id(b): b for _, held in slots for b in held.values() if b is not None}
+    # An alias shares the memory, which `buffer.data = ...` takes away from the buffer.
+    contents = [(b, b.detach(), b.detach().clone()) for b in tensors.values() if not b.is_meta]
+    modes = [(inner, inner.training) for inner in modules]
+    with preserve_rng():
+        try:
+            yield
+        finally:
+            for inner, held in slots:
+                inner._buffers.clear()
+                inner._buffers.update(held)
+            with torch.no_grad():
+                for buffer, alias, before in contents:
+                    if _storage(buffer) != _storage(alias) or buffer.shape != alias.shape:
+                        buffer.data = alias
+                    buffer.copy_(before)
+            for inner, training in modes:
+                inner.training = training
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

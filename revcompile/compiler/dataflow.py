@@ -1,0 +1,282 @@
+"""Dataflow of a captured graph: ancestors (as bit sets), regions, gradients, random numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+from revcompile.compiler.capture.memory import is_effect
+from revcompile.ir.module_tree import parameters_of
+from revcompile.ir.ops import is_random_operator, op_name, read_buffer
+from revcompile.ir.types import TYPE, TensorType
+
+__all__ = [
+    "Flow",
+    "cuts_gradient",
+    "draws_random",
+    "holds_tensor",
+    "is_add",
+    "is_plain",
+    "tensor_type",
+]
+
+_ADDS: Final = frozenset(
+    {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
+)
+
+_WEIGHTED_FUNCTIONS: Final = frozenset(
+    ("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "matmul", "bmm", "mm")
+) | {"addmm"}
+
+
+_RANDOM_COMPOSITES: Final = frozenset(
+    (
+        *("dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "multi_head_attention_forward"),
+        *("_fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
+        *("_fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
+    )
+)
+"""Functions of torch.nn.functional that call random operators."""
+
+_FACTORIES: Final = frozenset(
+    (
+        *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like"),
+        *("zeros_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor"),
+        "new_zeros",
+    )
+)
+"""Functions that read only the shape, type and device of their input."""
+
+_KNOWN_PACKAGES: Final = frozenset(("", "_operator", "builtins", "math", "revcompile", "torch"))
+"""Where functions come from that draw no random numbers but by operators of torch."""
+
+
+def tensor_type(node: fx.Node) -> TensorType | None:
+    """The node's type if it is a single tensor."""
+    kind = node.meta.get(TYPE)
+    return kind if isinstance(kind, TensorType) else None
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Is the value not a tensor (a size, a flag, a device)?"""
+    return node.op not in ("placeholder", "output") and not holds_tensor(node.meta.get(TYPE))
+
+
+def holds_tensor(kind: Any) -> bool:
+    """Is a node's type that of a tensor, or of a structure with one inside?"""
+    if isinstance(kind, TensorType):
+        return True
+    if isinstance(kind, dict):
+        return any(map(holds_tensor, kind.values()))
+    return isinstance(kind, tuple) and any(map(holds_tensor, kind))
+
+
+def cuts_gradient(node: fx.Node) -> bool:
+    """Does no gradient go back from the node's value to its inputs?"""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if not _holds_differentiable(node.meta.get(TYPE)):
+        return True
+    if node.target is getattr:
+        return bool(node.args[1] == "data")
+    name = op_name(node)
+    return node.op != "call_module" and (name in ("detach", "detach_") or name in _FACTORIES)
+
+
+def _holds_differentiable(kind: Any) -> bool:
+    if isinstance(kind, TensorType):
+        return kind.differentiable
+    inner = kind.values() if isinstance(kind, dict) else kind
+    return isinstance(kind, (dict, tuple)) and any(map(_holds_differentiable, inner))
+
+
+def is_add(node: fx.Node) -> bool:
+    """Is the node a plain sum of two tensors of its own shape and type?"""
+    by_function = node.op == "call_function" and node.target in _ADDS
+    by_method = node.op == "call_method" and node.target in ("add", "add_")
+    if not (by_function or by_method) or len(node.args) != 2 or node.kwargs.get("alpha", 1) != 1:
+        return False
+    kind = tensor_type(node)
+    return kind is not None and all(
+        isinstance(arg, fx.Node) and tensor_type(arg) == kind for arg in node.args
+    )
+
+
+class Flow:
+    """Ancestors and regions of one graph, and what may be computed anywhere in it.
+
+    Attributes:
+        plain: nodes whose value is not a tensor.
+        effects: nodes that write to one of their inputs.
+        constant: parameters, and values computed from parameters alone.
+        derived: values computed from parameters and sizes alone.
+    """
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.graph = graph
+        self.root = root
+        self.nodes: list[fx.Node] = list(graph.nodes)
+        self.by_name = {n.name: n for n in self.nodes}
+        self.index = {n: i for i, n in enumerate(self.nodes)}
+        self.plain = {n for n in self.nodes if is_plain(n)}
+        self.effects = {n for n in self.nodes if is_effect(n)}
+        self._ancestors: dict[fx.Node, int] = {}
+        self.constant: set[fx.Node] = set()
+        self.derived: set[fx.Node] = set()
+        for node in self.nodes:
+            self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        mask = 0
+        inputs = node.all_input_nodes
+        if node not in self.plain:
+            for source in inputs:
+                mask |= self._ancestors[source] | (1 << self.index[source])
+        self._ancestors[node] = mask
+        from_constants = all(i in self.constant for i in inputs)
+        is_call = node.op in ("call_function", "call_method") and bool(inputs)
+        is_call = is_call and node not in self.effects and not draws_random(node)
+        is_call = is_call and node.target is not read_buffer  # later it may hold something else
+        if node.op == "get_attr" or (is_call and from_constants):
+            self.constant.add(node)
+        elif is_call and node not in self.plain:
+            known = self.constant | self.plain | self.derived
+            if all(i in known for i in inputs):
+                self.derived.add(node)
+
+    def recomputable(self, node: fx.Node) -> bool:
+        """Can the value be computed again wherever it is needed: from parameters and sizes?"""
+        return node in self.constant or node in self.derived
+
+    def sources(self, node: fx.Node) -> set[fx.Node]:
+        """A recomputable value with everything it is computed from."""
+        return self._walk_back(node, lambda source: source not in self.plain)
+
+    def sources_with_sizes(self, node: fx.Node) -> set[fx.Node]:
+        """Everything a value is computed from, including values of which only a size is read."""
+        return self._walk_back(node, lambda source: True)
+
+    @staticmethod
+    def _walk_back(node: fx.Node, goes_on: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        reached, work = {node}, [node]
+        while work:
+            new = [source for source in work.pop().all_input_nodes if source not in reached]
+            reached.update(new)
+            work += filter(goes_on, new)
+        return reached
+
+    def depends(self, node: fx.Node, on: fx.Node) -> bool:
+        """Is `on` a tensor ancestor of `node`?"""
+        return bool(self._ancestors[node] >> self.index[on] & 1)
+
+    def latest_common_ancestor(self, a: fx.Node, b: fx.Node) -> fx.Node | None:
+        """The last value, not recomputable, that both nodes are computed from."""
+        mask = self._ancestors[a] & self._ancestors[b]
+        while mask:
+            last = mask.bit_length() - 1
+            node = self.nodes[last]
+            if node not in self.plain and not self.recomputable(node):
+                return node
+            mask ^= 1 << last
+        return None
+
+    def region(self, x: fx.Node, ends: Iterable[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """All nodes needed to compute `ends` from `x`, and the side values they read.
+
+        Recomputable values, sizes of values inside and all items of structured values inside belong
+        to the region; everything else that does not depend on `x` is a side value.
+        """
+        inside: set[fx.Node] = set()
+        sides: dict[fx.Node, None] = {}
+        work = [end for end in ends if end is not x]
+        seen = set(work)
+        while work:
+            node = work.pop()
+            if not self._belongs(node, x):
+                sides[node] = None
+                continue
+            inside.add(node)
+            for other in (*node.all_input_nodes, *self.items(node)):
+                if other is not x and other not in seen:
+                    seen.add(other)
+                    work.append(other)
+        return inside, sorted(sides, key=self.index.__getitem__)
+
+    def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
+        if self.recomputable(node):
+            return True
+        if node in self.plain:
+            return self._plain_from(node, x)
+        return self.depends(node, x)
+
+    def _plain_from(self, node: fx.Node, x: fx.Node) -> bool:
+        """Is a size computed from `x` and values after it alone?"""
+        if not node.all_input_nodes:
+            return node.op != "placeholder"
+        for source in node.all_input_nodes:
+            if source is x or self.recomputable(source):
+                continue
+            if source in self.plain:
+                if not self._plain_from(source, x):
+                    return False
+            elif not self.depends(source, x):
+                return False
+        return True
+
+    def items(self, node: fx.Node) -> list[fx.Node]:
+        """The items of a structured value, which stay with the node that computes it."""
+        is_single = tensor_type(node) is not None or node in self.plain
+        return [] if is_single or node.op in ("placeholder", "output") else list(node.users)
+
+    def weights(self, nodes: Iterable[fx.Node]) -> int:
+        """How many of the nodes multiply by a weight matrix or kernel."""
+        return sum(self.is_weighted(n) for n in nodes)
+
+    def is_weighted(self, node: fx.Node) -> bool:
+        """Does the node multiply by a weight matrix or kernel?"""
+        if node.op == "call_module":
+            return any(p.dim() >= 2 for p in parameters_of(node, self.root))
+        return node.op == "call_function" and op_name(node) in _WEIGHTED_FUNCTIONS
+
+    def in_order(self, names: Iterable[str]) -> list[fx.Node]:
+        """Nodes by name, in the graph's order."""
+        return sorted((self.by_name[name] for name in names), key=self.index.__getitem__)
+
+    def parameter_count(self, node: fx.Node) -> int:
+        """How many parameters the node itself reads."""
+        return sum(p.numel() for p in parameters_of(node, self.root))
+
+    def read_with(self, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+        """The node that first combines a buffer's contents with other values, and those values."""
+        seen = {node}
+        while node.users:
+            node = min(node.users, key=self.index.__getitem__)
+            others = [i for i in node.all_input_nodes if i not in seen and not self.recomputable(i)]
+            if others:
+                return node, others
+            seen.add(node)
+        return node, []
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """Users that read the value itself, not only its size."""
+        return [u for u in node.users if u not in self.plain]
+
+
+def draws_random(node: fx.Node) -> bool:
+    """May a function or method draw random numbers?
+
+    torch tags its random operators; of functions from other packages it is assumed that they do.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = op_name(node)
+    if name == "scaled_dot_product_attention":
+        rate = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0)
+        return bool(rate != 0)
+    package = str(getattr(node.target, "__module__", None) or "").partition(".")[0]
+    is_foreign = node.op == "call_function" and package not in _KNOWN_PACKAGES
+    return name in _RANDOM_COMPOSITES or is_random_operator(name) or is_foreign

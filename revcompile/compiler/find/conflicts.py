@@ -1,0 +1,213 @@
+"""find, second half: conflicts between residual blocks.
+
+Each pass takes the blocks and returns those that remain, and a refusal for each of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Final
+
+from torch import fx, nn
+
+from revcompile.compiler.dataflow import Flow
+from revcompile.ir.module_tree import called_module
+from revcompile.ir.ops import op_name, read_buffer
+from revcompile.ir.types import VALUE, Refusal, Residual, ResidualKind
+
+__all__ = [
+    "absorb_activations",
+    "drop_cyclic",
+    "drop_overlapping",
+    "drop_useless",
+    "is_activation",
+    "is_flat_at_zero",
+    "ready_times",
+    "resolve_nesting",
+]
+
+_ACTIVATIONS: Final = frozenset(
+    (
+        *("relu", "relu_", "relu6", "gelu", "silu", "silu_", "swish", "hardswish", "hardsigmoid"),
+        *("hardtanh", "leaky_relu", "elu", "selu", "celu", "prelu", "mish", "softplus", "tanh"),
+        *("sigmoid", "hard_swish", "hard_mish"),
+    )
+)
+"""Elementwise activation functions."""
+
+_ACTIVATION_LAYERS: Final = frozenset(
+    (
+        *(nn.ReLU, nn.ReLU6, nn.RReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU),
+        *(nn.SiLU, nn.Mish, nn.Hardswish, nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanh),
+        *(nn.Hardtanh, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink, nn.Softplus, nn.Softsign),
+        nn.Threshold,
+    )
+)
+
+_MIN_INNER_BLOCKS: Final = 2
+_INNER_SHARE: Final = 0.8
+
+
+def is_activation(node: fx.Node, root: nn.Module) -> bool:
+    """Is the node an elementwise activation function?"""
+    if node.op == "call_module":
+        return type(called_module(node, root)) in _ACTIVATION_LAYERS
+    return node.op in ("call_function", "call_method") and op_name(node) in _ACTIVATIONS
+
+
+def is_flat_at_zero(node: fx.Node, root: nn.Module) -> bool:
+    """Is the node an activation function whose derivative at 0 is 0?"""
+    if node.op == "call_module":
+        return isinstance(called_module(node, root), (nn.ReLU, nn.ReLU6))
+    return op_name(node) in ("relu", "relu_", "relu6")
+
+
+def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Of blocks inside blocks keep the inner ones if they are a chain, else the outer one."""
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+    for block in residuals:  # inner blocks end before the block around them
+        region = {*block.branch, *block.shortcut}
+        inner = [r for r in kept if r.total in region]
+        reversible = [r for r in inner if not r.is_projected]
+        is_chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
+        if reversible and (is_chain or block.is_projected):
+            reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        kept = [r for r in kept if r not in inner]
+        dropped += [Refusal(r.path, r.total, f"part of the branch of {block.path}") for r in inner]
+        kept.append(block)
+    return kept, dropped
+
+
+def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
+    """Do the inner blocks hold most of the outer block's parameters?"""
+
+    def size(block: Residual) -> int:
+        return sum(flow.parameter_count(flow.by_name[name]) for name in block.branch)
+
+    return sum(map(size, inner)) >= _INNER_SHARE * size(outer)
+
+
+def absorb_activations(
+    flow: Flow, residuals: list[Residual]
+) -> tuple[list[Residual], list[Refusal]]:
+    """Make the activation after the sum of a post-activation block part of the block.
+
+    The activation after the last sum of a pre-activation network belongs to the head. It is part of
+    a block only if the next block starts from its result, or this block started from one.
+    """
+    result: list[Residual] = []
+    activated: set[str] = set()
+    for block in residuals:
+        total = flow.by_name[block.total]
+        users = flow.users(total)
+        if len(users) == 1 and is_activation(users[0], flow.root):
+            post = users[0]
+            if len(flow.users(post)) > 1 or block.x in activated:
+                activated.add(post.name)
+                kind = block.kind
+                if kind is ResidualKind.IDENTITY:
+                    kind = ResidualKind.POST_ACTIVATION
+                block = replace(block, kind=kind, out=post.name, post=(post.name,))
+        result.append(block)
+    return result, []
+
+
+def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Drop projected blocks without a reversible neighbour: they have no streams to pass on."""
+    by_x: dict[str, list[Residual]] = {}
+    for block in residuals:
+        by_x.setdefault(block.x, []).append(block)
+    streams: set[str] = set()
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+
+    def feeds_coupling(block: Residual) -> bool:
+        return any(
+            not after.is_projected or feeds_coupling(after) for after in by_x.get(block.out, [])
+        )
+
+    for block in residuals:
+        if block.is_projected and block.x not in streams and not feeds_coupling(block):
+            reason = "a projected shortcut next to no reversible block"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        streams.add(block.out)
+        kept.append(block)
+    return kept, dropped
+
+
+def drop_overlapping(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Of blocks that share a computation keep the first: nothing is computed twice.
+
+    A second stream that starts inside a block, or a skip across its end, makes such blocks.
+    """
+    owner: dict[str, Residual] = {}
+    kept: list[Residual] = []
+    dropped: list[Refusal] = []
+    for block in residuals:
+        nodes = flow.in_order((*block.branch, *block.shortcut, *block.adds, *block.post))
+        computed = [n.name for n in nodes if not flow.recomputable(n) and n not in flow.plain]
+        shared = next((name for name in computed if name in owner), None)
+        if shared is not None:
+            other = owner[shared].path or "another block"
+            reason = f"shares {shared} with {other}, and a value belongs to one block only"
+            dropped.append(Refusal(block.path, block.total, reason))
+            continue
+        owner |= dict.fromkeys(computed, block)
+        kept.append(block)
+    return kept, dropped
+
+
+def drop_cyclic(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+    """Drop blocks whose values are needed before the block itself can be computed."""
+    dropped: list[Refusal] = []
+    while True:
+        ready = ready_times(flow, residuals)
+        late = {
+            (block, flow.by_name[name])
+            for block in residuals
+            for name in (block.x, *block.sides)
+            if ready[flow.by_name[name]] >= flow.index[flow.by_name[block.out]]
+        }
+        if not late:
+            return residuals, dropped
+        cyclic = _cyclic(flow, residuals, late)
+        reason = "blocks read each other's branches, so none can come first"
+        dropped += [Refusal(r.path, r.total, reason) for r in cyclic]
+        residuals = [r for r in residuals if r not in cyclic]
+
+
+def _cyclic(
+    flow: Flow, residuals: Sequence[Residual], late: Set[tuple[Residual, fx.Node]]
+) -> list[Residual]:
+    """Blocks whose extras are computed too late for a reader; if there are none, the reader."""
+    makers = {flow.by_name[name]: block for block in residuals for name in block.extras}
+    ends = {block: flow.index[flow.by_name[block.out]] for block in residuals}
+    cyclic: set[Residual] = set()
+    for reader, side in late:
+        behind = {makers[node] for node in flow.sources_with_sizes(side) if node in makers}
+        cyclic |= {block for block in behind if ends[block] >= ends[reader]} or {reader}
+    return [block for block in residuals if block in cyclic]
+
+
+def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]:
+    """When each value is computed, if all values of a block are computed with its output."""
+    block_of = {flow.by_name[n]: r for r in residuals for n in (*r.branch, *r.adds, *r.post)}
+    ready: dict[fx.Node, int] = {}
+    for node in flow.nodes:
+        block = block_of.get(node)
+        if block is not None and not flow.recomputable(node) and node not in flow.plain:
+            ready[node] = flow.index[flow.by_name[block.out]]
+        else:
+            # a size whose value is known waits for nothing; a type or a device is not known
+            known = node in flow.plain and node.meta.get(VALUE) is not None
+            sources = () if known else node.all_input_nodes
+            times = [ready[i] for i in sources if i not in flow.plain or i.meta.get(VALUE) is None]
+            if node.target is read_buffer:  # read where its new contents are computed
+                times += [ready.get(other, 0) for other in flow.read_with(node)[1]]
+            ready[node] = max([flow.index[node], *times])
+    return ready

@@ -1,0 +1,149 @@
+"""Capturing a model again, for a call whose sizes or attributes its guards do not allow.
+
+The original model is kept on the meta device, without memory. It is traced there as if it were on
+the device of the call, with the attributes and modes that its modules have now.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from revcompile.compiler.capture.capture import capture_with
+from revcompile.compiler.capture.example import make_example
+from revcompile.compiler.capture.fake_values import empty_like_on, meta_copy
+from revcompile.compiler.capture.isolation import copy_model, preserve_rng
+from revcompile.compiler.capture.tracer import CONSTANT_PREFIX
+from revcompile.compiler.find import find
+from revcompile.compiler.rewire import rewire
+from revcompile.compiler.verify import verify_rewired
+from revcompile.errors import InputError
+from revcompile.ir.guards import Guards
+from revcompile.ir.module_tree import device_of_model
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Captured, Frontend, Rewired
+
+__all__ = ["Recompiler"]
+
+
+class Recompiler:
+    """Captures and rewires a model for a new call, over the parameters it has already."""
+
+    def __init__(self, model: nn.Module, captured: Captured, policy: Policy) -> None:
+        self._skeleton = meta_copy(model)
+        self._frontend, self._policy = captured.frontend, policy
+        self._leaves = frozenset(captured.leaf_modules)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recompiler:
+        return self  # immutable
+
+    def __call__(
+        self,
+        net: nn.Module,
+        guards: tuple[Guards, ...],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Rewired:
+        """The rewired model for a call.
+
+        Args:
+            net: the running model; its attributes, modes, types and device count.
+            guards: the guards of all captures so far, which name the attributes.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+
+        Raises:
+            InputError: for these arguments the rewired model has parameters of other shapes.
+        """
+        device = device_of_model(net)
+        captured = self._capture(self._with_state_of(net, guards), net, device, args, kwargs)
+        rewired = rewire(captured, find(captured), self._policy)
+        verify_rewired(captured, rewired)
+        _adopt_constants(net, rewired.root, device)
+        _refuse_other_parameters(net, rewired.root)
+        return rewired
+
+    def _capture(
+        self,
+        model: nn.Module,
+        net: nn.Module,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Captured:
+        constants = {
+            name: buffer.detach().cpu()
+            for name, buffer in net.named_buffers()
+            if name.startswith(CONSTANT_PREFIX)
+        }
+        with preserve_rng(), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            if self._frontend is Frontend.EXPORT:  # cannot pretend a device: inputs go to meta too
+                args, kwargs = pytree.tree_map_only(
+                    torch.Tensor, lambda t: t.detach().to("meta"), (args, dict(kwargs))
+                )
+            example = make_example(model, args, kwargs)
+            return capture_with(self._frontend, model, example, self._leaves, device, constants)[0]
+
+    def _with_state_of(self, net: nn.Module, guards: Iterable[Guards]) -> nn.Module:
+        """The original with the tensor types, modes and attributes that `net` has now."""
+        state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+        memo: dict[int, Any] = {}
+        for name, tensor in (*self._skeleton.named_parameters(), *self._skeleton.named_buffers()):
+            now = state.get(name, tensor)
+            twin = empty_like_on(tensor, now.dtype, "meta")
+            memo[id(tensor)] = twin.requires_grad_(now.requires_grad)
+        model = copy_model(self._skeleton, memo)
+        modules = dict(net.named_modules(remove_duplicate=False))
+        for path, module in model.named_modules():
+            module.training = modules[path].training if path in modules else net.training
+        shared = set[int]()
+        modes = [mode for each in guards for mode in (each.train, each.evaluation)]
+        for guard in (guard for mode in modes for guard in mode.attributes):
+            own = vars(modules[guard.path]) if guard.path in modules else {}
+            if guard.name in own and guard.name != "training":
+                value = own[guard.name]
+                if not guard.fields:
+                    vars(model.get_submodule(guard.path))[guard.name] = copy.deepcopy(value)
+                elif id(value) not in shared:
+                    shared.add(id(value))
+                    _share_copy(value, modules, model)
+        return model
+
+
+def _share_copy(value: Any, modules: Mapping[str, nn.Module], model: nn.Module) -> None:
+    """Give a model one copy of an object, at all attributes in which the `modules` hold it."""
+    twin = copy.deepcopy(value)
+    own: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        for name in (name for name, held in vars(module).items() if held is value):
+            if path in own:
+                setattr(own[path], name, twin)
+
+
+def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> None:
+    """Register constants that only the new graph reads."""
+    own = {name for name, _ in net.named_buffers()}
+    for name, tensor in root.named_buffers():
+        if name not in own and not tensor.is_meta:
+            path, _, leaf = name.rpartition(".")
+            net.get_submodule(path).register_buffer(leaf, tensor.to(device), persistent=False)
+
+
+def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:
+    def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in module.named_parameters()}
+
+    have, need = shapes(net), shapes(root)
+    for name in (*need, *have):
+        if have.get(name) != need.get(name):
+            raise InputError(
+                f"rewired for this case, {name} has the shape {need.get(name)}, and had "
+                f"{have.get(name)}; policy='pretrained' adds and widens no parameters"
+            )

@@ -1,0 +1,1 @@
+"""The reversible model inside other libraries."""

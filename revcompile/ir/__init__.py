@@ -1,0 +1,17 @@
+"""The immutable values that passes hand on, and the few functions that generated code calls.
+
+    type           made by     what it is
+    -------------  ----------  -----------------------------------------------------------------
+    Captured       capture     the model as a `torch.fx` graph over a private copy of its modules
+    Residual       find        an additive shortcut `x + F(x)` in that graph: a block
+    Refusal        find        a sum that is not used as a block, and why
+    Found          find        all residuals and refusals of one graph
+    Rewired        rewire      the two-stream model: segments in order, over named live values
+    Segment        rewire      a block as `Coupling` `(a, b) -> (b, a + F(b))`, or an `Opaque` graph
+    Piece          partition   what no stage boundary divides: a segment, or a part of an opaque one
+    Part           partition   the pieces of one stage; a `Partition` has all parts
+    Unit           lower       pieces of one stage that are differentiated together
+    StageProgram   lower       the generated code of one stage: forward, backward, inverse
+
+Passes never change their input: each builds graphs of its own.
+"""

@@ -1,0 +1,208 @@
+"""What graphs read of the module tree they run on.
+
+A `torch.fx` graph reaches into its root module by two kinds of nodes: `call_module` runs a layer,
+`get_attr` reads a parameter, a buffer, a flag or (in stage programs) a layer to be called later.
+
+    TreeReads(graphs, root)   all of it: modules called, tensors read, the modules that own them
+    called_module(node, root), parameters_of(node, root)   the same of a single node
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from revcompile.ir.ops import attribute, op_name
+
+__all__ = [
+    "NORMS",
+    "TreeReads",
+    "called_module",
+    "casts_input",
+    "child_path",
+    "convolves",
+    "copy_module",
+    "device_of_model",
+    "has_autocast_consumer",
+    "has_batch_norm",
+    "is_cast",
+    "parameters_of",
+    "parameters_read",
+]
+
+NORMS: Final = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""torch's normalization layers; `_NormBase` is the base of batch and instance norms."""
+
+_CASTING: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers whose input, weight and bias autocast turns to low precision before it uses them."""
+_CASTING_FUNCTIONS: Final[frozenset[Any]] = frozenset(
+    (
+        *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention),
+        *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, operator.matmul),
+    )
+)
+"""Functions that autocast turns all tensors to low precision for."""
+_CASTING_METHODS: Final = frozenset(("addmm", "baddbmm", "bmm", "matmul", "mm"))
+_CONVOLUTIONS: Final = frozenset(
+    (
+        *("conv1d", "conv2d", "conv3d", "convolution", "conv_tbc"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
+)
+
+
+def child_path(path: str, name: str) -> str:
+    """The dotted path of a member of the module at `path`.
+
+    >>> child_path("", "fc"), child_path("head", "fc")
+    ('fc', 'head.fc')
+    """
+    return f"{path}.{name}" if path else name
+
+
+def called_module(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    """The module that a `call_module` node calls; None for any other node."""
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def parameters_of(node: fx.Node, root: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the module that a node calls, or the one that it reads."""
+    module = called_module(node, root)
+    if module is not None:
+        return list(module.parameters())
+    value = attribute(root, str(node.target)) if node.op == "get_attr" else None
+    return [value] if isinstance(value, nn.Parameter) else []
+
+
+class TreeReads:
+    """What graphs read of their root, by path and in the order in which they read it."""
+
+    def __init__(self, graphs: fx.Graph | Iterable[fx.Graph], root: nn.Module) -> None:
+        self._root = root
+        self.targets: dict[str, Any] = {}
+        """Every path that a node names, and the module, tensor or plain value at it."""
+        for graph in (graphs,) if isinstance(graphs, fx.Graph) else graphs:
+            for node in graph.nodes:
+                if node.op in ("call_module", "get_attr"):
+                    self.targets[str(node.target)] = attribute(root, str(node.target))
+
+    @property
+    def called(self) -> dict[str, nn.Module]:
+        return {path: m for path, m in self.targets.items() if isinstance(m, nn.Module)}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that the graphs call, and all modules inside them, each once."""
+        called = self.called.values()
+        return list(dict.fromkeys(inner for module in called for inner in module.modules()))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values of the parameters and buffers that the graphs compute with."""
+        for path, value in self.targets.items():
+            if isinstance(value, nn.Module):
+                for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+                    yield child_path(path, name), tensor
+            elif isinstance(value, torch.Tensor):
+                yield path, value
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that the graphs compute with, each once."""
+        return tuple(
+            dict.fromkeys(
+                tensor for _, tensor in self.tensors() if isinstance(tensor, nn.Parameter)
+            )
+        )
+
+    @property
+    def owners(self) -> list[nn.Module]:
+        """All `modules`, and the modules of which an attribute is read, each once."""
+        found: dict[nn.Module, None] = {}
+        for path, value in self.targets.items():
+            owner = [self._root.get_submodule(path.rpartition(".")[0])]
+            found |= dict.fromkeys(value.modules() if isinstance(value, nn.Module) else owner)
+        return list(found)
+
+    @property
+    def buffers(self) -> list[tuple[nn.Module, str]]:
+        """The buffers that the graphs compute with, each as its module and its name there."""
+        found: dict[tuple[nn.Module, str], None] = {}
+        for path, value in self.targets.items():
+            outer, _, name = path.rpartition(".")
+            if isinstance(value, nn.Module):
+                members = ((m, n) for m in value.modules() for n in m._buffers)
+                found |= dict.fromkeys((m, n) for m, n in members if m._buffers[n] is not None)
+            elif name in (owner := self._root.get_submodule(outer))._buffers:
+                found[owner, name] = None
+        return list(found)
+
+
+def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...]:
+    """The parameters that a graph computes with, each once."""
+    return TreeReads(graph, root).parameters
+
+
+def convolves(graph: fx.Graph, root: nn.Module) -> bool:
+    """Does a graph hold convolutions (which may run in TF32)?"""
+    called = (root.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module"))
+    by_module = any(isinstance(inner, _ConvNd) for module in called for inner in module.modules())
+    return by_module or any(op_name(node) in _CONVOLUTIONS for node in graph.nodes)
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Is a module a batch norm, or does it hold one?"""
+    return any(isinstance(inner, _BatchNorm) for inner in module.modules())
+
+
+def has_autocast_consumer(graph: fx.Graph, root: nn.Module) -> bool:
+    """Is a graph's first input read once, by a layer that autocast casts it for?"""
+    first = next(iter(graph.nodes))
+    users = list(first.users)
+    return len(users) == 1 and casts_input(users[0], first, root)
+
+
+def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
+    """Is `user`, which reads `value`, a layer or a product that autocast casts the value for?"""
+    layer = called_module(user, root)
+    if layer is not None:
+        is_only_argument = user.args == (value,) and not user.kwargs
+        return is_only_argument and is_cast(layer)
+    calls = {"call_function": _CASTING_FUNCTIONS, "call_method": _CASTING_METHODS}
+    is_read_once = [*user.args, *user.kwargs.values()].count(value) == 1
+    return is_read_once and user.target in calls.get(user.op, ())
+
+
+def is_cast(layer: nn.Module) -> bool:
+    """Does autocast cast a layer's input and weights, with no hook that would see them before?"""
+    return type(layer) in _CASTING and not (layer._forward_pre_hooks or layer._forward_hooks)
+
+
+def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """A deep copy. `memo` maps ids of tensors to the tensors that replace them in the copy.
+
+    `torch.nn.utils.weight_norm` leaves a computed weight in the module, which deepcopy refuses.
+    """
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(model, memo)
+
+
+def device_of_model(root: nn.Module) -> torch.device:
+    """The device of a model's tensors; the CPU for a model without any.
+
+    On several ranks, the tensors of other ranks are on the meta device and do not count.
+    """
+    devices = {tensor.device: None for tensor in (*root.parameters(), *root.buffers())}
+    found = [device for device in devices if device.type != "meta"] or [*devices]
+    return found[0] if found else torch.device("cpu")

@@ -1,0 +1,216 @@
+"""The few functions that generated graphs call besides torch's own, and names of operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from revcompile.kernels.autocast import is_autocasting
+
+__all__ = [
+    "as_read",
+    "attribute",
+    "batch_norm",
+    "device_of",
+    "fuse_mean",
+    "is_random_operator",
+    "matching",
+    "op_name",
+    "out_of_place",
+    "read_buffer",
+    "select",
+    "shape",
+    "statistics_frozen",
+    "store_buffer",
+    "with_item",
+    "with_view",
+    "writes_self",
+]
+
+
+def select(training: bool, train: Any, evaluation: Any) -> Any:
+    """The value of a constant that depends on the mode.
+
+    >>> select(True, 0.1, 0.0)
+    0.1
+    """
+    return train if training else evaluation
+
+
+def shape(*dims: int) -> torch.Size:
+    return torch.Size(dims)
+
+
+def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """`tensor[index] = value`, out of place."""
+    result = tensor.clone()
+    result[index] = value
+    return result
+
+
+def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tensor:
+    """What `tensor` is after an in-place method, for methods that have no out-of-place form.
+
+    >>> out_of_place(torch.tensor([1, 2]), "gt_", 1)
+    tensor([0, 1])
+    """
+    result = tensor.clone()
+    getattr(result, method)(*args, **kwargs)
+    return result
+
+
+def with_view(
+    base: Tensor,
+    value: Tensor,
+    view: str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    item: int | None = None,
+) -> Tensor:
+    """`base` after `value` is written into a view of it, out of place.
+
+    `view` is a method of tensors, "getattr" for an attribute, or the name of an operator such as
+    "aten.slice.Tensor"; `item` picks one of several views (`chunk`).
+
+    >>> with_view(torch.zeros(2, 2), torch.ones(2), "select", (1, 0))
+    tensor([[1., 0.],
+            [1., 0.]])
+    """
+    result = base.clone()
+    # autograd refuses to write into one of several views made at once: their layout is enough
+    with torch.set_grad_enabled(item is None and torch.is_grad_enabled()):
+        if view == "getattr":
+            part = getattr(result, *args)
+        elif "." in view:
+            part = attribute(torch.ops, view)(result, *args, **kwargs)
+        else:
+            part = getattr(result, view)(*args, **kwargs)
+    if item is not None:
+        layout = part[item].size(), part[item].stride(), part[item].storage_offset()
+        part = result.as_strided(*layout)
+    if part.untyped_storage()._cdata != result.untyped_storage()._cdata:
+        raise RuntimeError(f"{view} gave a copy here, and a view when the model was captured")
+    part.copy_(value)
+    return result
+
+
+def read_buffer(buffer: Tensor) -> Tensor:
+    """A buffer's contents before the model writes to it in this call."""
+    return buffer.clone()
+
+
+def store_buffer(buffer: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        buffer.copy_(value)
+
+
+def fuse_mean(a: Tensor, b: Tensor) -> Tensor:
+    """One value from two streams: their mean, so that two equal streams give what one gave."""
+    return torch.lerp(a, b, 0.5) if a.is_floating_point() else (a + b) // 2
+
+
+def attribute(root: Any, path: str) -> Any:
+    """The value at a dotted path: what a `get_attr` node reads.
+
+    >>> attribute(torch.nn.Sequential(torch.nn.Linear(2, 3)), "0.bias").shape
+    torch.Size([3])
+    """
+    return functools.reduce(getattr, path.split("."), root)
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of the function, method or operator that a node calls, without its overload.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> op_name(graph.call_function(torch.ops.aten.add.Tensor, (x, x)))
+    'add'
+    >>> op_name(graph.call_function(out_of_place, (x, "gt_", 1)))
+    'gt_'
+    """
+    if node.target is out_of_place:
+        return str(node.args[1])
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+_INPLACE_METHODS: Final = frozenset(("apply_", "map_", "map2_", "share_memory_"))
+"""In-place methods of tensors that are no operators of torch, which has no schema of them."""
+
+
+@functools.cache
+def writes_self(name: str) -> bool:
+    """Does torch's operator of this name write to its first argument, by its schema?
+
+    >>> writes_self("add_"), writes_self("add"), writes_self("and_")
+    (True, False, False)
+    """
+    if name == "requires_grad_":  # changes no contents
+        return False
+    schemas = [operator._schema for operator in _overloads(name)]
+    firsts = (schema.arguments[0].alias_info for schema in schemas if schema.arguments)
+    return name in _INPLACE_METHODS or any(alias and alias.is_write for alias in firsts)
+
+
+@functools.cache
+def is_random_operator(name: str) -> bool:
+    """Does torch tag its operator of this name as drawing random numbers?
+
+    >>> is_random_operator("dropout"), is_random_operator("relu")
+    (True, False)
+    """
+    return any(torch.Tag.nondeterministic_seeded in o.tags for o in _overloads(name))
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def as_read(x: Tensor) -> Tensor:
+    """A value in the type in which autocast passes it to the layers that read it."""
+    if x.dtype != torch.float32 or not is_autocasting(x.device):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def matching(source: Any, like: Any) -> Any:
+    """Under autocast, a tensor in the floating-point type of another; else the tensor itself."""
+    if not isinstance(source, Tensor) or not isinstance(like, Tensor) or source.dtype == like.dtype:
+        return source
+    both = source.is_floating_point() and like.is_floating_point()
+    return source.to(like.dtype) if both and is_autocasting(like.device) else source
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """A tensor's device: exported graphs look it up at run time."""
+    return tensor.device
+
+
+statistics_frozen = False
+"""True while a branch is recomputed: functional batch norms then do not update statistics."""
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    count: Tensor | None = None,
+) -> Tensor:
+    """Batch normalisation that updates no running statistics during a recomputation."""
+    if training and statistics_frozen:
+        mean = var = None
+    elif training and count is not None:
+        count.add_(1)
+    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, momentum, eps)

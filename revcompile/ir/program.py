@@ -1,0 +1,245 @@
+"""Stages as the compiler cuts them and as the runtime executes them.
+
+    Rewired --partition--> Part (pieces) --lower--> StageProgram (generated code) --run-->
+
+A program is all a device needs to know of the model: what arrives, what it computes, what it
+keeps, what it sends on and what it sends back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.kernels.autocast import LOW_PRECISION
+from revcompile.schedule import Keep, Method, Tie
+
+__all__ = ["Part", "Partition", "Piece", "Port", "StageProgram", "Unit", "legal"]
+
+
+def legal(name: str) -> str:
+    """A live value's or module's name as a Python identifier.
+
+    >>> legal("layer1.0")
+    'layer1_0'
+    """
+    spelled = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+    return spelled if spelled.isidentifier() else f"_{spelled}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment, or a part of an opaque one: what is never torn.
+
+    Couplings of one chain share a `grid` (see `kernels.exact_sum`), a value that the chain's first
+    coupling makes (`opens`) and that is passed on with the streams.
+    """
+
+    segment: Segment
+    grid: str | None = None
+    opens: bool = False
+
+    @property
+    def name(self) -> str:
+        """The segment's name."""
+        return self.segment.name
+
+    @property
+    def reversible(self) -> bool:
+        """Is the piece a coupling?"""
+        return isinstance(self.segment, Coupling)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every live value the piece reads."""
+        shared = (self.grid,) if self.grid and not self.opens else ()
+        return (*self.segment.inputs, *shared)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Every live value the piece defines."""
+        made = (self.grid,) if self.grid and self.opens else ()
+        return (*self.segment.outputs, *made)
+
+    def recomputed(self, keep: Keep, is_last: bool) -> bool:
+        """Is the piece computed again in the backward pass of a stage that keeps this?
+
+        Where nothing is kept, opaque pieces of the last stage keep their graph: backward follows
+        at once.
+        """
+        kept = keep is Keep.GRAPH or (keep is Keep.NOTHING and is_last and not self.reversible)
+        return not kept
+
+    def work(self, cost: Cost, keep: Keep, is_last: bool) -> float:
+        """Both passes, 4N, or 3N if nothing is computed again; and an update."""
+        spared = 0.0 if self.recomputed(keep, is_last) else cost.forward
+        return cost.forward + cost.backward - spared + cost.update
+
+
+@dataclass(frozen=True)
+class Part:
+    """The pieces of one stage, and the live values that enter and leave it."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    costs: tuple[Cost, ...] = ()
+
+    @property
+    def reversible(self) -> bool:
+        """Can the stage's input be rebuilt from its output?"""
+        return all(piece.reversible for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A rewired model cut into stages. `types` knows every live value, the cut ones included."""
+
+    rewired: Rewired
+    parts: tuple[Part, ...]
+    types: Mapping[str, Any]
+    ties: Mapping[Tie, tuple[str, ...]]
+    """Parameters (by name) that two stages share."""
+    keep: Keep = Keep.NOTHING
+    """What stages were expected to keep when they were balanced."""
+
+    def requires_grad(self, name: str) -> bool:
+        """Does a live value have a gradient? The model's inputs, sizes and integers have none."""
+        kind = self.types.get(name)
+        is_input = name in self.rewired.signature.placeholders
+        return isinstance(kind, TensorType) and kind.differentiable and not is_input
+
+    def low_precision(self, name: str) -> torch.dtype | None:
+        """The type of a live value that the model itself computes in float16 or bfloat16.
+
+        Streams are kept in float32; the model's own code is given them in this type.
+        """
+        kind = self.types.get(name)
+        if isinstance(kind, TensorType) and kind.dtype in LOW_PRECISION:
+            return kind.dtype
+        return None
+
+    @property
+    def stream_outputs(self) -> frozenset[str]:
+        """Streams that couplings compute."""
+        pieces = (piece.segment for part in self.parts for piece in part.pieces)
+        couplings = (segment for segment in pieces if isinstance(segment, Coupling))
+        return frozenset(name for coupling in couplings for name in coupling.streams_out)
+
+    def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
+        """All work of each piece of a stage that keeps this; without it, what was expected."""
+        kept, is_last = keep or self.keep, part.index == len(self.parts) - 1
+        return tuple(
+            piece.work(cost, kept, is_last)
+            for piece, cost in zip(part.pieces, part.costs, strict=False)
+        )
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Where each stage's pieces begin and end, counted through all stages."""
+        counts = (len(part.pieces) for part in self.parts)
+        return tuple(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+
+
+@dataclass(frozen=True)
+class Port:
+    """A value that crosses a boundary. `type` is None for sizes and other plain values.
+
+    `requires_grad`: does a gradient come back for it?
+    """
+
+    name: str
+    type: TensorType | None
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type or 'plain'}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is differentiated at once: a coupling, a run of opaque pieces, or a whole stage."""
+
+    pieces: tuple[Piece, ...]
+    keep: Keep
+    parameters: tuple[str, ...]
+    random: tuple[str, ...]
+    """Pieces that may draw random numbers."""
+
+    @property
+    def name(self) -> str:
+        """The piece's name, or those of the first and the last."""
+        first, last = self.pieces[0].name, self.pieces[-1].name
+        return first if len(self.pieces) == 1 else f"{first} .. {last}"
+
+    @property
+    def reversible(self) -> bool:
+        """Are all pieces couplings?"""
+        return all(piece.reversible for piece in self.pieces)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Live values read from outside."""
+        computed = set(self.outputs)
+        read = dict.fromkeys(name for piece in self.pieces for name in piece.inputs)
+        return tuple(name for name in read if name not in computed)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Live values computed."""
+        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One stage for one method.
+
+    The programs are flat graphs, branches inlined (`inspect.code` prints them with functions):
+
+        forward   (key, *inputs)                          -> (outputs, kept)
+        backward  (key, *kept, *needs_back, *gradients)   -> (values sent back, gradients of inputs,
+                                                              gradients of parameters)
+        inverse   (key, *kept, *needs_back)               -> input streams
+
+    `inverse` exists for stages that are reversible as a whole. Random numbers are drawn from seeds
+    made of `key`, which identifies stage and micro-batch.
+    """
+
+    index: int
+    stages: int
+    method: Method
+    units: tuple[Unit, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    kept: tuple[str, ...]
+    """Values kept from forward to backward, for each micro-batch in flight."""
+    needs_back: tuple[str, ...]
+    """Outputs whose value must come back with their gradient."""
+    sends_back: tuple[str, ...]
+    """Inputs whose value is sent back: what the stage before needs."""
+    parameters: tuple[str, ...]
+    forward: fx.Graph
+    backward: fx.Graph
+    inverse: fx.Graph | None = None
+
+    @property
+    def outputs_with_grad(self) -> tuple[str, ...]:
+        """Outputs for which a gradient arrives."""
+        return tuple(port.name for port in self.outputs if port.requires_grad)
+
+    @property
+    def inputs_with_grad(self) -> tuple[str, ...]:
+        """Inputs for which a gradient is sent back."""
+        return tuple(port.name for port in self.inputs if port.requires_grad)
+
+    @property
+    def reversible(self) -> bool:
+        """Does the stage keep nothing between forward and backward?"""
+        return all(unit.reversible and unit.keep is Keep.NOTHING for unit in self.units)

@@ -1,0 +1,379 @@
+"""The model from capture to rewire, and its types.
+
+    nn.Module --capture--> Captured --find--> Residual, Refusal --rewire--> Rewired (Segments)
+
+Graphs are `torch.fx.Graph`s. Facts about a node are in its `meta`, under the keys named here.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from revcompile.ir.guards import NO_GUARDS, Guards
+from revcompile.ir.policy import Policy
+from revcompile.ir.weight_expansion import WeightExpansion
+
+__all__ = [
+    "PATH",
+    "SOURCE",
+    "TYPE",
+    "VALUE",
+    "Body",
+    "Captured",
+    "Cost",
+    "Coupling",
+    "Frontend",
+    "Live",
+    "Opaque",
+    "Rearrange",
+    "Refusal",
+    "Residual",
+    "ResidualKind",
+    "Rewired",
+    "Segment",
+    "Signature",
+    "TensorType",
+]
+
+TYPE: Final = "revcompile_type"
+"""`node.meta` key: the node's `TensorType`, or a tuple/dict of them, or None for plain values."""
+
+VALUE: Final = "revcompile_value"
+"""`node.meta` key: a size's values at the example's batch size and at one more."""
+
+PATH: Final = "revcompile_path"
+"""`node.meta` key: the dotted path of the module whose `forward` created the node."""
+
+SOURCE: Final = "revcompile_source"
+"""`node.meta` key: `file:line` of the user's code that created the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and dtype of a value, with the batch left free.
+
+    `shape` is the shape at the example's batch size, `per_sample` how much each dimension grows
+    when the batch grows by one (0 where it does not).
+
+    >>> t = TensorType((2, 196, 768), (1, 0, 0), torch.float32, batch=2)
+    >>> t.at(5)
+    (5, 196, 768)
+    >>> print(t)
+    float32[B, 196, 768]
+    """
+
+    shape: tuple[int, ...]
+    per_sample: tuple[int, ...]
+    dtype: torch.dtype
+    batch: int
+
+    @property
+    def differentiable(self) -> bool:
+        """Can the value have a gradient: is its type floating-point or complex?"""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def at(self, batch: int) -> tuple[int, ...]:
+        grown = batch - self.batch
+        return tuple(n + s * grown for n, s in zip(self.shape, self.per_sample, strict=True))
+
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def nbytes(self, batch: int | None = None) -> int:
+        """Bytes at a batch size; without it, at the example's."""
+        shape = self.shape if batch is None else self.at(batch)
+        return torch.Size(shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dims = []
+        for size, step in zip(self.shape, self.per_sample, strict=True):
+            rest = size - step * self.batch
+            scaled = {0: "", 1: "B"}.get(step, f"{step}B")
+            dims.append(f"{scaled}{rest:+d}" if scaled and rest else scaled or str(size))
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
+
+
+class Frontend(enum.Enum):
+    """Which tracer made the graph."""
+
+    FX = "torch.fx"
+    EXPORT = "torch.export"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a call of the model maps to the graph's placeholders and back.
+
+    Arguments are flattened as a pytree: tensors become placeholders in order; other values are
+    constants of the graph, and must be the same in every call.
+    """
+
+    forward: inspect.Signature
+    given: tuple[str, ...]
+    """Names of the arguments that the example has."""
+    in_spec: pytree.TreeSpec
+    fixed: tuple[tuple[int, Any], ...]
+    """Position and value of each flat argument that is no tensor."""
+    placeholders: tuple[str, ...]
+    labels: tuple[str, ...]
+    """For each placeholder, the argument as a user writes it: `batch['mask']`."""
+    out_spec: pytree.TreeSpec
+    eval_out_spec: pytree.TreeSpec | None = None
+    """If the model returns another structure in eval mode, that one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
+        """Immutable; and torch 2.11 warns when a `TreeSpec` is copied."""
+        return self
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as a graph. `root` is a private copy of the model that owns the parameters.
+
+    `graph` serves train and eval mode: constants that differ are selected by `self.training`. Only
+    if the modes differ in structure (auxiliary heads) is there an `eval_graph`.
+    """
+
+    name: str
+    root: nn.Module
+    graph: fx.Graph
+    eval_graph: fx.Graph | None
+    signature: Signature
+    frontend: Frontend
+    leaf_modules: tuple[str, ...] = ()
+    """Paths of modules that are single calls."""
+    notes: tuple[str, ...] = ()
+    guards: Guards = NO_GUARDS
+    draws: frozenset[str] = frozenset()
+    """Lines (`file:line`) that draw random numbers which decide nothing; the graph draws none."""
+    stateful: tuple[str, ...] = ()
+    """Leaf modules whose next call computes something else, and why."""
+
+
+class ResidualKind(enum.Enum):
+    """What kind of additive shortcut a block is."""
+
+    IDENTITY = "identity"
+    POST_ACTIVATION = "post-activation"
+    PROJECTED = "projected"
+    PARALLEL = "parallel"
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A block: `total = shortcut(x) + branch(x, *sides); out = post(total)`.
+
+    All names are nodes of the captured graph, in the graph's order.
+    """
+
+    path: str
+    """The module whose forward has the sum."""
+    kind: ResidualKind
+    x: str
+    total: str
+    """The sum."""
+    out: str
+    """The sum, or the activation after it."""
+    terms: tuple[str, ...]
+    """The summands that the branch computes."""
+    adds: tuple[str, ...]
+    """The additions that join the summands."""
+    branch: tuple[str, ...]
+    """Every node between `x` and the sum."""
+    shortcut_term: str
+    """The summand that is `x` or its projection; "" if the branch computes a scaled `x` too."""
+    shortcut: tuple[str, ...] = ()
+    """The nodes of a projection."""
+    post: tuple[str, ...] = ()
+    """The activation after the sum."""
+    sides: tuple[str, ...] = ()
+    """Other values that the branch reads."""
+    extras: tuple[str, ...] = ()
+    """Values of the branch that are also read outside the block."""
+
+    @property
+    def is_projected(self) -> bool:
+        """Does the shortcut change the shape?"""
+        return self.kind is ResidualKind.PROJECTED
+
+    def __str__(self) -> str:
+        return f"{self.path or '(top level)'}: {self.kind.value}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A sum that is not rewired, and why, in words a user can act on."""
+
+    path: str
+    node: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path or '(top level)'}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A live value by name, as an item of `Body.result`, which may hold constants too."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A segment that is not reversible: a graph from live values to live values."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: fx.Graph
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rearrange:
+    """A bijection of a stream's elements (NCHW to tokens, windows) and its inverse.
+
+    `forward` maps `(stream, *sides)` to `(arranged, shapes)`; `inverse` maps
+    `(arranged, shapes)` to the stream. `sides` are sizes only.
+    """
+
+    forward: fx.Graph
+    inverse: fx.Graph
+    sides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """A reversible segment: `(a, b) -> (b, a + F(b, *sides))`, PETRA Fig. 2.
+
+    `branch` is F; if values inside it are read elsewhere it returns `(F(b), *extras)`. If the block
+    works on another arrangement of the stream than the block before it, `rearrange` is applied to
+    both streams first.
+    """
+
+    name: str
+    kind: ResidualKind
+    streams_in: tuple[str, str]
+    streams_out: tuple[str, str]
+    sides: tuple[str, ...]
+    branch: fx.Graph
+    rearrange: Rearrange | None = None
+    extras: tuple[str, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The branch: the graph of every segment, for passes that treat all alike."""
+        return self.branch
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every live value the segment reads."""
+        rearrange_sides = self.rearrange.sides if self.rearrange else ()
+        return tuple(dict.fromkeys((*self.streams_in, *self.sides, *rearrange_sides)))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Every live value the segment defines."""
+        return (*self.streams_out, *self.extras)
+
+
+Segment = Coupling | Opaque
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one segment, or a part of one, costs at the example's batch size.
+
+    >>> Cost(flops=20, parameters=4, saved=800, shared=200, batch=2).saved_at(batch=8)
+    3200
+    """
+
+    flops: int
+    """Of the forward pass."""
+    parameters: int
+    """How many; each counts where it is used first."""
+    forward: float = 0.0
+    """Work of the forward pass: FLOPs and bytes moved in one unit, seconds, or the user's unit."""
+    backward: float = 0.0
+    """Work of computing forward again (or inverting) and differentiating, in the same unit."""
+    update: float = 0.0
+    """Work of an update of its parameters, where it was measured, in the same unit."""
+    saved: int = 0
+    """Bytes autograd holds for one run with gradients: each storage once, no parameters."""
+    shared: int = 0
+    """Of `saved`, what the piece before saves as well: two in one graph hold it once."""
+    passing: int = 0
+    """The most bytes that one operation and its operands take, parameters aside."""
+    weights: int = 0
+    """Bytes of the parameters."""
+    trained: int = 0
+    """Bytes of those parameters that receive gradients."""
+    batch: int = 1
+    """The example's batch size."""
+
+    unsaved: int = 0
+    """Bytes of its outputs that it has not saved itself."""
+
+    def saved_at(self, batch: int) -> int:
+        """`saved` at another batch size, as if all of it grew with the batch."""
+        return self.saved * batch // self.batch
+
+    def shared_at(self, batch: int) -> int:
+        """`shared` at another batch size."""
+        return self.shared * batch // self.batch
+
+    def unsaved_at(self, batch: int) -> int:
+        """`unsaved` at another batch size."""
+        return self.unsaved * batch // self.batch
+
+    def passing_at(self, batch: int) -> int:
+        """`passing` at another batch size."""
+        return self.passing * batch // self.batch
+
+
+@dataclass(frozen=True)
+class Body:
+    """Segments in order over named live values.
+
+    `result` has the model's flat outputs (`Live` or constants), `types` the type of every value.
+    """
+
+    segments: tuple[Segment, ...]
+    result: tuple[Any, ...]
+    types: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rewired:
+    """The two-stream model. `root` owns the parameters under their original names.
+
+    There is an `eval_body` only if the model has another structure in eval mode.
+    """
+
+    name: str
+    root: nn.Module
+    body: Body
+    eval_body: Body | None
+    signature: Signature
+    policy: Policy
+    residuals: tuple[Residual, ...]
+    refusals: tuple[Refusal, ...]
+    weight_expansions: Mapping[str, tuple[str, WeightExpansion]]
+    """Name of each tensor that rewiring made -> (name in the original state dict, how)."""
+    notes: tuple[str, ...] = ()
+    guards: Guards = NO_GUARDS
+    stateful: tuple[str, ...] = ()
+    """As in `Captured`: such modules may run only once for each micro-batch."""
+
+    @property
+    def couplings(self) -> tuple[Coupling, ...]:
+        return tuple(s for s in self.body.segments if isinstance(s, Coupling))

@@ -1,0 +1,157 @@
+"""A batch norm and the ReLU after it in one pass over memory, where there are kernels for that.
+
+That is on a GPU, in training, for images in low precision and in channels_last format. Everywhere
+else the two layers run. A branch that runs a second time, in a rebuild, gets its batch statistics
+(mean and inverse standard deviation of each channel) from the first run instead of computing them
+again, which would take a pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from revcompile.kernels.autocast import LOW_PRECISION
+
+__all__ = ["Statistics", "bn_relu"]
+
+MIN_ELEMENTS_UNCAPTURED: int = 2**24
+"""Elements from which on the kernels pay outside of a captured CUDA graph: the host takes longer to
+launch our five kernels from Python than torch's two, and a deep net launches hundreds."""
+
+_BatchStatistics = tuple[Tensor, Tensor]
+"""Mean and inverse standard deviation of each channel."""
+
+
+class Statistics:
+    """Batch statistics of one run of a branch, recorded for its second run."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[nn.Module, list[_BatchStatistics]] = {}
+
+    def record(self) -> AbstractContextManager[None]:
+        """Around the first run."""
+        self._recorded.clear()
+        return _recording_to(self)
+
+    def replay(self) -> AbstractContextManager[None]:
+        """Around a run on the same values."""
+        return _recording_to({norm: iter(each) for norm, each in self._recorded.items()})
+
+    def append(self, norm: nn.Module, mean: Tensor, scale: Tensor) -> None:
+        """Record one call of a layer."""
+        self._recorded.setdefault(norm, []).append((mean, scale))
+
+
+_active: ContextVar[Statistics | dict[nn.Module, Iterator[_BatchStatistics]] | None]
+_active = ContextVar("_active", default=None)
+"""A `Statistics` while one is recorded; iterators over recorded ones while they are replayed."""
+
+
+@contextmanager
+def _recording_to(
+    statistics: Statistics | dict[nn.Module, Iterator[_BatchStatistics]],
+) -> Iterator[None]:
+    token = _active.set(statistics)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def bn_relu(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Tensor:
+    """`relu(norm(x))`; `F.relu` if the ReLU is no layer."""
+    if not _pays(x) or not _is_supported(norm, x) or _has_hooks(norm) or _has_hooks(relu):
+        normed = norm(x)
+        plain: Tensor = F.relu(normed) if relu is None else relu(normed)
+        return plain
+    running = None
+    if norm.track_running_stats and norm.running_mean is not None:
+        running = norm.running_mean, norm.running_var, norm.momentum
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+    active = _active.get()
+    known = next(active.get(norm, iter(())), None) if isinstance(active, dict) else None
+    out: Tensor
+    out, mean, scale = _BnRelu.apply(x, norm.weight, norm.bias, norm.eps, running, known)
+    if isinstance(active, Statistics):
+        active.append(norm, mean, scale)
+    return out
+
+
+def _has_hooks(layer: nn.Module | None) -> bool:
+    if layer is None:
+        return False
+    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks)
+
+
+def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:
+    """Do the kernels compute what this layer does, on images of this dtype and format?"""
+    parameters = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    return (
+        norm.training
+        and norm.affine
+        and norm.momentum is not None
+        and all(p is None or p.dtype == torch.float32 for p in parameters)
+        and x.dtype in LOW_PRECISION
+        and x.dim() == 4
+        and x.numel() > x.shape[1] == norm.num_features
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and bool(_kernels().works_on(x.device, x.dtype))
+    )
+
+
+def _pays(x: Tensor) -> bool:
+    """Is it a large tensor on a GPU? `torch.compile` has kernels of its own."""
+    if torch.compiler.is_compiling() or not x.is_cuda or type(x) is not Tensor:
+        return False
+    from revcompile.kernels.triton_kernels import MIN_ELEMENTS
+
+    return x.numel() >= (
+        MIN_ELEMENTS if torch.cuda.is_current_stream_capturing() else MIN_ELEMENTS_UNCAPTURED
+    )
+
+
+class _BnRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, running: Any, known: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, means, scales = _kernels().bn_relu_forward(x, weight, bias, eps, running, known)
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight, bias, means, scales)
+        ctx.mark_non_differentiable(means, scales)
+        ctx.set_materialize_grads(False)
+        return out, means, scales
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        grad = outer[0]
+        x, weight, bias, means, scales = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            grads = _differentiable(grad, x, weight, bias, ctx.eps)
+        else:
+            grad = grad.contiguous(memory_format=torch.channels_last)
+            grads = _kernels().bn_relu_backward(grad, x, weight, bias, means, scales)
+        return *grads, None, None, None
+
+
+def _differentiable(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    """The gradients, made of operations that can be differentiated again."""
+    out = F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
+    return torch.autograd.grad(out, (x, weight, bias), grad, create_graph=True)
+
+
+def _kernels() -> Any:
+    """Imported when first used: importing Triton is slow."""
+    from revcompile.kernels import triton_batch_norm
+
+    return triton_batch_norm

@@ -1,0 +1,131 @@
+"""Sums that can be undone to the bit, for branches that compute in low precision.
+
+A float32 sum is rounded, so `y - F(b)` misses `a` by a last bit. To a float32 branch that does
+not matter. A bfloat16 (or TF32) branch amplifies it: the input of the next block, off by 1e-8,
+rounds to another bfloat16 here and there, and some blocks further every element is wrong (a
+ViT-Large reconstructs to 6e-2). So all addends there are rounded to multiples of one g, the grid,
+before they are added: sums of multiples of g up to 2**24 g are exact in float32, and so is undoing
+them.
+
+g is about 2**-17 of the largest element of the chain's input, far below what a branch of that
+precision can tell apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from revcompile.kernels.autocast import is_autocasting
+
+__all__ = [
+    "HEADROOM",
+    "add",
+    "add_or_subtract",
+    "grid_for",
+    "is_imprecise",
+    "make_grid",
+    "rounded",
+    "subtract",
+]
+
+HEADROOM: Final = 7
+"""Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
+
+
+def is_imprecise(stream: Tensor, cast: torch.dtype | None, convolves: bool) -> bool:
+    """Do branches on this float32 stream compute in fewer bits (autocast, TF32)?"""
+    if stream.dtype != torch.float32:
+        return False
+    if cast is not None or is_autocasting(stream.device):
+        return True
+    if not stream.is_cuda:
+        return False
+    by_matmul: bool = torch.backends.cuda.matmul.allow_tf32
+    by_convolution: bool = convolves and torch.backends.cudnn.allow_tf32
+    return by_matmul or by_convolution
+
+
+def make_grid(a: Tensor, b: Tensor) -> Tensor:
+    """The number whose addition to a value leaves no bit below g. Waits for no device.
+
+    >>> grid = make_grid(torch.tensor([3.0]), torch.tensor([-1.0]))
+    >>> float(rounded(torch.tensor([0.1]), grid) * 2**15)
+    3277.0
+    """
+    with torch.no_grad():
+        largest = torch.maximum(_largest(a), _largest(b)).clamp_min(2.0**-60)
+        exponent = torch.log2(largest).ceil() + (HEADROOM - 1)
+        return 1.5 * torch.exp2(exponent).reshape(1)  # one dimension: decides the sum's type
+
+
+def grid_for(a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool) -> Tensor | None:
+    """The grid of a chain with these input streams; None if its branches need none."""
+    return make_grid(a, b) if is_imprecise(a, cast, convolves) else None
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude; on a GPU in one pass."""
+    return torch.linalg.vector_norm(x, float("inf")) if x.is_cuda else x.abs().amax()
+
+
+def rounded(x: Tensor, grid: Tensor | None) -> Tensor:
+    """`x` on the grid. To autograd this is the identity."""
+    return x if grid is None else (x + grid).sub_(grid)
+
+
+def add(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
+    """`stream + addend`, the addend on the grid."""
+    if grid is not None and _fusible(stream):
+        return _fused(stream, addend, grid, "+")
+    return stream + rounded(addend, grid)
+
+
+def subtract(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
+    """`stream - addend`, the addend on the grid."""
+    if grid is not None and _fusible(stream):
+        return _fused(stream, addend, grid, "-")
+    return stream - rounded(addend, grid)
+
+
+def _fusible(stream: Tensor) -> bool:
+    return stream.is_cuda and not torch.is_grad_enabled()
+
+
+def add_or_subtract(
+    stream: Tensor, addend: Tensor, grid: Tensor | None, is_minus: bool, with_cast: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`add` or `subtract`; with `with_cast` also the sum in the dtype of autocast.
+
+    The second only if one kernel writes both, which saves reading the sum again to cast it.
+    """
+    is_fusible = grid is not None and _fusible(stream)
+    if with_cast and is_fusible and is_autocasting(stream.device):
+        from revcompile.kernels import triton_kernels
+
+        if triton_kernels.supports_add(stream, addend):
+            dtype = torch.get_autocast_dtype(stream.device.type)
+            return triton_kernels.add_and_cast(stream, addend, dtype, grid, is_minus)
+    plain = subtract if is_minus else add
+    return plain(stream, addend, grid), None
+
+
+def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
+    """Round and add in one pass over memory: three kernels cost a step up to 9 % of its time."""
+    from revcompile.kernels import triton_kernels  # importing Triton is slow
+
+    if triton_kernels.supports_add(stream, addend):
+        return triton_kernels.add(stream, addend, grid, is_minus=sign == "-")
+    return _generated(sign)(stream, addend, grid)
+
+
+@functools.cache
+def _generated(sign: str) -> Callable[..., Tensor]:
+    """A kernel for tensors of any strides and size."""
+    code = f"template <typename T> T on_grid(T s, T x, T g) {{ return s {sign} ((x + g) - g); }}"
+    made: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(code)
+    return made

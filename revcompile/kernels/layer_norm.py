@@ -1,0 +1,142 @@
+"""Layer norms of float32 streams that write low precision.
+
+Under autocast a layer norm writes float32, which a cast reads again for the next layer; backward
+goes the same way back. On a GPU one kernel each way does both in one pass over memory, computing in
+float32, and the backward kernel adds the stream's own gradient if that is known (`gradient_sum`).
+Everywhere else torch's own layer norm runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from revcompile.kernels.autocast import is_autocasting
+from revcompile.kernels.gradient_sum import GradientSum
+
+__all__ = ["call_layer_norm", "is_layer_norm", "layer_norm"]
+
+_ALIGNED: Final = 16
+"""Bytes. Triton compiles another kernel for unaligned memory, which may sum in another order."""
+
+
+def is_layer_norm(layer: nn.Module) -> bool:
+    """Does a layer compute what `F.layer_norm` does, and nothing else?"""
+    if not isinstance(layer, nn.LayerNorm) or "forward" in vars(layer):
+        return False
+    kind = type(layer)
+    if f"{kind.__module__}.{kind.__qualname__}" == "timm.layers.norm.LayerNorm":
+        return not getattr(layer, "_fast_norm", True)  # which computes in low precision
+    return kind.forward is nn.LayerNorm.forward
+
+
+def call_layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+    """`layer(x)`, in the dtype that autocast would cast it to for its readers."""
+    has_hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
+    if has_hooks or not _is_supported(x, layer.normalized_shape, layer.weight, layer.bias):
+        plain: Tensor = layer(x)
+        return plain
+    return _cast_down_norm(x, layer.weight, layer.bias, layer.eps)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm`, in the dtype that autocast would cast it to for its readers."""
+    if not _is_supported(input, normalized_shape, weight, bias):
+        return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+    assert weight is not None and bias is not None
+    return _cast_down_norm(input, weight, bias, eps)
+
+
+def _cast_down_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The same bits whatever the address of `x`, which in a rebuild is another than in forward."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    aligned = x.clone() if x.data_ptr() % _ALIGNED else x
+    out: Tensor = _CastDownLayerNorm.apply(aligned, weight, bias, eps, dtype, GradientSum.of(x))
+    return out
+
+
+def _is_supported(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> bool:
+    """Is there a kernel for this, and does it pay?"""
+    if weight is None or bias is None or not _pays(x):
+        return False
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return (
+        x.dtype == weight.dtype == bias.dtype == torch.float32
+        and len(normalized_shape) == 1
+        and all(tensor.is_contiguous() for tensor in (x, weight, bias))
+        and _kernels().supports_layer_norm(x.device, x.shape[-1], dtype)
+    )
+
+
+def _pays(x: Tensor) -> bool:
+    """Is it a large tensor on a GPU, under autocast? `torch.compile` has kernels of its own."""
+    if torch.compiler.is_compiling() or not is_autocasting(x.device):
+        return False
+    return x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.numel() >= _kernels().MIN_ELEMENTS
+
+
+class _CastDownLayerNorm(torch.autograd.Function):
+    """A layer norm over the last dimension that writes another dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        total: GradientSum | None = None,
+    ) -> Tensor:
+        out: Tensor
+        out, means, scales = _kernels().layer_norm_forward(x, weight, bias, eps, dtype)
+        ctx.eps, ctx.total = eps, total or GradientSum()
+        ctx.save_for_backward(x, weight, means, scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        (grad,) = outer
+        x, weight, means, scales = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            grads = _differentiable(grad.float(), x, weight, ctx.eps)
+        else:
+            own, dtype = ctx.total.addend_for(x)
+            arguments = grad.contiguous(), x, weight, means, scales, own, dtype
+            of_x, copy, *of_parameters = _kernels().layer_norm_backward(*arguments)
+            if own is not None:
+                ctx.total.store(of_x, copy)
+            grads = of_x, *of_parameters
+        return *grads, None, None, None
+
+
+def _differentiable(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients, made of operations that can be differentiated again."""
+    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    normal, scaled = (x - mean) * scale, grad * weight
+    along = (scaled * normal).mean(-1, keepdim=True)
+    of_x = (scaled - scaled.mean(-1, keepdim=True) - normal * along) * scale
+    rows = range(x.dim() - 1)
+    return of_x, (grad * normal).sum(tuple(rows)), grad.sum(tuple(rows))
+
+
+def _kernels() -> Any:
+    """Imported when first used: importing Triton is slow."""
+    from revcompile.kernels import triton_kernels
+
+    return triton_kernels

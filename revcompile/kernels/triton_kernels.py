@@ -1,0 +1,273 @@
+"""Triton kernels for whole streams in mixed precision, limited by memory bandwidth only.
+
+Sums of two dtypes, on the grid or not: torch's own generated kernels take mixed dtypes and the
+grid's single number element by element and reach a third of that speed, which costs a step in
+bfloat16 several per cent. A sum may also be written in a second dtype, for a reader that would cast
+it. Layer norms write the dtype that their readers want: no float32 is written only to be cast.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for other devices comes without it
+    triton = tl = None
+
+__all__ = [
+    "MIN_ELEMENTS",
+    "add",
+    "add_and_cast",
+    "fits",
+    "launch",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "supports_add",
+    "supports_layer_norm",
+    "works_on",
+]
+
+_SIZE: Final = 1024
+MIN_ELEMENTS: Final = 2**20
+"""A kernel takes longer to launch than to run on fewer."""
+_MAX_ELEMENTS: Final = 2**31 - _SIZE
+
+
+# Triton reads annotations as code.
+# fmt: off
+def _sum(  # type: ignore[no-untyped-def]
+    stream, addend, grid, out, copy, count,
+    is_minus: tl.constexpr, is_rounded: tl.constexpr, is_copied: tl.constexpr, size: tl.constexpr,
+):
+    # fmt: on
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    inside = at < count
+    value = tl.load(addend + at, mask=inside).to(tl.float32)
+    if is_rounded:
+        offset = tl.load(grid)
+        value = (value + offset) - offset
+    if is_minus:
+        value = -value
+    value = tl.load(stream + at, mask=inside) + value
+    tl.store(out + at, value, mask=inside)
+    if is_copied:
+        tl.store(copy + at, value, mask=inside)
+
+
+_kernel = triton.jit(_sum) if triton is not None else None
+
+
+def fits(stream: Tensor, addend: Tensor) -> bool:
+    """Can the kernel walk both tensors in memory order?"""
+    return (
+        MIN_ELEMENTS <= stream.numel() < _MAX_ELEMENTS
+        and stream.dtype == torch.float32
+        and stream.shape == addend.shape
+        and stream.stride() == addend.stride()
+        and _is_dense(stream)
+    )
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Does a tensor fill its memory without gaps, in either memory format?"""
+    last = torch.channels_last
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=last))
+
+
+@functools.cache
+def works_on(device: torch.device) -> bool:
+    """Can kernels be compiled here? That takes Triton and a C compiler."""
+    if _kernel is None:
+        return False
+    probe = torch.zeros(1, device=device)
+    try:
+        add(probe, probe)
+    except Exception:  # of the compiler: there is another way to the same sum
+        return False
+    return True
+
+
+def supports_add(stream: Tensor, addend: Tensor) -> bool:
+    return fits(stream, addend) and works_on(stream.device)
+
+
+def add(
+    stream: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
+) -> Tensor:
+    """`stream + addend`, or `stream - addend`; the addend on the grid, if there is one."""
+    out = torch.empty_like(stream)
+    _sum_up(stream, addend, grid, is_minus, out, None)
+    return out
+
+
+def add_and_cast(
+    stream: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The sum, and the sum in another dtype."""
+    out, copy = torch.empty_like(stream), torch.empty_like(stream, dtype=dtype)
+    _sum_up(stream, addend, grid, is_minus, out, copy)
+    return out, copy
+
+
+def _sum_up(
+    stream: Tensor,
+    addend: Tensor,
+    grid: Tensor | None,
+    is_minus: bool,
+    out: Tensor,
+    copy: Tensor | None,
+) -> None:
+    count = stream.numel()
+    tensors = stream, addend, stream if grid is None else grid, out, out if copy is None else copy
+    given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
+    launch(_kernel, (triton.cdiv(count, _SIZE),), stream, given, enable_fp_fusion=False)
+
+
+def launch(
+    kernel: Any, programs: tuple[int, ...], like: Tensor, given: Sequence[Any], **options: Any
+) -> None:
+    """Launch a kernel on the device of a tensor: Triton itself uses the current device."""
+    with torch.cuda.device_of(like):
+        kernel[programs](*given, **options)
+
+
+# -- layer norms -----------------------------------------------------------------------------------
+
+_TILE: Final = 1024
+"""Elements that a program works on at a time, unless a row is longer."""
+_MAX_COLUMNS: Final = 4096
+_PROGRAMS: Final = 528
+"""How many share a backward pass: four for each processor of a large GPU."""
+
+
+# fmt: off
+def _norm(  # type: ignore[no-untyped-def]
+    x, weight, bias, out, means, scales, rows, eps,
+    columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
+):
+    # fmt: on
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    column = tl.arange(0, size)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0)
+    mean = tl.sum(value, 1) / columns
+    centred = tl.where(inside, value - mean[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / columns + eps)
+    gain = tl.load(weight + column, mask=column < columns, other=0.0)
+    shift = tl.load(bias + column, mask=column < columns, other=0.0)
+    tl.store(out + at, centred * scale[:, None] * gain[None, :] + shift[None, :], mask=inside)
+    tl.store(means + row, mean, mask=row < rows)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+# fmt: off
+def _norm_back(  # type: ignore[no-untyped-def]
+    grad, x, weight, means, scales, own, of_x, copy, of_weight, of_bias, rows, tiles_each,
+    is_added: tl.constexpr, is_copied: tl.constexpr,
+    columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
+):
+    # fmt: on
+    column = tl.arange(0, size)
+    gain = tl.load(weight + column, mask=column < columns, other=0.0)
+    sum_weight = tl.zeros((tile_rows, size), tl.float32)
+    sum_bias = tl.zeros((tile_rows, size), tl.float32)
+    for tile in tl.range(0, tiles_each, num_stages=3):  # prefetches the next rows
+        row = (tl.program_id(0) * tiles_each + tile) * tile_rows + tl.arange(0, tile_rows)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        up = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=inside, other=0.0)
+        mean = tl.load(means + row, mask=row < rows, other=0.0)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)
+        normal = tl.where(inside, (value - mean[:, None]) * scale[:, None], 0.0)
+        scaled = up * gain[None, :]
+        level = tl.sum(scaled, 1) / columns
+        along = tl.sum(scaled * normal, 1) / columns
+        back = (scaled - level[:, None] - normal * along[:, None]) * scale[:, None]
+        if is_added:
+            back += tl.load(own + at, mask=inside, other=0.0)
+        tl.store(of_x + at, back, mask=inside)
+        if is_copied:
+            tl.store(copy + at, back, mask=inside)
+        sum_weight += up * normal
+        sum_bias += up
+    place = tl.program_id(0) * columns + column
+    tl.store(of_weight + place, tl.sum(sum_weight, 0), mask=column < columns)
+    tl.store(of_bias + place, tl.sum(sum_bias, 0), mask=column < columns)
+
+
+_norm_kernel = triton.jit(_norm) if triton is not None else None
+_norm_back_kernel = triton.jit(_norm_back) if triton is not None else None
+
+
+@functools.cache
+def supports_layer_norm(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
+    """Can layer norms of this width, and their gradients, be compiled here?"""
+    if _norm_kernel is None or columns > _MAX_COLUMNS:
+        return False
+    x = torch.zeros(1, columns, device=device)
+    try:
+        out, means, scales = layer_norm_forward(x, x[0], x[0], 1.0, dtype)
+        # the variant that needs most registers
+        layer_norm_backward(out, x, x[0], means, scales, x, dtype)
+    except Exception:  # of the compiler: torch has layer norms too
+        return False
+    return True
+
+
+def layer_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`layer_norm(x)` over the last dimension in another dtype; each row's mean and scale."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    out = torch.empty_like(x, dtype=dtype)
+    means, scales = x.new_empty(rows), x.new_empty(rows)
+    tile_rows, size, warps = _tile(columns)
+    given = x, weight, bias, out, means, scales, rows, eps, columns, tile_rows, size
+    programs = (triton.cdiv(rows, tile_rows),)
+    launch(_norm_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
+    return out, means, scales
+
+
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    own: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of a layer norm's input (also in `dtype`, if given), weight and bias.
+
+    The input's is added to its `own`, if there is one.
+    """
+    rows, columns = means.numel(), x.shape[-1]
+    tile_rows, size, warps = _tile(columns)
+    tiles = triton.cdiv(rows, tile_rows)
+    tiles_each = triton.cdiv(tiles, _PROGRAMS)
+    programs = triton.cdiv(tiles, tiles_each)
+    of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
+    copy = None if dtype is None else torch.empty_like(x, dtype=dtype)
+    read, written = x if own is None else own, of_x if copy is None else copy
+    tensors = grad, x, weight, means, scales, read, of_x, written, *parts
+    given = *tensors, rows, tiles_each, own is not None, copy is not None, columns, tile_rows, size
+    launch(_norm_back_kernel, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
+    of_weight, of_bias = parts.sum(1)
+    return of_x, copy, of_weight, of_bias
+
+
+def _tile(columns: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, powers of two, and its warps: eight elements a thread."""
+    size = triton.next_power_of_2(columns)
+    tile_rows = max(1, _TILE // size)
+    return tile_rows, size, tile_rows * size // 256

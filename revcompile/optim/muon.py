@@ -1,0 +1,311 @@
+"""Muon for late gradients: matrices by orthogonalised momentum, everything else by AdamW.
+
+Muon (Jordan et al., 2024; `torch.optim.Muon`) replaces the momentum of a weight matrix by the
+nearest semi-orthogonal matrix, computed by a few Newton-Schulz iterations. All singular values of
+an update are then about equal, so no direction of a matrix moves much faster than the others, and
+a gradient that is t updates old still points downhill. Adam's elementwise denominators do not have
+that property: transformers trained with Adam under delay stay far behind.
+
+What delay is left is compensated by error feedback (see `revcompile.optim.error_feedback`):
+
+    w <- w - u_n - c (u_n - u_{n-1})        u_n: the update, learning rate and decay included
+                                            c = feedback * delay
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from revcompile.optim.error_feedback import apply_with_feedback
+
+__all__ = ["DelayAwareMuon", "muon_groups", "orthogonalise"]
+
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration: its slope at zero is as steep as it can be (Jordan et al.)."""
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+class DelayAwareMuon(Optimizer):
+    """Muon for weight matrices, AdamW for the rest, and error feedback for the delay of a stage.
+
+    A trainer sets `delay` (in updates) for each stage's optimizer. With `delay` 0 matrices are
+    updated as by `torch.optim.Muon` and the rest as by `torch.optim.AdamW`.
+
+    Parameters of two or more dimensions count as matrices (convolutions: output channels times
+    all the rest). Embeddings and the output layer train better with AdamW; an optimizer sees only
+    tensors, so use `param_groups=muon_groups(model)`, or give groups with `use_muon` set.
+
+    Args:
+        params: parameters, or groups of them; a group may set `use_muon=True` or `False`.
+        lr: learning rate of matrices.
+        adamw_lr: learning rate of everything else.
+        momentum: of matrices; the step is Nesterov's.
+        betas: of AdamW.
+        weight_decay: decoupled, times the learning rate, for matrices and everything else.
+        feedback: error feedback for each update of delay; 0 switches it off.
+        ns_steps: Newton-Schulz iterations.
+        eps: added to AdamW's denominators.
+        capturable: keep counters on the device, as CUDA graphs need it.
+
+    >>> weight, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = DelayAwareMuon([weight, bias])
+    >>> [(len(group["params"]), group["use_muon"], group["lr"]) for group in optimizer.param_groups]
+    [(1, True, 0.01), (1, False, 0.0005)]
+    """
+
+    delay: float = 0.0
+    """How many updates late gradients are, on average."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.01,
+        adamw_lr: float = 5e-4,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        feedback: float = 1.0,
+        ns_steps: int = 5,
+        eps: float = 1e-8,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "feedback": feedback,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "capturable": capturable,
+        }
+        self._adamw_lr = adamw_lr
+        _check(defaults | {"adamw_lr": adamw_lr})
+        super().__init__(_split(params, adamw_lr), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; without `use_muon` they are split by their dimensions."""
+        for group in _split([param_group], self._adamw_lr):
+            if group["use_muon"] and any(p.ndim < 2 for p in _listed(group["params"])):
+                raise ValueError("use_muon=True: expected parameters of two or more dimensions")
+            super().add_param_group(group)
+            _check(self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                self._initialise(p, group)
+            grads = [p.grad.to(_wide(p)) for p in params]
+            compute = self._muon_updates if group["use_muon"] else self._adamw_updates
+            updates = compute(group, params, grads)
+            if group["weight_decay"]:
+                decayed = torch._foreach_mul(params, group["lr"] * group["weight_decay"])
+                torch._foreach_add_(updates, decayed)
+            apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
+        return loss
+
+    def _initialise(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        assert p.grad is not None
+        if p.grad.is_sparse or p.grad.is_complex():
+            raise RuntimeError("DelayAwareMuon: expected dense, real gradients")
+        state = self.state[p]
+        if state:
+            return
+        if group["use_muon"]:
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=_wide(p))
+        else:
+            state["step"] = torch.zeros((), device=p.device if group["capturable"] else "cpu")
+            state["exp_avg"] = torch.zeros_like(p, dtype=_wide(p))
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=_wide(p))
+
+    def _muon_updates(
+        self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
+        momentum = group["momentum"]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        nesterov = torch._foreach_lerp(grads, buffers, momentum)
+        updates = orthogonalise(nesterov, group["ns_steps"])
+        # As `torch.optim.Muon` does by default: a tall matrix moves as much an output as a square.
+        scales = [max(1.0, p.shape[0] / (p.numel() / p.shape[0])) ** 0.5 for p in params]
+        torch._foreach_mul_(updates, scales)
+        torch._foreach_mul_(updates, group["lr"])
+        return updates
+
+    def _adamw_updates(
+        self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
+        beta1, beta2 = group["betas"]
+        states = [self.state[p] for p in params]
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        if group["capturable"]:
+            # In double precision: 1 - beta ** step loses half its digits otherwise.
+            counts = [step.double() for step in steps]
+            corrections1: Any = [1 - beta1**count for count in counts]
+            corrections2: Any = [(1 - beta2**count).sqrt() for count in counts]
+        else:
+            numbers = [step.item() for step in steps]
+            corrections1 = [1 - beta1**number for number in numbers]
+            corrections2 = [math.sqrt(1 - beta2**number) for number in numbers]
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, corrections2)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = list(torch._foreach_div(means, denominators))
+        torch._foreach_div_(updates, corrections1)
+        torch._foreach_mul_(updates, group["lr"])
+        return updates
+
+
+def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
+    """The nearest semi-orthogonal matrix of each, about, by Newton-Schulz iterations.
+
+    Matrices of equal shapes (one may be the other transposed) are iterated in one batch. Tensors of
+    more than two dimensions count as matrices of their first dimension times all others.
+
+    >>> torch.manual_seed(0) and None
+    >>> (result,) = orthogonalise([torch.randn(8, 3)], steps=10)
+    >>> singular = torch.linalg.svdvals(result)
+    >>> bool(singular.min() > 0.6) and bool(singular.max() < 1.3)
+    True
+    """
+    batches: dict[Any, list[int]] = {}
+    flat = [matrix.reshape(matrix.shape[0], -1) for matrix in matrices]
+    for index, matrix in enumerate(flat):
+        rows, columns = sorted(matrix.shape)
+        batches.setdefault((rows, columns, matrix.device, matrix.dtype), []).append(index)
+    results: list[Tensor] = list(flat)
+    for indices in batches.values():
+        wide = [flat[i] if flat[i].shape[0] <= flat[i].shape[1] else flat[i].mT for i in indices]
+        iterated = _newton_schulz(torch.stack(wide), steps)
+        for index, result in zip(indices, iterated, strict=True):
+            tall = flat[index].shape[0] > flat[index].shape[1]
+            results[index] = (result.mT if tall else result).reshape(matrices[index].shape)
+    return results
+
+
+def _newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """Of a batch of matrices that are not taller than wide."""
+    a, b, c = _COEFFICIENTS
+    dtype = x.dtype
+    if x.is_cuda:  # the iteration corrects its own rounding errors
+        x = x.to(torch.bfloat16)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.to(dtype)
+
+
+def muon_groups(
+    model: nn.Module, adamw: Sequence[str] = ()
+) -> Callable[[NamedParameters], list[dict[str, Any]]]:
+    """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon.
+
+    AdamW gets parameters of fewer than two dimensions, embeddings, and the output layer: what the
+    model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging Face) returns.
+
+    Args:
+        model: the model the parameters belong to.
+        adamw: paths of further modules or parameters to update by AdamW.
+
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4, bias=False))
+    >>> groups = muon_groups(model)(list(model.named_parameters()))
+    >>> [(group["use_muon"], len(group["params"])) for group in groups]
+    [(True, 1), (False, 1)]
+    """
+    excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
+    excluded |= {
+        id(p)
+        for name, p in model.named_parameters()
+        if any(name == path or name.startswith(f"{path}.") for path in adamw)
+    }
+    unknown = [path for path in adamw if not _exists(model, path)]
+    if unknown:
+        raise ValueError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
+    names = {name for name, p in model.named_parameters() if id(p) in excluded}
+
+    def groups(named: NamedParameters) -> list[dict[str, Any]]:
+        # By name: a compiled model may hold parameters of its own under the original names.
+        matrices = [p for name, p in named if p.ndim >= 2 and name not in names]
+        rest = [p for name, p in named if p.ndim < 2 or name in names]
+        both = ({"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False})
+        return [group for group in both if group["params"]]
+
+    return groups
+
+
+def _not_matrices(model: nn.Module) -> list[nn.Module]:
+    embeddings = nn.Embedding, nn.EmbeddingBag
+    modules: list[nn.Module] = [m for m in model.modules() if isinstance(m, embeddings)]
+    for getter in ("get_classifier", "get_output_embeddings"):
+        head = getattr(model, getter, lambda: None)()
+        heads = head if isinstance(head, tuple | list) else [head]
+        modules += [module for module in heads if isinstance(module, nn.Module)]
+    return modules
+
+
+def _exists(model: nn.Module, path: str) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for name, _ in model.named_parameters())
+
+
+def _split(params: Iterable[Any], adamw_lr: float) -> list[dict[str, Any]]:
+    """Groups of which each is all matrices or none."""
+    given = list(params)
+    groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else None
+    if groups is None:
+        groups = [{"params": given}]
+    split = []
+    for group in groups:
+        tensors = _listed(group["params"])
+        if "use_muon" in group:
+            kinds = [(bool(group["use_muon"]), tensors)]
+        else:
+            matrices = [p for p in tensors if p.ndim >= 2]
+            kinds = [(True, matrices), (False, [p for p in tensors if p.ndim < 2])]
+        for use_muon, members in kinds:
+            if members:
+                rate = {} if use_muon or "lr" in group else {"lr": adamw_lr}
+                split.append({**group, **rate, "params": members, "use_muon": use_muon})
+    return split
+
+
+def _listed(params: Any) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    for name in ("lr", "adamw_lr", "weight_decay", "feedback", "eps"):
+        if name in settings and not settings[name] >= 0.0:
+            raise ValueError(f"{name}={settings[name]}: expected a number of 0 or more")
+    first, second = settings["betas"]
+    below_one = {"momentum": settings["momentum"], "betas[0]": first, "betas[1]": second}
+    for name, value in below_one.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name}={value}: expected a number from 0 to below 1")

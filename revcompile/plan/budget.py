@@ -1,0 +1,302 @@
+"""plan_memory: what every stage keeps, so that each device stays within its memory budget.
+
+    keep       memory                                                      work
+    nothing    what cannot be rebuilt, and the graph of one block          4N: forward, rebuild, 2N
+    input      the stage's inputs, and the whole graph of one micro-batch  4N: forward, again, 2N
+    graph      the whole graph of every micro-batch in flight              3N: forward, 2N
+
+What one stage keeps changes nothing for the others, so each device is a knapsack of its own: the
+least work whose memory fits. It is solved exactly, stage by stage, carrying along all sums that no
+other sum beats in both memory and work. Stages of a device take turns, so of the memory that they
+need only while they compute, the largest counts; every value that it could have is tried. Only
+beyond `_MAX_SUMS` sums some are dropped, evenly, and the plan may miss the best by a little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition
+from revcompile.schedule import Keep, Order, Weights
+from revcompile.units import format_size
+
+__all__ = ["Choice", "MemoryPlan", "choices", "device_peak", "plan_memory"]
+
+_MAX_SUMS: Final = 4096
+"""Sums carried along from stage to stage."""
+_EVEN: Final = 1.03
+"""Up to here devices' work is called balanced."""
+_KEEPS: Final = (Keep.NOTHING, Keep.INPUT, Keep.GRAPH)
+"""In the order they are preferred among equals."""
+_KEEP_NAMES: Final = {
+    Keep.NOTHING: "nothing but what cannot be rebuilt",
+    Keep.INPUT: "its input",
+    Keep.GRAPH: "its graph",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One stage if it keeps one thing: its peak memory, and its work for a micro-batch."""
+
+    stage: int
+    keep: Keep
+    memory: StageMemory
+    work: float
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What every stage keeps under a memory budget.
+
+    `print(plan)` shows it; `plan.keeps` are the choices, `plan.memory(device)` is the prediction.
+    """
+
+    memory_budget: int
+    """Bytes a device."""
+    batch_size: int
+    """Samples a micro-batch."""
+    stage_to_rank: tuple[int, ...]
+    """The device of each stage."""
+    chosen: tuple[Choice, ...]
+    peaks: tuple[int, ...]
+    """The most each device holds."""
+    full_work: float
+    """All stages' work if nothing were kept."""
+    balanced_for: Keep = Keep.NOTHING
+    """What the stages were expected to keep when the model was cut."""
+
+    @property
+    def keeps(self) -> tuple[Keep, ...]:
+        """What each stage keeps."""
+        return tuple(choice.keep for choice in self.chosen)
+
+    @property
+    def work(self) -> float:
+        """All stages' work for a micro-batch, in the unit of the costs."""
+        return math.fsum(choice.work for choice in self.chosen)
+
+    @property
+    def balance(self) -> float:
+        """The largest device's work, divided by the mean of all devices."""
+        works = [
+            math.fsum(c.work for c in self.chosen if self.stage_to_rank[c.stage] == device)
+            for device in sorted(set(self.stage_to_rank))
+        ]
+        return max(works) * len(works) / (math.fsum(works) or 1.0)
+
+    def memory(self, device: int) -> int:
+        """The most a device holds, in bytes."""
+        return self.peaks[device]
+
+    def __str__(self) -> str:
+        budget = format_size(self.memory_budget)
+        lines = [f"at most {budget} a device, micro-batches of {self.batch_size}"]
+        for choice, device in zip(self.chosen, self.stage_to_rank, strict=True):
+            lines.append(
+                f"stage {choice.stage} (device {device}) keeps {_KEEP_NAMES[choice.keep]}: "
+                f"{format_size(choice.memory.total)}, {100 * choice.work / self.full_work:.1f} % "
+                "of the work of keeping nothing"
+            )
+        held = ", ".join(f"device {i} {format_size(peak)}" for i, peak in enumerate(self.peaks))
+        lines.append(f"in all {100 * self.work / self.full_work:.1f} %; {held}")
+        if self.balance > _EVEN and set(self.keeps[:-1]) == {Keep.GRAPH} != {self.balanced_for}:
+            lines.append(
+                f"the largest device has {self.balance:.2f}x the mean work; petrafy(..., "
+                "keep='graph') balances stages that keep their graphs"
+            )
+        return "\n".join(lines)
+
+
+def plan_memory(
+    partition: Partition,
+    memory_budget: int,
+    workload: Workload,
+    stage_to_rank: Sequence[int] | None = None,
+) -> MemoryPlan:
+    """Choose what each stage keeps: the plan of least work that fits the budget.
+
+    Args:
+        partition: The stages.
+        memory_budget: Bytes that one device may hold.
+        workload: Batch size, method, optimizer and precision.
+        stage_to_rank: The device of each stage. Default: each stage has one of its own.
+
+    Raises:
+        InputError: Some device cannot hold its stages whatever they keep, or the method itself
+            says what is kept.
+    """
+    method = workload.method
+    if method.keep is not Keep.NOTHING or method.weights is not Weights.LATEST:
+        raise InputError(
+            f"memory_budget=: stages trained by {method.name!r} keep what the method says; use "
+            "method='petra' or 'reversible_backprop', or leave out memory_budget="
+        )
+    devices = tuple(range(len(partition.parts)) if stage_to_rank is None else stage_to_rank)
+    options = choices(partition, workload)
+    by_stage: dict[int, Choice] = {}
+    peaks = []
+    for number in sorted(set(devices)):
+        own = [of for of, device in zip(options, devices, strict=True) if device == number]
+        device = _Device(own, workload, is_only=len(own) == len(devices))
+        chosen = device.least_work(memory_budget)
+        if chosen is None:
+            raise _too_small(memory_budget, number, device)
+        by_stage |= {choice.stage: choice for choice in chosen}
+        peaks.append(device.peak([choice.memory for choice in chosen]))
+    recomputed = (work for part in partition.parts for work in partition.works(part, Keep.INPUT))
+    return MemoryPlan(
+        memory_budget,
+        workload.batch_size,
+        devices,
+        tuple(by_stage[stage] for stage in range(len(devices))),
+        tuple(peaks),
+        math.fsum(recomputed) or 1.0,
+        partition.keep,
+    )
+
+
+def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...], ...]:
+    """What each stage can keep, with the memory and work of that."""
+    model = MemoryModel.of(partition, workload)
+    return tuple(
+        tuple(
+            Choice(
+                part.index,
+                keep,
+                model.stage(part.index, *pieces, keep),
+                math.fsum(partition.works(part, keep)),
+            )
+            for keep in _KEEPS
+        )
+        for part, pieces in zip(partition.parts, partition.ranges, strict=True)
+    )
+
+
+# -- one device -----------------------------------------------------------------------------------
+
+
+def device_peak(memories: Sequence[StageMemory], workload: Workload, is_only: bool) -> int:
+    """The most a device with these stages holds. `is_only`: no other device has stages."""
+    return _Device([], workload, is_only).peak(memories)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Choices for the first stages of a device, added up."""
+
+    memory: int
+    work: float
+    picks: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> tuple[float, int, tuple[int, ...]]:
+        """Least work first; among equals least memory."""
+        return self.work, self.memory, self.picks
+
+
+@dataclass(frozen=True)
+class _Device:
+    """The stages of one device: the choices of each, and which of them fit together."""
+
+    options: Sequence[Sequence[Choice]]
+    workload: Workload
+    is_only: bool
+    """No other device has stages: messages stay within this process."""
+
+    def split(self, memory: StageMemory) -> tuple[int, int]:
+        """Bytes that a stage holds all the time, and only while it computes.
+
+        Gradients go as soon as they are applied; messages of other devices may come at any time.
+        In one process sums that a step has added to exist until it is over.
+        """
+        method = self.workload.method
+        sums_gradients = self.workload.accumulate > 1 or method.order is not Order.CONTINUOUS
+        transient = memory.working + memory.between
+        transient += 0 if sums_gradients else memory.gradients
+        transient += memory.messages if self.is_only else memory.summing
+        return memory.total - transient, transient
+
+    def peak(self, memories: Sequence[StageMemory]) -> int:
+        """The most the device holds: stages take turns, so only one is computing."""
+        split = [self.split(memory) for memory in memories]
+        return sum(lasting for lasting, _ in split) + max(transient for _, transient in split)
+
+    def least_work(self, budget: int) -> list[Choice] | None:
+        """The choices of least work that fit; among equals those of least memory."""
+        sums = [self._least_work(limit, budget - limit) for limit in self._transients()]
+        best = min((s for s in sums if s is not None), key=lambda s: s.rank, default=None)
+        if best is None:
+            return None
+        return [of[pick] for of, pick in zip(self.options, best.picks, strict=True)]
+
+    def _transients(self) -> list[int]:
+        """All values that the largest transient memory of a stage could have."""
+        return sorted({self.split(choice.memory)[1] for of in self.options for choice in of})
+
+    def _least_work(self, transient_limit: int, lasting_limit: int) -> _Sum | None:
+        """The sum of least work with at most so much transient memory a stage, and lasting in all.
+
+        The knapsack, stage by stage; only sums on the Pareto front of memory and work go on.
+        """
+        sums = [_Sum(0, 0.0)]
+        for of in self.options:
+            sizes = [self.split(choice.memory) for choice in of]
+            longer = [
+                _Sum(before.memory + lasting, before.work + choice.work, (*before.picks, pick))
+                for before in sums
+                for pick, (choice, (lasting, transient)) in enumerate(zip(of, sizes, strict=True))
+                if transient <= transient_limit and before.memory + lasting <= lasting_limit
+            ]
+            sums = _thinned(list(_pareto_front(longer)))
+        return min(sums, key=lambda s: s.rank, default=None)
+
+    def least_memory(self) -> tuple[int, list[Choice]]:
+        """The least memory the device can do with, and the choices that take it."""
+        plans = []
+        for limit in self._transients():
+            small = [[c for c in of if self.split(c.memory)[1] <= limit] for of in self.options]
+            if all(small):
+                chosen = [min(of, key=lambda c: self.split(c.memory)[0]) for of in small]
+                plans.append((self.peak([choice.memory for choice in chosen]), chosen))
+        return min(plans, key=lambda plan: plan[0])
+
+
+def _pareto_front(sums: Sequence[_Sum]) -> Iterator[_Sum]:
+    """From the least memory on, every sum that has less work than all before it."""
+    least = math.inf
+    for candidate in sorted(sums, key=lambda s: (s.memory, s.work, s.picks)):
+        if candidate.work < least:
+            least = candidate.work
+            yield candidate
+
+
+def _thinned(sums: list[_Sum]) -> list[_Sum]:
+    """At most `_MAX_SUMS` of them, the first and the last included."""
+    if len(sums) <= _MAX_SUMS:
+        return sums
+    step = (len(sums) - 1) / (_MAX_SUMS - 1)
+    return [sums[round(index * step)] for index in range(_MAX_SUMS)]
+
+
+def _too_small(memory_budget: int, number: int, device: _Device) -> InputError:
+    """Why not even the smallest plan fits: the largest stage, what it needs, and what to do."""
+    need, smallest = device.least_memory()
+    largest = max(smallest, key=lambda choice: choice.memory.total)
+    memory, count = largest.memory, len(smallest)
+    stages = f"its {count} stages" if count > 1 else f"stage {largest.stage}"
+    owned = memory.parameters + memory.gradients + memory.optimizer
+    return InputError(
+        f"memory_budget={memory_budget}: at {device.workload.batch_size} samples a micro-batch "
+        f"device {number} needs {format_size(need)} ({need} bytes) for {stages}, however little "
+        f"is kept, but has {format_size(memory_budget)}. Stage {largest.stage} needs the most, "
+        f"{format_size(memory.total)}: {format_size(owned)} for parameters, gradients and "
+        f"optimizer, {format_size(memory.buffers)} for micro-batches in flight, "
+        f"{format_size(memory.working)} while it computes. Use smaller micro-batches "
+        "(batch_size=), more stages or devices, or buffers=torch.bfloat16"
+    )

@@ -1,0 +1,187 @@
+"""A cluster's devices and links, and how long a stage takes on them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from revcompile.compiler.cost import Workload
+from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
+from revcompile.errors import InputError
+from revcompile.ir.program import Part, Partition
+from revcompile.ir.types import Cost, TensorType
+from revcompile.runtime.stage.tensors import all_finite
+from revcompile.schedule import Costs, Keep
+
+__all__ = ["Cluster", "Device", "NetworkLink", "TimeModel", "stage_times", "update_speed"]
+
+_UPDATE_TRAFFIC: Final = 5
+"""Times SGD with momentum moves a parameter's bytes: three reads, two writes."""
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """A link between two devices: bytes a second, and seconds until the first byte arrives.
+
+    >>> NetworkLink(bandwidth=1e9, latency=0.01).transfer_time(5e8)
+    0.51
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
+            raise InputError(
+                f"NetworkLink: bandwidth={self.bandwidth}, latency={self.latency}; expected bytes "
+                "a second above 0 and seconds from 0 on"
+            )
+
+    def transfer_time(self, nbytes: float) -> float:
+        """From sending the first byte to receiving the last one."""
+        return self.latency + self.busy_time(nbytes)
+
+    def busy_time(self, nbytes: float) -> float:
+        """How long a message keeps the link from carrying another."""
+        return nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device really reaches: FLOPs and bytes of memory traffic, a second.
+
+    The defaults are somewhat less than half and two thirds of an H200's data sheet (bfloat16).
+    """
+
+    flops: float = 400e12
+    bandwidth: float = 3.3e12
+
+    def __post_init__(self) -> None:
+        if not (self.flops > 0 and self.bandwidth > 0):
+            raise InputError(
+                f"Device: flops={self.flops}, bandwidth={self.bandwidth}; both are above 0"
+            )
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """How costs become seconds: counted work on a device, or costs that are seconds already."""
+
+    passes: Callable[[Cost], tuple[float, float]]
+    """Seconds of a forward and of a backward pass that computes forward again."""
+    update_speed: float
+    """Bytes of parameters that an update handles in a second."""
+
+    @classmethod
+    def on(cls, device: Device) -> TimeModel:
+        """Arithmetic and memory traffic one after the other, on a device of these figures."""
+
+        def passes(cost: Cost) -> tuple[float, float]:
+            moved = (cost.forward - cost.flops) / FLOPS_PER_BYTE
+            forward = cost.flops / device.flops + max(moved, 0.0) / device.bandwidth
+            ratio = cost.backward / cost.forward if cost.forward else 0.0
+            return forward, ratio * forward
+
+        return cls(passes, device.bandwidth / _UPDATE_TRAFFIC)
+
+    @classmethod
+    def measured(cls, update_speed: float) -> TimeModel:
+        """Costs measured on this machine are seconds."""
+        return cls(lambda cost: (cost.forward, cost.backward), update_speed)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices, with equal links between neighbours of a pipeline."""
+
+    devices: int
+    link: NetworkLink
+    time: TimeModel
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise InputError(f"plan: devices={self.devices}; there is at least 1")
+
+
+def stage_times(
+    partition: Partition,
+    workload: Workload,
+    time_model: TimeModel,
+    link: NetworkLink,
+    replicas: int = 1,
+) -> Costs:
+    """Time of every stage and link for a micro-batch.
+
+    Args:
+        partition: The stages, one on each device.
+        workload: Method and batch size.
+        time_model: How costs become seconds.
+        link: Between two stages, and between replicas.
+        replicas: Copies of the pipeline, whose gradients are averaged at every update.
+    """
+    parts, keep = partition.parts, workload.method.keep
+    passes = [_passes(part, workload, time_model, part is parts[-1]) for part in parts]
+    sent = [_bytes_sent(partition, part, workload.batch_size) for part in parts[:-1]]
+    # A stage that ends in a coupling is sent its outputs back beside their gradients.
+    rebuilds = [keep is Keep.NOTHING and part.pieces[-1].reversible for part in parts[:-1]]
+    sent_back = [2 * size if twice else size for size, twice in zip(sent, rebuilds, strict=True)]
+    trained = [sum(cost.trained for cost in part.costs) for part in parts]
+    return Costs(
+        forward=tuple(forward for forward, _ in passes),
+        backward=tuple(backward for _, backward in passes),
+        update=tuple(
+            size / time_model.update_speed + _all_reduce(size, replicas, link) for size in trained
+        ),
+        link_forward=tuple(link.transfer_time(size) for size in sent),
+        link_backward=tuple(link.transfer_time(size) for size in sent_back),
+    )
+
+
+def _passes(
+    part: Part, workload: Workload, time_model: TimeModel, is_last: bool
+) -> tuple[float, float]:
+    """Forward and backward of a stage. Where the graph is kept nothing is computed again."""
+    forward = backward = 0.0
+    for piece, cost in zip(part.pieces, part.costs, strict=True):
+        samples = workload.batch_size / cost.batch
+        ahead, back = (samples * seconds for seconds in time_model.passes(cost))
+        forward += ahead
+        backward += back if piece.recomputed(workload.method.keep, is_last) else back - ahead
+    return forward, max(backward, 0.0)
+
+
+def _bytes_sent(partition: Partition, part: Part, batch_size: int) -> int:
+    kinds = (partition.types.get(name) for name in part.outputs)
+    return sum(kind.nbytes(batch_size) for kind in kinds if isinstance(kind, TensorType))
+
+
+def _all_reduce(nbytes: int, replicas: int, link: NetworkLink) -> float:
+    """A ring's traffic, a tree's latency; not overlapped with anything."""
+    if replicas < 2:
+        return 0.0
+    hops = 2 * math.ceil(math.log2(replicas))
+    return link.busy_time(2 * nbytes * (replicas - 1) / replicas) + hops * link.latency
+
+
+def update_speed(device: str = "cpu", elements: int = 2**23, repeats: int = 5) -> float:
+    """Bytes of parameters that SGD updates in a second here, their gradients checked first."""
+    parameters = [torch.zeros(elements // 8, device=device, requires_grad=True) for _ in range(8)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    times = []
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        all_finite(gradients)
+        optimizer.step()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    return 4 * elements / statistics.median(times[1:])

@@ -1,0 +1,221 @@
+"""What a cluster would do with a model: each method's throughput, memory and delay, predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from revcompile.compiler.cost import CostSource, MemoryModel, Workload
+from revcompile.compiler.partition import partition
+from revcompile.compiler.partition.pieces import whole_pieces
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition
+from revcompile.ir.types import Rewired
+from revcompile.plan.cluster import Cluster, NetworkLink, stage_times
+from revcompile.schedule import (
+    Costs,
+    Order,
+    busy_share,
+    choose,
+    delay,
+    hiding_alpha,
+    period,
+    stage_work,
+    zero_bubble_period,
+)
+
+__all__ = ["METHODS", "Forecast", "forecast", "plan_cluster"]
+
+ZERO_BUBBLE: Final = "zero-bubble"
+"""An optimistic bound, not a schedule that we run."""
+METHODS: Final = ("petra", "1f1b", "gpipe", ZERO_BUBBLE)
+"""The methods that are compared by default."""
+_NEARLY: Final = 1.02
+"""A period up to this many times a bound is set by that bound."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One method on a cluster; times in seconds, memory in bytes a device."""
+
+    method: str
+    stages: int
+    replicas: int
+    accumulate: int
+    """Micro-batches an update."""
+    alpha: float | None
+    throughput: float
+    """Samples a second, all replicas together."""
+    period: float
+    """Between two micro-batches of a full pipeline."""
+    efficiency: float
+    """Mean share of the time during which a device computes."""
+    delay: int
+    """Most updates between forward and backward pass of a micro-batch."""
+    memory: int
+    fits: bool | None
+    """Is the memory within the budget? None without one."""
+    bottleneck: str
+    """What sets the period: a stage, a link, averaging over replicas, or bubbles."""
+
+
+def forecast(
+    cut: Partition,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    replicas: int = 1,
+    alpha: float | None = None,
+    memory_budget: int | None = None,
+    zero_bubble: bool = False,
+) -> Forecast:
+    """What one method would do with these stages, one a device.
+
+    Args:
+        cut: The stages.
+        workload: Method, batch size, optimizer and precision.
+        cluster: Its devices and links.
+        replicas: Copies of the pipeline.
+        alpha: For methods that are never drained. Default: the least that hides the links.
+        memory_budget: Bytes that one device may hold.
+        zero_bubble: Give the zero-bubble bound for the work of this method instead.
+    """
+    method, accumulate = workload.method, workload.accumulate
+    alone = stage_times(cut, workload, cluster.time, cluster.link)
+    costs = stage_times(cut, workload, cluster.time, cluster.link, replicas)
+    link_busy = _link_busy(costs, cluster.link)
+    if method.order is Order.CONTINUOUS:
+        alpha = alpha or hiding_alpha(method, costs, accumulate, link_busy)
+        method = choose(method, alpha=alpha)
+        workload = dataclasses.replace(workload, method=method)
+    else:
+        alpha = None
+    if zero_bubble:
+        time = max((zero_bubble_period(costs, accumulate), *link_busy))
+    else:
+        time = period(method, costs, accumulate, link_busy)
+    model, stages = MemoryModel.of(cut, workload), len(cut.parts)
+    memory = max(model.stage(j, *pieces).total for j, pieces in enumerate(cut.ranges))
+    return Forecast(
+        method=f"{ZERO_BUBBLE} (bound)" if zero_bubble else method.name,
+        stages=stages,
+        replicas=replicas,
+        accumulate=accumulate,
+        alpha=alpha,
+        throughput=replicas * workload.batch_size / time if time else math.inf,
+        period=time,
+        efficiency=busy_share(alone, time, accumulate),
+        delay=max(delay(method, stages, j, accumulate) for j in range(stages)),
+        memory=memory,
+        fits=None if memory_budget is None else memory <= memory_budget,
+        bottleneck=_bottleneck(
+            time, stage_work(alone, accumulate), stage_work(costs, accumulate), link_busy
+        ),
+    )
+
+
+def _link_busy(costs: Costs, link: NetworkLink) -> tuple[float, ...]:
+    """How long a message occupies each link: latency does not keep others from being sent."""
+    transfers = (*costs.link_forward, *costs.link_backward)
+    return tuple(max(time - link.latency, 0.0) for time in transfers)
+
+
+def _bottleneck(
+    period: float, work: Sequence[float], averaged: Sequence[float], link_busy: Sequence[float]
+) -> str:
+    """What sets the period: work alone, with averaging over replicas, a link, or none of these."""
+    if period <= _NEARLY * max(work):
+        return f"stage {work.index(max(work))}"
+    if period <= _NEARLY * max(averaged):
+        return "averaging"
+    if period <= _NEARLY * max(link_busy, default=0.0):
+        return f"link {link_busy.index(max(link_busy)) % max(len(work) - 1, 1)}"
+    return "bubbles"
+
+
+# -- a whole cluster ------------------------------------------------------------------------------
+
+
+def plan_cluster(
+    rewired: Rewired,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    methods: Sequence[str] = METHODS,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    alpha: float | None = None,
+    cost: CostSource = "analytic",
+    memory_budget: int | None = None,
+) -> tuple[Partition, tuple[Forecast, ...]]:
+    """Cut a model for a cluster and predict each method on these stages.
+
+    There is one stage a device; with more devices than stages whole pipelines are replicated.
+
+    Args:
+        rewired: The model.
+        cluster: Its devices and links.
+        workload: How to train. The model is cut for its method; its `accumulate` is for methods
+            that do not drain.
+        methods: The methods to predict, by name, and "zero-bubble".
+        stages: How many. Default: as many as the model has segments, or, with a memory budget, as
+            many as make the first method fastest among those that fit.
+        microbatches: Micro-batches an update for methods that drain. Default: four a stage.
+        alpha: See `forecast`.
+        cost: Where the work of a piece comes from.
+        memory_budget: Bytes that one device may hold.
+
+    Returns:
+        The cut, and a forecast for each method.
+    """
+    devices = cluster.devices
+    if stages is not None and not 1 <= stages <= devices:
+        raise InputError(f"plan: stages={stages} on {devices} devices; use 1 to {devices}")
+    most = len(whole_pieces(rewired.body))
+    counts = [stages] if stages else _stage_counts(devices, most, memory_budget is not None)
+    plans = []
+    for count in counts:
+        cut = partition(rewired, count, workload, cost=cost)
+        forecasts = tuple(
+            forecast(
+                cut,
+                _workload_of(name, workload, microbatches or 4 * count),
+                cluster,
+                replicas=devices // count,
+                alpha=alpha,
+                memory_budget=memory_budget,
+                zero_bubble=name == ZERO_BUBBLE,
+            )
+            for name in methods
+        )
+        plans.append((cut, forecasts))
+    return max(plans, key=lambda plan: _rank(plan[1][0]))
+
+
+def _workload_of(name: str, workload: Workload, microbatches: int) -> Workload:
+    """The workload of one method; one that drains has `microbatches` an update."""
+    method = choose("1f1b" if name == ZERO_BUBBLE else name)
+    drains = method.order in (Order.GPIPE, Order.ONE_F_ONE_B)
+    accumulate = microbatches if drains else workload.accumulate
+    return dataclasses.replace(workload, method=method, accumulate=accumulate)
+
+
+def _stage_counts(devices: int, most: int, search: bool) -> list[int]:
+    """Numbers of stages worth trying: those that leave the fewest devices idle.
+
+    >>> _stage_counts(64, 18, search=False), _stage_counts(64, 18, search=True)
+    ([16], [16, 8, 4, 2, 1])
+    """
+    possible = range(min(devices, most), 0, -1)
+    used = {count: count * (devices // count) for count in possible}
+    best = [count for count in possible if used[count] == max(used.values())]
+    return best if search else best[:1]
+
+
+def _rank(candidate: Forecast) -> tuple[bool, float]:
+    """Cuts that fit come first, then fast ones; if none fits, small ones."""
+    fits = candidate.fits is not False
+    return fits, candidate.throughput if fits else -candidate.memory

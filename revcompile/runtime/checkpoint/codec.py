@@ -1,0 +1,240 @@
+"""Nested values as JSON and tensors, for checkpoints and messages: nothing read is ever run.
+
+    {"lr": 0.1, "betas": (0.9, w)}  --encode_tree-->  JSON {"dict": [["lr", 0.1], ["betas", ...]]}
+                                                      tensors {"betas.1": w}
+
+A value that JSON cannot express is an object with one key, its type. Functions, classes and other
+objects cannot be written, so reading never imports or calls anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import InputError
+from revcompile.runtime.stage.tensors import overlaps
+
+__all__ = ["as_text", "decode", "decode_tree", "encode", "encode_tree", "located"]
+
+Special = Callable[[Any], dict[str, Any] | None]
+"""Encodes values that the caller treats itself (tensors); None: encode as usual."""
+
+_TORCH: Final = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+_SEQUENCES: Final = {
+    "tuple": tuple,
+    "size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+}
+
+
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Prefix an `InputError` with where it happened."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error.__cause__
+
+
+def encode(value: Any, special: Special = lambda value: None) -> Any:
+    """A value as JSON.
+
+    >>> encode((1, [None, torch.float16], slice(2)))
+    {'tuple': [1, [None, {'dtype': 'float16'}], {'slice': [None, 2, None]}]}
+    """
+    encoded = special(value)
+    if encoded is not None:
+        return encoded
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if value is ...:
+        return {"ellipsis": True}
+    inner = functools.partial(encode, special=special)
+    if type(value) is list:
+        return [inner(item) for item in value]
+    if type(value) is dict:
+        return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
+    for tag, kind in _SEQUENCES.items():
+        if type(value) is kind:
+            # The order of a set differs between processes.
+            listed = sorted(value, key=repr) if kind in (set, frozenset) else value
+            return {tag: [inner(item) for item in listed]}
+    if isinstance(value, slice):
+        return {"slice": [inner(v) for v in (value.start, value.stop, value.step)]}
+    if type(value) is complex:
+        return {"complex": [inner(value.real), inner(value.imag)]}
+    for tag, constants in _TORCH.items():
+        if isinstance(value, constants):
+            return {tag: str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise InputError(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
+
+
+def decode(data: Any, special: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+    """The value that `encode` wrote; `special` decodes the caller's own tags.
+
+    >>> decode(encode({"a": (1, 2.5, torch.bfloat16)}))
+    {'a': (1, 2.5, torch.bfloat16)}
+    """
+    special = special or {}
+    inner = functools.partial(decode, special=special)
+    if data is None or isinstance(data, (bool, int, float, str)):
+        return data
+    if isinstance(data, list):
+        return [inner(item) for item in data]
+    if not isinstance(data, dict) or len(data) != 1:
+        raise InputError(f"expected an object with one key, got {data!r:.80}")
+    tag, content = next(iter(data.items()))
+    if tag in special:
+        return special[tag](content)
+    try:
+        return _decode_tagged(tag, content, inner)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"cannot read {content!r:.80} as a {tag}: {error}") from error
+
+
+def _decode_tagged(tag: str, content: Any, inner: Callable[[Any], Any]) -> Any:
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](inner(item) for item in content)
+    if tag in _TORCH:
+        constant = getattr(torch, content, None)
+        if not isinstance(constant, _TORCH[tag]):
+            raise InputError(f"torch has no {tag} {content!r}")
+        return constant
+    match tag:
+        case "dict":
+            return {inner(key): inner(item) for key, item in content}
+        case "slice":
+            start, stop, step = map(inner, content)
+            return slice(start, stop, step)
+        case "float":
+            return float(content)
+        case "complex":
+            real, imaginary = map(inner, content)
+            return complex(real, imaginary)
+        case "ellipsis":
+            return ...
+        case "device":
+            return torch.device(content)
+    raise InputError(f"{tag!r} is no kind of value")
+
+
+# -- trees with tensors ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A reference to a tensor by name; `stride` if it is not contiguous."""
+
+    name: str
+    device: str
+    stride: tuple[int, ...] | None
+
+
+def encode_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The tree as JSON, and its tensors under names made from their paths.
+
+    >>> encode_tree({"model": {"head.bias": torch.zeros(1)}, "betas": (0.9, 0.99)})[1]
+    {'model.head.bias': tensor([0.])}
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _walk(tree, (), tensors)
+    return encode(plain, _as_json), tensors
+
+
+def decode_tree(
+    plain: Any,
+    tensors: Mapping[str, Tensor],
+    device_for: Callable[[str, str], torch.device] = lambda name, kind: torch.device("cpu"),
+) -> Any:
+    """The tree that `encode_tree` took; tensors get their strides back: kernels depend on them.
+
+    Args:
+        plain: the JSON.
+        tensors: its tensors by name.
+        device_for: from a tensor's name and the type of device it was on to its new device.
+    """
+
+    def read(content: Any) -> Tensor:
+        name, kind, stride = content
+        if name not in tensors:
+            raise InputError(f"the tensor {name!r} is missing")
+        tensor = tensors[name].to(device_for(name, kind))
+        if stride is None:
+            return tensor
+        return torch.empty_strided(
+            tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+
+    return decode(plain, {"tensor": read})
+
+
+def _as_json(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, _Stored):
+        return {"tensor": [value.name, value.device, value.stride and list(value.stride)]}
+    return None
+
+
+def _walk(tree: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return _store(tree, ".".join(path), tensors)
+    if isinstance(tree, Mapping):
+        return {_leaf(k, path): _walk(v, (*path, str(k)), tensors) for k, v in tree.items()}
+    if type(tree) in (list, tuple):
+        items = [_walk(v, (*path, str(i)), tensors) for i, v in enumerate(tree)]
+        return items if type(tree) is list else tuple(items)
+    return _leaf(tree, path)
+
+
+def _store(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> _Stored:
+    if name in tensors:
+        raise InputError(f"two tensors would be saved as {name!r}; rename one of their owners")
+    tensors[name] = tensor
+    rows = torch.empty(tensor.shape, device="meta").stride()
+    stride = None if tensor.stride() == rows or overlaps(tensor) else tensor.stride()
+    return _Stored(name, tensor.device.type, stride)
+
+
+def _leaf(value: Any, path: tuple[str, ...]) -> Any:
+    known = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice)
+    if value is None or isinstance(value, (complex, *known)):
+        return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # also of subclasses such as numpy.float64
+    raise InputError(
+        f"{'.'.join(path)}: a {type(value).__name__} cannot be saved; numbers, strings and tensors "
+        "can. Remove it from the parameter groups or from the model's values"
+    )
+
+
+def as_text(value: Any, indent: str = "") -> str:
+    """JSON with short values on one line."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if len(indent) + len(line) <= 100 or not isinstance(value, (dict, list)):
+        return line
+    deeper = indent + " "
+    if isinstance(value, list):
+        items = [as_text(item, deeper) for item in value]
+    else:
+        items = [f"{json.dumps(key)}: {as_text(item, deeper)}" for key, item in value.items()]
+    opening, closing = "[]" if isinstance(value, list) else "{}"
+    body = f",\n{deeper}".join(items)
+    return f"{opening}\n{deeper}{body}\n{indent}{closing}"

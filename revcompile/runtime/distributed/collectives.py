@@ -1,0 +1,151 @@
+"""What all ranks do together: gather values, agree on what to train, and on when to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.runtime.reversible.graph_code import source_of
+
+__all__ = ["SignalConsensus", "check_ranks_agree", "gather_plain", "run_facts"]
+
+
+def gather_plain(value: Any, group: Any) -> list[Any]:
+    """Every rank's value (plain, as JSON can hold it), on every rank."""
+    encoded = json.dumps(value).encode()
+    world = distributed.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    distributed.all_gather(lengths, torch.tensor([len(encoded)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    distributed.all_gather(gathered, padded, group=group)
+    return [json.loads(bytes(text.tolist())) for text in gathered]
+
+
+# -- do all ranks train the same thing? -----------------------------------------------------------
+
+
+def run_facts(
+    model: nn.Module,
+    partition: Partition,
+    programs: Sequence[StageProgram],
+    settings: Any,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What must be the same on every rank, by name, as plain values."""
+    method = programs[0].method
+    values = (getattr(method, field.name) for field in dataclasses.fields(method))
+    named: dict[str, Any] = {
+        "revcompile version": sys.modules[__name__.partition(".")[0]].__version__,
+        "torch version": torch.__version__,
+        "model": partition.rewired.name,
+        "stages": len(programs),
+        "method": ", ".join(str(v.value if isinstance(v, enum.Enum) else v) for v in values),
+    }
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        named[field.name] = "a function" if callable(value) else str(value)
+    named |= {name: str(value) for name, value in options.items()}
+    for name, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        named[f"parameter {name}"] = _described(parameter) + frozen
+    for name, buffer in model.named_buffers():
+        named[f"buffer {name}"] = _described(buffer)
+    for part, program in zip(partition.parts, programs, strict=True):
+        named[f"stage {part.index}"] = ", ".join(piece.name for piece in part.pieces)
+        named[f"code of stage {part.index}"] = _digest(program)
+    return named
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _digest(program: StageProgram) -> str:
+    text = source_of(program.forward) + source_of(program.backward)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 5) -> None:
+    """Refuse to start when ranks differ; the first differences are listed, with the ranks."""
+    lines, advice = [], ""
+    for name in dict.fromkeys(name for found in facts_of_ranks for name in found):
+        ranks: dict[str, list[int]] = {}
+        for rank, found in enumerate(facts_of_ranks):
+            value = found.get(name, "nothing")
+            text = value if isinstance(value, str) else json.dumps(value)
+            ranks.setdefault(text, []).append(rank)
+        if len(ranks) > 1:
+            shown = "; ".join(f"{text} on {_listed(who)}" for text, who in ranks.items())
+            lines.append(f"  {name}: {shown}")
+            if name.startswith("stage "):
+                advice = (
+                    ' Costs measured on each rank (cost="measured") cut differently: measure on '
+                    "one, and give its numbers as cost= to all."
+                )
+    if lines:
+        more = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
+        text = "\n".join([*lines[:limit], *more])
+        raise InputError(
+            f"trainer: the ranks do not agree, so nothing was started:\n{text}\n"
+            f"Run the same script with the same versions and settings on every rank.{advice}"
+        )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# -- has any rank received a signal? --------------------------------------------------------------
+
+
+class SignalConsensus:
+    """Has any rank received a signal? Asked after every step, answered `lag` steps later.
+
+    Waiting for the answer at once would hold every rank until the last one has finished the step,
+    with a single micro-batch in the pipeline. All ranks learn of a signal after the same step.
+
+    Args:
+        group: all ranks.
+        lag: after how many steps the last stage has been through the step anyway.
+        collective: around collectives; see `DistributedTransport.collective`.
+    """
+
+    def __init__(
+        self, group: Any, lag: int, collective: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._group, self._lag, self._collective = group, lag, collective
+        self._pending: deque[tuple[Tensor, Any]] = deque()
+
+    def ask(self, received: bool) -> bool:
+        """Vote for this step; returns the answer of `lag` steps ago."""
+        vote = torch.tensor([int(received)])
+        with self._collective():
+            work = distributed.all_reduce(
+                vote, distributed.ReduceOp.MAX, group=self._group, async_op=True
+            )
+        self._pending.append((vote, work))
+        return len(self._pending) > self._lag and self._next_answer()
+
+    def remaining(self) -> bool:
+        """Whether any rank has voted for it since the last answer."""
+        return any(self._next_answer() for _ in range(len(self._pending)))
+
+    def _next_answer(self) -> bool:
+        vote, work = self._pending.popleft()
+        with self._collective():
+            work.wait()
+        return bool(vote)

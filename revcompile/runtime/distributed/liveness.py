@@ -1,0 +1,156 @@
+"""How ranks find out that another one is gone, hangs or failed, and agree on the first cause.
+
+thread of a channel: connection closed --fail--> FailureMonitor --> main thread raises RankError
+RootCause: the first cause in the ranks' store --fail------^
+LivenessCheck: after a timeout, which ranks still answer in the store
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from torch import distributed
+from torch.distributed import distributed_c10d
+
+__all__ = ["FailureMonitor", "LivenessCheck", "RootCause", "own_store", "short_error"]
+
+Answer = TypeVar("Answer")
+
+_runs: Final = itertools.count()
+_KEY: Final = "cause"
+_PERIOD: Final = 0.5
+"""Seconds between two polls of the store."""
+
+
+class FailureMonitor:
+    """What the threads of a rank share: the first failure, and whether a message has arrived.
+
+    Receiving threads notify it; the main thread waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.cause: str | None = None
+        self._arrivals = 0
+        self._seen = 0
+
+    def notify(self) -> None:
+        """Something has arrived: threads that wait check again."""
+        with self.changed:
+            self._arrivals += 1
+            self.changed.notify_all()
+
+    def fail(self, cause: str) -> bool:
+        """Stop all threads of this rank; False if there was another cause before."""
+        with self.changed:
+            is_first = self.cause is None
+            if is_first:
+                self.cause = cause
+            self.changed.notify_all()
+            return is_first
+
+    def wait_for_failure(self, timeout: float) -> bool:
+        """Is there a failure, now or within the timeout?"""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.cause is not None, timeout)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for an arrival since the last call, or a failure; False after the timeout."""
+        with self.changed:
+            woken = self.changed.wait_for(
+                lambda: self.cause is not None or self._arrivals > self._seen, timeout
+            )
+            self._seen = self._arrivals
+            return woken
+
+
+class RootCause:
+    """The first cause of failure that any rank has written to the ranks' store; all poll it.
+
+    A rank that stops writes why before its connections close. So a rank that loses the connection
+    reads what the other one failed of, and the first cause is never a consequence.
+    """
+
+    def __init__(self, store: Any, on_failure: Callable[[str], object]) -> None:
+        self._store, self._on_failure = store, on_failure
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def agree(self, cause: str, limit: float) -> str | None:
+        """The first cause, `cause` if there was none; None if the store does not answer."""
+        # compare_set waits for the store: once it returns, the cause is visible to all ranks.
+        first = _ask_store(lambda: self._store.compare_set(_KEY, "", cause), limit)
+        return None if first is None else first.decode()
+
+    def linger(self) -> None:
+        """Give the other ranks time to poll: the store may end with this process."""
+        time.sleep(2 * _PERIOD)
+
+    def close(self, timeout: float) -> bool:
+        """Stop polling; False if the thread does not end in time."""
+        self._closed.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(Exception):  # the store is gone
+            while not self._closed.wait(_PERIOD):
+                if self._store.check([_KEY]):
+                    self._on_failure(self._store.get(_KEY).decode())
+                    return
+
+
+class LivenessCheck:
+    """Which ranks still run when no message arrives: each rank that times out writes a key.
+
+    Ranks wait for each other along the pipeline; the one that hangs is the one without a key.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
+
+    def missing(self, grace: float) -> set[int]:
+        """The ranks without a key after `grace` seconds; none if the store does not answer."""
+
+        def check() -> set[int]:
+            self._store.set(f"here/{self._rank}", "yes")
+            time.sleep(grace)
+            return {r for r in range(self._world) if not self._store.check([f"here/{r}"])}
+
+        return _ask_store(check, 2 * grace) or set()
+
+
+def own_store() -> Any:
+    """A prefix of the ranks' store for one trainer: all ranks count their trainers alike."""
+    store = distributed_c10d._get_default_store()
+    return distributed.PrefixStore(f"revcompile/{next(_runs)}", store)  # type: ignore[attr-defined]
+
+
+def _ask_store(ask: Callable[[], Answer], limit: float) -> Answer | None:
+    """The store's answer; None if it does not come in time: its rank may be the one that is gone.
+
+    In a thread, because a call to a store whose process is gone may block for minutes.
+    """
+    answers: list[Answer] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit)
+    return answers[0] if answers else None
+
+
+def short_error(error: Exception) -> str:
+    """A torch error without its source location and its guess at the reason."""
+    text = re.sub(r"^\[[^]]*\]\s*", "", str(error)).split(". This is typically", 1)[0]
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,272 @@
+"""Messages as bytes: a header of a few numbers, a description when it changes, the tensors.
+
+Descriptions are JSON and never unpickled. Tensors arrive with the strides they were sent with:
+kernels are chosen by them, and results must not depend on which rank a stage is on.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import InputError
+from revcompile.runtime.checkpoint.codec import decode, encode
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.transport import Message, MessageKind
+
+__all__ = ["HEADER", "Describer", "Description", "Flag", "Header", "TensorFormat", "describe"]
+
+HEADER: Final = 8
+"""How many int64 a header has."""
+_KINDS: Final = tuple(MessageKind)
+
+
+class Flag(enum.IntFlag):
+    """What a header announces besides its tensors."""
+
+    VOID = 1
+    """The micro-batch was lost."""
+    DESCRIBED = 2
+    """A description follows; without it, the last one of this kind of message holds."""
+    END = 4
+    """The last message."""
+    ABORT = 8
+    """The sender stops; the description says why."""
+    SEPARATE = 16
+    """The tensors follow in a packet of their own."""
+
+
+_NONE: Final = Flag(0)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first part of a message, of fixed size."""
+
+    kind: MessageKind
+    index: int
+    flags: Flag = _NONE
+    length: int = 0
+    """Bytes of the description."""
+    sequence: int = 0
+    """The number of the message on its channel."""
+    scale: float | None = None
+    fingerprint: Fingerprint | None = None
+
+    def numbers(self) -> list[int]:
+        """The header as `HEADER` numbers of int64."""
+        code = _KINDS.index(self.kind)
+        (scale,) = struct.unpack("q", struct.pack("d", self.scale or 0.0))
+        data = self.fingerprint or Fingerprint()
+        plain = [code, self.index, int(self.flags), self.length, self.sequence, scale]
+        return [*plain, data.inputs, data.target]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Header:
+        """Read what `numbers` gave."""
+        code, index, flags, length, sequence, bits, inputs, target = numbers
+        (scale,) = struct.unpack("d", struct.pack("q", bits))
+        data = Fingerprint(inputs, target) if inputs or target else None
+        return cls(_KINDS[code], index, Flag(flags), length, sequence, scale or None, data)
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """Everything about a tensor but its elements.
+
+    Of an expanded tensor (stride 0) the repeated elements are sent once: `core` is its shape
+    without the repetition.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    on_host: bool = False
+    """Is it on the CPU although the stage computes on another device?"""
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device) -> TensorFormat:
+        """The format of a tensor of a stage on `device`."""
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"a value of layout {tensor.layout} crosses from one rank to another; only dense "
+                "tensors do: put both stages on one rank with stage_to_rank=, or use .to_dense()"
+            )
+        on_host = tensor.device.type == "cpu" and device.type != "cpu"
+        stride = tuple(tensor.stride())
+        if not _is_injective(_core(tensor.shape, stride), stride):  # a sliding window, say
+            stride = torch.empty(tensor.shape, device="meta").stride()
+        return cls(tensor.dtype, tuple(tensor.shape), stride, on_host)
+
+    @property
+    def core(self) -> tuple[int, ...]:
+        return _core(self.shape, self.stride)
+
+    @property
+    def numel(self) -> int:
+        """Elements to send."""
+        return math.prod(self.core)
+
+    def to_bytes(self, tensor: Tensor) -> Tensor:
+        """The bytes to send; not copied if the elements are without gaps in memory."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tuple(tensor.stride()) == self.stride:
+            core = tensor.as_strided(self.core, self.stride)
+            if self._dense:
+                return core.as_strided((self.numel,), (1,)).view(torch.uint8)
+            tensor = core
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    def empty_bytes(self, device: torch.device) -> Tensor:
+        """A buffer for the bytes to receive."""
+        return torch.empty(self.numel, dtype=self.dtype, device=device).view(torch.uint8)
+
+    def from_bytes(self, buffer: Tensor) -> Tensor:
+        """The tensor whose bytes `to_bytes` gave."""
+        elements = buffer.view(self.dtype)
+        if self.on_host:
+            elements = elements.cpu()
+        if not self._dense:
+            spread = elements.new_empty(_span(self.core, self.stride))
+            spread.as_strided(self.core, self.stride).copy_(elements.view(self.core))
+            elements = spread
+        return elements.as_strided(self.shape, self.stride)
+
+    @property
+    def _dense(self) -> bool:
+        return _span(self.core, self.stride) == self.numel
+
+
+def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The shape with every dimension of stride 0 as 1."""
+    return tuple(
+        min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)
+    )
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory a tensor reaches over."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _is_injective(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Does every element have a memory location of its own?"""
+    reach = 0
+    for step, size in sorted((p, s) for s, p in zip(shape, stride, strict=True) if s > 1):
+        if step <= reach:
+            return False
+        reach += (size - 1) * step
+    return True
+
+
+def describe(
+    message: Message, device: torch.device
+) -> tuple[bytes, list[tuple[TensorFormat, Tensor]]]:
+    """A message's description, and its tensors in the order of the description."""
+    tensors: list[tuple[TensorFormat, Tensor]] = []
+
+    def special(value: Any) -> dict[str, Any] | None:
+        if not isinstance(value, Tensor):
+            return None
+        form = TensorFormat.of(value, device)
+        tensors.append((form, value))
+        dtype = str(form.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(form.shape), list(form.stride), form.on_host]}
+
+    try:
+        parts = [encode(dict(part), special) for part in (message.values, message.gradients)]
+    except InputError as error:
+        raise InputError(
+            f"{error} crosses from one rank to another; only tensors and plain values do: put "
+            "both stages on one rank with stage_to_rank="
+        ) from None
+    return json.dumps(parts).encode(), tensors
+
+
+class Describer:
+    """Describes messages of one kind; a description is sent only when it changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = b""
+        self._signature: tuple[Any, ...] | None = None
+        self._formats: list[TensorFormat] = []
+
+    def describe(self, message: Message) -> tuple[bytes, list[tuple[TensorFormat, Tensor]]]:
+        """The description, empty if it is the last one, and the message's tensors."""
+        signature = _signature(message)
+        if signature is not None and signature == self._signature:
+            parts = (message.values, message.gradients)
+            tensors = [v for part in parts for v in part.values() if isinstance(v, Tensor)]
+            return b"", list(zip(self._formats, tensors, strict=True))
+        text, described = describe(message, self._device)
+        self._signature, self._formats = signature, [form for form, _ in described]
+        if text == self._last:
+            return b"", described
+        self._last = text
+        return text, described
+
+
+def _signature(message: Message) -> tuple[Any, ...] | None:
+    """A cheap key of a message's description; None for nested values, which have none."""
+    key: list[Any] = []
+    for part in (message.values, message.gradients):
+        for name, value in part.items():
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                key += (name, value.dtype, value.shape, value.stride(), value.device)
+            elif value is None or type(value) in (bool, int):
+                key += (name, type(value), value)
+            else:
+                return None
+        key.append(None)
+    return tuple(key)
+
+
+class Description:
+    """A received description: parsed once, used for every message that follows it."""
+
+    def __init__(self, text: bytes) -> None:
+        self._parts = json.loads(text)
+        self.formats = tuple(_formats(self._parts))
+
+    def message(self, header: Header, buffers: Sequence[Tensor], device: torch.device) -> Message:
+        """The message, from the bytes of its tensors."""
+        pairs = iter(zip(self.formats, buffers, strict=True))
+
+        def next_tensor(_: Any) -> Tensor:
+            form, buffer = next(pairs)
+            # .data: a version counter of its own, because tensors share a packet's memory
+            return form.from_bytes(buffer).data
+
+        def device_here(name: str) -> torch.device:
+            return torch.device("cpu") if torch.device(name).type == "cpu" else device
+
+        special = {"tensor": next_tensor, "device": device_here}
+        values, gradients = (decode(part, special) for part in self._parts)
+        return Message(
+            header.index, values, gradients, scale=header.scale, fingerprint=header.fingerprint
+        )
+
+
+def _formats(part: Any) -> Iterator[TensorFormat]:
+    """The tensors of a description, in the order in which they are read."""
+    if isinstance(part, list):
+        for item in part:
+            yield from _formats(item)
+    elif isinstance(part, dict):
+        for tag, content in part.items():
+            if tag == "tensor":
+                dtype, shape, stride, on_host = content
+                yield TensorFormat(getattr(torch, dtype), tuple(shape), tuple(stride), on_host)
+            else:
+                yield from _formats(content)

@@ -1,0 +1,130 @@
+"""Joining the process group, and a communicator for every direction between two stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.rendezvous import rendezvous
+
+from revcompile.errors import InputError
+from revcompile.runtime.distributed.p2p import Channel
+from revcompile.runtime.distributed.placement import Ranks
+from revcompile.schedule import Tie
+
+__all__ = ["join", "many_ranks", "new_group", "open_channels", "world_size"]
+
+
+def many_ranks() -> bool:
+    """Is this process one of several, in a process group or started by torchrun?"""
+    return world_size() > 1
+
+
+def world_size() -> int:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta) -> torch.device:
+    """Join the process group unless that is done; returns this rank's device."""
+    device = torch.device(device or _device_type(model))
+    if device.type == "cuda":
+        if device.index is None:
+            local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+            device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if not distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # When a peer is gone NCCL must stop waiting, but not kill this process: the trainer reports
+        # which rank is gone.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        # Nor must it delay the end of the process by a minute, to dump its flight recorder.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        # As many hardware queues as a GPU has, so that no communicator waits behind another.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        store, rank, world = _rendezvous(timeout)
+        distributed.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world
+        )
+    _check_unbound()
+    return device
+
+
+def _device_type(model: nn.Module) -> str:
+    """The type of device of those tensors of a model that this rank has."""
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise InputError(
+            f"trainer: the model's parameters are on {', '.join(sorted(kinds))}; move them to the "
+            "CPU or to CUDA before petrafy, or say device="
+        )
+    return kinds.pop() if kinds else "cpu"
+
+
+def _rendezvous(timeout: timedelta) -> tuple[Any, int, int]:
+    """The ranks' store, with a key prefix for every restart, and this rank and the world size.
+
+    After a restart torchrun's store still has the addresses of the ranks that are gone.
+    """
+    # Half the timeout: a rank that waits for rank 0's store tries twice.
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout / 2)))
+    store.set_timeout(timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = distributed.PrefixStore(  # type: ignore[attr-defined]
+        f"revcompile/attempt_{attempt}", store
+    )
+    return own, rank, world
+
+
+def _check_unbound() -> None:
+    """Before torch 2.15 ranks outside a new gloo group wait for a split of NCCL's communicator."""
+    world = distributed.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is not None and torch.__version__ < "2.15":
+        raise InputError(
+            f"trainer: the process group is bound to {bound}, with which torch {torch.__version__} "
+            "hangs while groups are made; leave out device_id= of init_process_group (or let "
+            "net.trainer call it)"
+        )
+
+
+def open_channels(
+    ranks: Ranks, ties: list[Tie], device: torch.device, timeout: timedelta
+) -> list[Channel]:
+    """A channel for every two stages and direction; returns those this rank is part of.
+
+    Making a process group is a collective: all ranks make all of them, in the same order.
+    """
+    stages = len(ranks.layout.stage_to_rank)
+    pairs = {(s, s + 1) for s in range(stages - 1)} | {(t.owner, t.holder) for t in ties}
+    directed = sorted(pairs | {(b, a) for a, b in pairs})
+    channels = []
+    for replica in range(ranks.layout.replicas):
+        for source, target in directed:
+            ends = ranks.layout.rank(source, replica), ranks.layout.rank(target, replica)
+            if ends[0] == ends[1]:
+                continue
+            control = new_group(ends, "gloo", timeout)
+            payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
+            if ranks.rank in ends:
+                channels.append(Channel(source, target, ends, control, payload, device))
+    for channel in channels:
+        _connect(channel, ranks.rank == channel.ranks[0])
+    return channels
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
+    """A process group. All ranks call it, members or not."""
+    return distributed.new_group(sorted(ranks), timeout=timeout, backend=backend)
+
+
+def _connect(channel: Channel, sends: bool) -> None:
+    """A first exchange: NCCL connects two ranks when both have called."""
+    if channel.uses_cuda:
+        channel.exchange([torch.zeros(1, dtype=torch.uint8, device=channel.device)], sends)
+        torch.cuda.synchronize(channel.device)

@@ -1,0 +1,287 @@
+"""A rank's part of the weights: those its stages use; the others take no memory here.
+
+A tensor of another rank stays in the module tree with its name, dtype and shape, on the meta
+device. It comes back when a state dict is loaded into the model (to the CPU), and in the copies
+that `whole_model` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from revcompile.errors import InputError
+from revcompile.ir.module_tree import TreeReads, copy_module
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.distributed.collectives import gather_plain
+from revcompile.runtime.distributed.placement import Layout, Ranks
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.replay import BufferSnapshot
+
+__all__ = [
+    "RankWeights",
+    "SharedBuffers",
+    "distribute",
+    "last_device",
+    "owning_stages",
+    "whole_model",
+]
+
+_META: Final = torch.device("meta")
+_CPU: Final = torch.device("cpu")
+_ABSENT, _BORROWED, _OWN = "012"
+"""What a rank has of a tensor: nothing, a copy of another rank's, the current value."""
+
+
+# -- which stage uses and owns a tensor -----------------------------------------------------------
+
+
+def _named_tensors(model: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers, under their first names or under all of them."""
+    parameters = model.named_parameters(remove_duplicate=not every_name)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=not every_name))}
+
+
+def _used_by(model: nn.Module, program: StageProgram) -> tuple[str, ...]:
+    """The parameters and buffers of a stage, by their first names."""
+    return (*program.parameters, *_buffers_of(model, program))
+
+
+def _buffers_of(model: nn.Module, program: StageProgram) -> Iterator[str]:
+    """Buffers of the layers a stage calls, and those its code reads itself."""
+    read = {id(tensor) for _, tensor in TreeReads(program.forward, model).tensors()}
+    for name, buffer in model.named_buffers():
+        if id(buffer) in read:
+            yield name
+
+
+def owning_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, int]:
+    """Maps every name of a parameter or buffer to the stage that has its current value."""
+    first: dict[str, int] = {}
+    for program in programs:
+        for name in _used_by(model, program):
+            first.setdefault(name, program.index)  # tied parameters: the first stage owns them
+    first_names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
+    every = ((n, first_names[id(t)]) for n, t in _named_tensors(model, every_name=True).items())
+    return {name: first[first_name] for name, first_name in every if first_name in first}
+
+
+class SharedBuffers:
+    """Buffers that stages on different ranks use: each rank would change a copy of its own."""
+
+    def __init__(self, model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
+        self._ranks, seen = layout.stage_to_rank, dict[str, int]()
+        self._stages: dict[str, tuple[int, int]] = {}
+        """By name, two stages that share the buffer."""
+        for program in programs:
+            for name in _buffers_of(model, program):
+                first = seen.setdefault(name, program.index)
+                if self._ranks[first] != self._ranks[program.index]:
+                    self._stages.setdefault(name, (first, program.index))
+        first_names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._names = {
+            (id(module), name): first_names[id(buffer)]
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def check_statistics(self, model: nn.Module) -> None:
+        """Refuse shared running statistics, which every forward pass changes."""
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                self._refuse(self._names.get((id(module), name)) for name in module._buffers)
+
+    def check_changed(self, snapshots: Iterable[BufferSnapshot]) -> None:
+        """Refuse shared buffers of other kinds that a forward pass has changed."""
+        self._refuse(self._names.get((id(saved.module), saved.name)) for saved in snapshots)
+
+    def _refuse(self, names: Iterable[str | None]) -> None:
+        for name in names:
+            if name in self._stages:
+                first, second = self._stages[name]
+                raise InputError(
+                    f"trainer: {name} belongs to a layer that stages {first} and {second} share, "
+                    f"on ranks {self._ranks[first]} and {self._ranks[second]}, and that changes "
+                    "it; put them on one rank with stage_to_rank="
+                )
+
+
+# -- every rank's tensors -------------------------------------------------------------------------
+
+
+@dataclass
+class RankWeights:
+    """Which rank has which tensor, seen from one of them."""
+
+    ranks: Ranks
+    device: torch.device
+    owners: Mapping[str, int]
+    """From a tensor's first name to the stage that has its current value."""
+    borrowed: set[str] = field(default_factory=set)
+    """Tensors used here of which another rank has the current value."""
+    collective: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around collectives: names the rank that is gone."""
+
+    def adopt(self, model: nn.Module, replicas: Mapping[str, Tensor]) -> None:
+        """Let the model hold a stage's own replicas of tied parameters, not one more copy."""
+        tensors = _named_tensors(model)
+        _replace(model, {id(tensors[n]): t for n, t in replicas.items() if n in self.borrowed})
+
+    def whole_model(self, model: Reversible, device: torch.device | None = None) -> Reversible:
+        """A copy of the model with the current weights of all ranks. Every rank calls it."""
+        twin: Reversible = copy_module(model)
+        device = device or self.device
+        changes: dict[int, Tensor] = {}
+        for name, tensor in _named_tensors(twin).items():
+            owner = self.ranks.owner(self.owners[name])
+            sent = _as_bytes(tensor, self.device, has_values=owner == self.ranks.rank)
+            with self.collective():
+                if sent.numel():
+                    distributed.broadcast(sent, owner, group=self.ranks.pipeline)
+            changes[id(tensor)] = _with_values(tensor, sent, device)
+        _replace(twin, changes)
+        return twin
+
+
+_last: Final[WeakKeyDictionary[nn.Module, RankWeights]] = WeakKeyDictionary()
+"""How each model's weights were distributed last."""
+
+
+def last_device(model: nn.Module) -> torch.device | None:
+    """This rank's device for a model whose weights are on several ranks."""
+    return _last[model].device if model in _last else None
+
+
+def whole_model(model: Reversible, device: torch.device | None = None) -> Reversible:
+    """A copy with all current weights. Where several ranks train the model, each calls it."""
+    weights = _last.get(model)
+    if weights is not None:
+        return weights.whole_model(model, device)
+    twin: Reversible = copy_module(model)
+    return twin if device is None else twin.to(device)
+
+
+def distribute(
+    model: Reversible, programs: Sequence[StageProgram], ranks: Ranks, device: torch.device
+) -> RankWeights:
+    """Move to every rank's device what its stages use, and free the rest. Every rank calls it.
+
+    All start with rank 0's weights; what rank 0 has freed for an earlier trainer comes from a rank
+    that has it.
+    """
+    tensors, layout = _named_tensors(model), ranks.layout
+    users: dict[str, set[int]] = {}
+    for program in programs:
+        for name in _used_by(model, program):
+            users.setdefault(name, set()).add(layout.stage_to_rank[program.index])
+    owners = owning_stages(model, programs)
+    # Tensors that no stage uses never change; they stay with the first stage.
+    weights = RankWeights(ranks, device, {name: owners.get(name, 0) for name in tensors})
+    sources = _sources(model, tensors, ranks)
+    changes: dict[int, Tensor] = {}
+    for (name, tensor), source in zip(tensors.items(), sources, strict=True):
+        using = users.get(name, {layout.stage_to_rank[0]})
+        received = _send_to_users(tensor, source, using, ranks)
+        if ranks.rank % layout.width not in using:
+            changes[id(tensor)] = _empty_like(tensor, _META)
+        elif received is not None or tensor.device != device:
+            values = tensor if received is None else received
+            changes[id(tensor)] = _with_values(tensor, values, device)
+        if ranks.owner(weights.owners[name]) != ranks.rank:
+            weights.borrowed.add(name)
+    _replace(model, changes)
+    if model not in _last:
+        model.register_load_state_dict_pre_hook(_bring_back)  # type: ignore[no-untyped-call]
+    _last[model] = weights
+    return weights
+
+
+def _sources(model: nn.Module, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[int]:
+    """For each tensor the rank to take it from: the first that has the current value."""
+    last = _last.get(model)
+    borrowed = last.borrowed if last is not None else set()
+    have = "".join(
+        _ABSENT if tensor.is_meta else _BORROWED if name in borrowed else _OWN
+        for name, tensor in tensors.items()
+    )
+    of_ranks = gather_plain(have, ranks.control)
+    sources = []
+    for index, name in enumerate(tensors):
+        of_tensor = [have[index] for have in of_ranks]
+        if max(of_tensor) == _ABSENT:
+            raise InputError(
+                f"trainer: no rank has the values of {name} (it is on the meta device); load "
+                "weights into net.model on rank 0 first"
+            )
+        sources.append(of_tensor.index(max(of_tensor)))
+    return sources
+
+
+def _send_to_users(tensor: Tensor, source: int, users: set[int], ranks: Ranks) -> Tensor | None:
+    """Send a tensor from the rank that has it to those that use it; returns what was received."""
+    layout = ranks.layout
+    targets = [r for r in range(layout.world) if r % layout.width in users and r != source]
+    if not tensor.numel() or not (ranks.rank == source or ranks.rank in targets):
+        return None
+    buffer = _as_bytes(tensor, _CPU, has_values=ranks.rank == source)
+    if ranks.rank != source:
+        distributed.recv(buffer, source, group=ranks.control)
+        return buffer
+    for target in targets:
+        distributed.send(buffer, target, group=ranks.control)
+    return None
+
+
+# -- tensors and the module tree ------------------------------------------------------------------
+
+
+def _as_bytes(tensor: Tensor, device: torch.device, has_values: bool) -> Tensor:
+    """A tensor's elements as bytes, or an empty buffer for them."""
+    if has_values:
+        return tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device).view(torch.uint8)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor (or parameter) of the same form on another device."""
+    empty = torch.empty_like(tensor.detach(), device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _with_values(tensor: Tensor, elements: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device with these values; in place if it is there already."""
+    target = tensor if tensor.device == device else _empty_like(tensor, device)
+    with torch.no_grad():
+        if elements.dtype != target.dtype or elements.shape != target.shape:
+            elements = elements.view(target.dtype).view(target.shape)
+        target.detach().copy_(elements)
+    return target
+
+
+def _replace(model: nn.Module, changes: Mapping[int, Tensor]) -> None:
+    """Replace tensors everywhere in the module tree, by the identity of the present ones."""
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if id(tensor) in changes:
+                    table[name] = changes[id(tensor)]
+    if isinstance(model, Reversible):
+        model._plans.clear()  # chains hold the parameters they were made with
+
+
+def _bring_back(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: allocate those of its tensors that only other ranks have."""
+    tensors = _named_tensors(module, every_name=True)
+    loaded = {name: t for name, t in tensors.items() if prefix + name in state}
+    _replace(module, {id(t): _empty_like(t, _CPU) for t in loaded.values() if t.is_meta})
+    if module in _last:
+        _last[module].borrowed -= loaded.keys()

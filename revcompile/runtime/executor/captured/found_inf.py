@@ -1,0 +1,154 @@
+"""Non-finite gradients in a captured step: flags on the device, which the host reads later.
+
+A captured step cannot branch, and must not wait for the device. Each backward pass computes a flag
+`found_inf`, 1 where a gradient is not finite (as `torch.amp.GradScaler` has it). The flag goes with
+the message to the stage before, and masks what the micro-batch would change: gradients become
+zeros, running statistics and updates are undone. The host copies all flags of a step without
+waiting, and raises an error some steps later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import NonFiniteError
+from revcompile.runtime.stage.buffer_pool import BufferPool
+
+__all__ = ["NonFiniteReports", "RunningStatistics", "found_inf", "restore_if", "zero_if"]
+
+
+def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
+    """A flag: 1 if `before` is 1, or if an element of the gradients is not finite.
+
+    >>> float(found_inf([torch.tensor([1.0, float("inf")])], torch.zeros(1)))
+    1.0
+    """
+    flag = before.clone()
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return flag
+    if gradients[0].is_cuda:
+        unscaled = torch.ones(1, device=flag.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, unscaled)
+        return flag
+    is_finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
+    return torch.maximum(flag, (~is_finite).to(flag.dtype))
+
+
+def zero_if(flag: Tensor, gradient: Tensor) -> Tensor:
+    """Zeros if the flag is set, else the gradient."""
+    return torch.where(flag.bool(), torch.zeros_like(gradient), gradient)
+
+
+def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
+    """Copy a snapshot back into its tensors, bit for bit, if the flag is set.
+
+    >>> weight = torch.tensor([1.0, 2.0])
+    >>> snapshot = [weight.clone()]
+    >>> restore_if(torch.ones(1), [weight.fill_(torch.nan)], snapshot)
+    >>> weight
+    tensor([1., 2.])
+    """
+    flag = flag.bool().reshape(())
+    for tensor, old in zip(tensors, snapshot, strict=True):
+        target = tensor.detach()
+        torch.where(flag, old, target, out=target)
+
+
+class RunningStatistics:
+    """Running statistics of batch norms, which a bad micro-batch must not change.
+
+    There are many and they are small: those of one type are handled as one flat tensor.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            self._by_dtype.setdefault(buffer.dtype, []).append(buffer)
+
+    def snapshot(self) -> list[Tensor]:
+        return [_flat(buffers) for buffers in self._by_dtype.values()]
+
+    def restore_if(self, flag: Tensor, snapshot: Sequence[Tensor]) -> None:
+        for buffers, old in zip(self._by_dtype.values(), snapshot, strict=True):
+            merged = torch.where(flag.bool(), old, _flat(buffers))
+            parts = merged.split([buffer.numel() for buffer in buffers])
+            shaped = [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
+            # `.data`: graphs in flight may have saved these buffers, and autograd would refuse to
+            # use them after a write that it sees. Batch norm itself writes them unseen.
+            torch._foreach_copy_([buffer.data for buffer in buffers], shaped)
+
+
+def _flat(buffers: Sequence[Tensor]) -> Tensor:
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])
+
+
+class NonFiniteReports:
+    """Flags on their way from the device to the host, and the errors they amount to.
+
+    Args:
+        most: How many steps may be unread before the host waits for the first of them.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._pending: deque[tuple[Tensor, torch.cuda.Event | None, Mapping[int, int]]] = deque()
+        self._host_buffers = BufferPool()
+        self._reported: set[int] = set()
+
+    def submit(self, flags: Tensor, microbatches: Mapping[int, int]) -> None:
+        """Copy the flags of a step to the host, without waiting.
+
+        Args:
+            flags: One for each stage, in the order of `microbatches`.
+            microbatches: The micro-batch of each stage's backward pass.
+        """
+        host = self._host_buffers.take(
+            flags.shape,
+            lambda: torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda),
+        )
+        host.copy_(flags, non_blocking=True)
+        event = torch.cuda.Event() if flags.is_cuda else None
+        if event is not None:
+            event.record()
+        self._pending.append((host, event, microbatches))
+
+    def collect(self, wait: bool = False) -> list[NonFiniteError]:
+        """An error for every bad micro-batch that has become known since the last call."""
+        errors = []
+        while self._pending:
+            host, event, microbatches = self._pending[0]
+            if event is not None and not event.query():
+                if not wait and len(self._pending) < self._most:
+                    break
+                event.synchronize()
+            self._pending.popleft()
+            errors += self._errors(host.tolist(), microbatches)
+        return errors
+
+    def _errors(self, flags: list[float], microbatches: Mapping[int, int]) -> list[NonFiniteError]:
+        """One for each micro-batch, from the last stage that has flagged it: there it began."""
+        errors = []
+        flagged = list(zip(microbatches.items(), flags, strict=True))
+        for (stage, microbatch), flag in reversed(flagged):
+            if flag and microbatch not in self._reported:
+                self._reported.add(microbatch)
+                errors.append(_error(stage, microbatch))
+        oldest = min(microbatches.values(), default=0)
+        self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}
+        return errors
+
+
+def _error(stage: int, microbatch: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"stage {stage}, micro-batch {microbatch}: the loss or the gradient of a parameter is not "
+        "finite. The micro-batch was left out of the updates of this stage and of those before "
+        "it, and moved no running statistics; lower the learning rate, clip gradients, or look at "
+        "this batch (backend='eager' says at once, and which parameter)",
+        stage=stage,
+        microbatch=microbatch,
+    )

@@ -1,0 +1,269 @@
+"""Stage programs with their fusion regions compiled: one kernel for what surrounds a convolution.
+
+Forward and backward run the same compiled function of a region, both under autograd: a branch that
+backward recomputes has to come out as in forward, to the bit.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from revcompile.ir import stage_ops
+from revcompile.ir.ops import as_read, attribute
+from revcompile.kernels.exact_sum import is_imprecise, make_grid
+from revcompile.runtime.executor.captured.fusion_regions import (
+    FusedAdd,
+    FusionRegion,
+    find_regions,
+    fuse_residual_adds,
+)
+
+__all__ = ["FusedOps", "cast_leaf", "fuse"]
+
+
+class FusedOps:
+    """Compiled functions: of fusion regions, and of the ops that programs call between them.
+
+    Args:
+        compile: What compiles a function; None for `torch.compile`.
+    """
+
+    def __init__(self, compile: Callable[[Any], Callable[..., Any]] | None = None) -> None:
+        self._compile = compile or _torch_compile
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._signs: dict[tuple[torch.device, bool], Tensor] = {}
+        self.plus = self._on_grid(self._compile(_plus), stage_ops.plus)
+        self.minus = self._on_grid(self._compile(_minus), stage_ops.minus)
+        self._round_to_grid = self._compile(_round_to_grid)
+        self._add = self._compile(_add)
+
+    def function(
+        self, region: FusionRegion, root: nn.Module, add: FusedAdd | None = None
+    ) -> Callable[..., Any]:
+        """The function of a region; regions of one signature and one set of shapes share it.
+
+        Args:
+            add: If given, the function ends with this add.
+        """
+        shapes = (attribute(root, path).shape for path in region.reads)
+        key = region.signature, None if add is None else add.output, *shapes
+        if key not in self._functions:
+            modules = {f"m{index}": module for index, module in enumerate(region.modules)}
+            graph = region.graph if add is None else add.graph
+            self._functions[key] = self._compile(fx.GraphModule(nn.ModuleDict(modules), graph))
+        return self._functions[key]
+
+    def sign(self, device: torch.device, is_minus: bool) -> Tensor:
+        """A tensor, so that plus and minus are one compiled function, with the same rounding."""
+        if (device, is_minus) not in self._signs:
+            self._signs[device, is_minus] = torch.tensor(-1.0 if is_minus else 1.0, device=device)
+        return self._signs[device, is_minus]
+
+    def enter_chain(
+        self, a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `stage_ops.enter_chain`, with one pass over each stream once the grid is known."""
+        if torch.is_grad_enabled():  # a graph is kept, and these ops are part of it
+            return stage_ops.enter_chain(a, b, cast, convolves)
+        if not is_imprecise(stage_ops.wide(a.new_empty(0)), cast, convolves):
+            return stage_ops.wide(a), stage_ops.wide(b), None
+        grid = make_grid(stage_ops.largest(a).float(), stage_ops.largest(b).float())
+        return self._round_to_grid(a, grid), self._round_to_grid(b, grid), grid
+
+    def total(self, *gradients: Tensor | None) -> Tensor | None:
+        """As `stage_ops.total`, also of gradients in several precisions."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        if len(given) == 2 and given[0].dtype != given[1].dtype:
+            total: Tensor = self._add(*given)
+            return total
+        return stage_ops.total(*given)
+
+    def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
+        def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
+            if grid is None or torch.is_grad_enabled():
+                return plain(stream, addend, grid)
+            return compiled(stream.detach(), addend.detach(), grid)
+
+        on_grid.__name__ = on_grid.__qualname__ = f"{plain.__name__}_on_grid"
+        return on_grid
+
+
+def _plus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
+    return stream + ((addend.float() + grid) - grid)
+
+
+def _minus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
+    return stream - ((addend.float() + grid) - grid)
+
+
+def _round_to_grid(x: Tensor, grid: Tensor) -> Tensor:
+    return (x.float() + grid) - grid
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    return a + b
+
+
+def _torch_compile(function: Any) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
+    return compiled
+
+
+_COMPILED_OPS: Final[dict[Any, str]] = {
+    stage_ops.enter_chain: "enter_chain",
+    stage_ops.minus: "minus",
+    stage_ops.plus: "plus",
+    stage_ops.total: "total",
+}
+"""Ops between regions, and the method of `FusedOps` that replaces each."""
+
+
+def fuse(
+    forward: fx.Graph, backward: fx.Graph, root: nn.Module, fused: FusedOps
+) -> tuple[fx.Graph, fx.Graph]:
+    """Copies of a stage's two programs with their fusion regions compiled."""
+    programs = [fx.Graph(), fx.Graph()]
+    for new, old in zip(programs, (forward, backward), strict=True):
+        new.output(new.graph_copy(old, {}))
+    regions = [find_regions(graph, root) for graph in programs]
+    for region in regions[1]:
+        for node in region.inputs:
+            if node.target is stage_ops.leaf and _is_cast(region, node):
+                node.target = cast_leaf
+    fuse_residual_adds(*regions)
+    # Forward treats its inputs as backward does, or the recomputed branch might differ.
+    leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}
+    for graph, in_graph in zip(programs, regions, strict=True):
+        replaced: dict[fx.Node, fx.Node] = {}
+        for number, region in enumerate(in_graph):
+            ops = leaf_ops.get(tuple(region.reads), _leaf_ops(region))
+            _replace(graph, region, _caller(region, root, fused, ops, number), replaced)
+        for node in graph.nodes:
+            if node.target in _COMPILED_OPS:
+                node.target = getattr(fused, _COMPILED_OPS[node.target])
+        graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+        graph.lint()
+    return programs[0], programs[1]
+
+
+LeafOp = Callable[[Any], Any]
+"""Makes an input of a region a leaf of a graph of autograd."""
+
+
+def _leaf_ops(region: FusionRegion) -> tuple[LeafOp, ...]:
+    """For each input the op that makes it a leaf in backward, or one that does nothing."""
+    ops: tuple[Any, ...] = (stage_ops.leaf, cast_leaf)
+    targets = [node.target for node in region.inputs]
+    return tuple(t if t in ops else _identity for t in targets)  # type: ignore[misc]
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _is_cast(region: FusionRegion, node: fx.Node) -> bool:
+    """Is an input read once, by a layer for which autocast casts it to low precision?"""
+    users = [user for user in node.users if user in region.nodes]
+    if len(users) != 1 or users[0].op != "call_module":
+        return False
+    return f"{users[0].target}.weight" in region.autocast_weights
+
+
+def cast_leaf(x: Any) -> Any:
+    """A leaf in the precision in which it is read.
+
+    Its gradient then comes in low precision, and is cast up while it is added to others.
+    """
+    return stage_ops.leaf(as_read(x) if isinstance(x, Tensor) else x)
+
+
+def _replace(
+    graph: fx.Graph,
+    region: FusionRegion,
+    function: Callable[..., Any],
+    replaced: dict[fx.Node, fx.Node],
+) -> None:
+    """Call a function in place of a region; the result of a fused add is its last output.
+
+    Args:
+        replaced: What stands for the outputs of earlier regions; those of this one are added.
+    """
+    add = region.fused_add
+    inputs = [*(replaced.get(x, x) for x in region.inputs), *(add.inputs if add else ())]
+    outputs = [*region.outputs, *([add.node] if add else [])]
+    with graph.inserting_after(region.nodes[-1]):
+        call = graph.call_function(function, tuple(inputs))
+    last = call
+    for index, node in enumerate(outputs):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (call, index))
+        node.replace_all_uses_with(last)
+        replaced[node] = last
+    for node in (*([add.node] if add else []), *reversed(region.nodes)):
+        graph.erase_node(node)
+
+
+def _caller(
+    region: FusionRegion, root: nn.Module, fused: FusedOps, leaf_ops: Sequence[LeafOp], number: int
+) -> Callable[..., Any]:
+    """A function that calls a compiled region as the program would have computed it.
+
+    While the program records, the region becomes a part of its graph and moves running statistics.
+    Otherwise autograd runs all the same, so that the kernels are those of a recording program; the
+    graph is dropped, and running statistics move in scratch memory.
+    """
+    reads, add = region.reads, region.fused_add
+    scratch: dict[str, Tensor] = {}
+
+    def scratch_statistics(path: str) -> Tensor:
+        """Running statistics that may change in vain."""
+        if path not in scratch:
+            scratch[path] = torch.zeros_like(attribute(root, path))
+        return scratch[path]
+
+    def call(*inputs: Any, add: FusedAdd | None = None, add_inputs: Sequence[Tensor] = ()) -> Any:
+        function = fused.function(region, root, add)
+        if torch.is_grad_enabled():
+            for path in region.counters:
+                attribute(root, path).add_(1)
+            tensors = [attribute(root, path) for path in reads]
+            return _without_warnings(function, *inputs, *add_inputs, *tensors)
+        leaves = [leaf_op(x) for x, leaf_op in zip(inputs, leaf_ops, strict=True)]
+        tensors = [
+            scratch_statistics(path) if path in region.statistics else attribute(root, path)
+            for path in reads
+        ]
+        with torch.enable_grad():
+            results = _without_warnings(function, *leaves, *add_inputs, *tensors)
+        return tuple(map(stage_ops.detached, results))
+
+    def call_with_add(*inputs: Any) -> Any:
+        assert add is not None
+        *own, stream, grid = inputs
+        if grid is None or (torch.is_grad_enabled() and not add.is_minus):
+            # Exact without a grid; or the graph that is kept goes on through the stream.
+            results = call(*own)
+            plain = stage_ops.minus if add.is_minus else stage_ops.plus
+            return *results, plain(stream, results[add.output], grid)
+        sign = fused.sign(stream.device, add.is_minus)
+        results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign))
+        return *results, stage_ops.detached(results[add.output])
+
+    if add is not None:
+        call_with_add.__name__ = call_with_add.__qualname__ = f"compiled_{number}_and_sum"
+        return call_with_add
+    call.__name__ = call.__qualname__ = f"compiled_{number}"
+    return call
+
+
+def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:
+    """Compiling reads `.grad` of whatever it is given, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        return function(*args)

@@ -1,0 +1,306 @@
+"""Fusion regions: the parts of a stage's program that are compiled, each as one function.
+
+    a' = b                      a region is a run of nodes without side effects: here the branch F
+    b' = a + F(b)               the residual add can be fused into it: F(b) is never in memory
+
+The function of a region takes its inputs and every tensor that it reads of its layers (weights,
+running statistics) as arguments, so that blocks of one shape share a compiled function. Where an
+add is fused, it is fused in forward and in backward: computed differently, the reconstructed input
+would not be the one that forward had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from revcompile.ir import stage_ops
+
+__all__ = ["FusedAdd", "FusionRegion", "find_regions", "fuse_residual_adds"]
+
+_STATELESS: Final = (
+    nn.AdaptiveAvgPool2d,
+    nn.AvgPool2d,
+    nn.Flatten,
+    nn.GELU,
+    nn.Identity,
+    nn.MaxPool2d,
+    nn.ReLU,
+    nn.SiLU,
+    nn.Tanh,
+)
+_FUNCTIONS: Final = frozenset(
+    [
+        operator.add,
+        operator.getitem,
+        operator.mul,
+        torch.add,
+        torch.cat,
+        torch.chunk,
+        torch.flatten,
+        torch.mul,
+        torch.permute,
+        torch.relu,
+        torch.reshape,
+        torch.transpose,
+        F.gelu,
+        F.relu,
+        F.scaled_dot_product_attention,
+        F.silu,
+        F.softmax,
+    ]
+)
+_METHODS: Final = frozenset(
+    ["chunk", "flatten", "permute", "reshape", "transpose", "unbind", "view"]
+)
+
+
+@dataclass
+class FusedAdd:
+    """The residual add at the end of a region: a stream plus or minus the branch, on a grid."""
+
+    node: fx.Node
+    """The add in the stage's program."""
+    output: int
+    """Which of the region's outputs is the branch's result."""
+    graph: fx.Graph
+    """The region with the add; the stream, the grid and a sign come after its own inputs."""
+
+    @property
+    def inputs(self) -> tuple[fx.Node, fx.Node]:
+        """Stream and grid."""
+        stream, _, grid = self.node.args
+        return stream, grid  # type: ignore[return-value]
+
+    @property
+    def is_minus(self) -> bool:
+        """Does it reconstruct a stream in backward?"""
+        return self.node.target is stage_ops.minus
+
+
+@dataclass
+class FusionRegion:
+    """Consecutive nodes of a program, as a function of their inputs and the tensors they read."""
+
+    nodes: list[fx.Node]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    """The function."""
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
+    """Paths of the tensors it reads of layers."""
+    statistics: set[str] = field(default_factory=set)
+    """Those of `reads` that are running statistics."""
+    autocast_weights: set[str] = field(default_factory=set)
+    """Those of `reads` that autocast casts to low precision, with the layer's input."""
+    counters: list[str] = field(default_factory=list)
+    """Paths of `num_batches_tracked`, which the function does not write."""
+    modules: list[nn.Module] = field(default_factory=list)
+    """Layers without tensors that the function calls."""
+    fused_add: FusedAdd | None = None
+
+    @property
+    def signature(self) -> str:
+        """Equal for regions that compute the same function of their arguments."""
+        modules = " ".join(map(repr, self.modules))
+        return f"{self.graph.python_code('self').src} {modules} {len(self.inputs)}"
+
+
+# -- finding regions -------------------------------------------------------------------------------
+
+
+def find_regions(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
+    """The regions of a stage's program: its longest runs of pure nodes with at least one layer."""
+    runs = itertools.groupby(graph.nodes, lambda node: _is_pure(node, root))
+    pure = [list(nodes) for is_pure, nodes in runs if is_pure]
+    return [_build(FusionRegion(nodes), root) for nodes in pure if any(map(_is_layer, nodes))]
+
+
+def _is_layer(node: fx.Node) -> bool:
+    return node.op == "call_module" or node.target is stage_ops.call_norm
+
+
+def _is_pure(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return type(module) in (*_LIFTED, *_STATELESS)
+    if node.op == "get_attr":  # the layer that a call of `call_norm` is given
+        return all(user.target is stage_ops.call_norm for user in node.users)
+    if node.op == "call_method":
+        return node.target in _METHODS
+    if node.target is stage_ops.call_norm:
+        layer = root.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
+        return _is_plain_norm(layer) and len(node.args) == 2 and not node.kwargs
+    if node.target is operator.getitem:  # alone it is not worth a kernel
+        return _is_pure(node.all_input_nodes[0], root)
+    return node.op == "call_function" and node.target in _FUNCTIONS
+
+
+def _is_plain_norm(layer: nn.Module) -> bool:
+    if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+        return False
+    is_exact = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d)
+    return is_exact and layer.affine and layer.track_running_stats and layer.momentum is not None
+
+
+# -- building their functions ----------------------------------------------------------------------
+
+
+def _conv(function: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
+    def lifted(layer: Any) -> tuple[Any, ...]:
+        settings = layer.stride, layer.padding, layer.dilation, layer.groups
+        return function, ("weight", "bias"), settings
+
+    return lifted
+
+
+_LIFTED: Final[dict[type[nn.Module], Callable[..., tuple[Any, ...]]]] = {
+    nn.Conv1d: _conv(F.conv1d),
+    nn.Conv2d: _conv(F.conv2d),
+    nn.LayerNorm: lambda m: (_layer_norm, ("weight", "bias"), (m.normalized_shape, m.eps)),
+    nn.Linear: lambda m: (F.linear, ("weight", "bias"), ()),
+}
+"""For layers with tensors: the function that takes them as arguments, their names, settings."""
+
+
+def _layer_norm(x: Tensor, weight: Any, bias: Any, shape: Any, eps: float) -> Tensor:
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
+    """Fill in a region: its function takes inputs, then tensors, in the order of first use."""
+    graph, inside = region.graph, set(region.nodes)
+    copies: dict[fx.Node, fx.Node] = {}
+    lifted: dict[str, fx.Node] = {}
+    computed = [node for node in region.nodes if node.op != "get_attr"]
+    for node in computed:
+        for source in node.all_input_nodes:
+            if source not in inside and source not in copies:
+                copies[source] = graph.placeholder(f"x{len(region.inputs)}")
+                region.inputs.append(source)
+    for node in computed:
+        for path in _tensors(node, root):
+            if path not in lifted:
+                lifted[path] = graph.placeholder(f"t{len(lifted)}")
+    region.reads = list(lifted)
+    for index, node in enumerate(computed):
+        copies[node] = _emit(region, node, root, copies, lifted)
+        copies[node]._rename(f"v{index}")
+        if any(user not in inside for user in node.users):
+            region.outputs.append(node)
+    graph.output(tuple(copies[node] for node in region.outputs))
+    return region
+
+
+def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
+    """The paths of the tensors that a node reads of its layer."""
+    if node.target is stage_ops.call_norm:
+        path = str(node.args[0].target)  # type: ignore[union-attr]
+        return [f"{path}.{n}" for n in ("running_mean", "running_var", "weight", "bias")]
+    if node.op != "call_module":
+        return []
+    path, layer = str(node.target), root.get_submodule(str(node.target))
+    if type(layer) not in _LIFTED:
+        return []
+    return [f"{path}.{n}" for n in ("weight", "bias") if getattr(layer, n) is not None]
+
+
+def _emit(
+    region: FusionRegion,
+    node: fx.Node,
+    root: nn.Module,
+    copies: dict[fx.Node, fx.Node],
+    lifted: dict[str, fx.Node],
+) -> fx.Node:
+    graph = region.graph
+    if node.target is stage_ops.call_norm:
+        path = str(node.args[0].target)  # type: ignore[union-attr]
+        norm: Any = root.get_submodule(path)
+        region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
+        region.counters.append(f"{path}.num_batches_tracked")
+        tensors = [lifted[name] for name in _tensors(node, root)]
+        x = copies[node.args[1]]  # type: ignore[index]
+        return graph.call_function(F.batch_norm, (x, *tensors, True, norm.momentum, norm.eps))
+    if node.op == "call_module":
+        layer = root.get_submodule(str(node.target))
+        args = fx.map_arg(node.args, copies.__getitem__)
+        if type(layer) in _LIFTED:
+            function, names, settings = _LIFTED[type(layer)](layer)
+            if not isinstance(layer, nn.LayerNorm):
+                region.autocast_weights.add(f"{node.target}.weight")
+            arguments = [lifted.get(f"{node.target}.{name}") for name in names]
+            return graph.call_function(function, (*args, *arguments, *settings))
+        region.modules.append(layer)
+        return graph.call_module(f"m{len(region.modules) - 1}", args)
+    return graph.node_copy(node, copies.__getitem__)
+
+
+# -- residual adds ---------------------------------------------------------------------------------
+
+
+def fuse_residual_adds(forward: Sequence[FusionRegion], backward: Sequence[FusionRegion]) -> None:
+    """Let regions end with the residual add of their result, where both programs can."""
+    for region in forward:
+        if sum(other.reads == region.reads for other in forward) > 1:
+            continue
+        recomputed = [r for r in backward if r.reads == region.reads and _residual_adds(r)]
+        same = region, *recomputed
+        adds = list(map(_fused_add, same))
+        if all(add is not None for add in adds):
+            for each, add in zip(same, adds, strict=True):
+                each.fused_add = add
+
+
+def _residual_adds(region: FusionRegion) -> list[tuple[int, fx.Node]]:
+    """The residual adds of a region's outputs."""
+    return [
+        (index, user)
+        for index, node in enumerate(region.outputs)
+        for user in node.users
+        if user.target in (stage_ops.plus, stage_ops.minus) and user.args[1] is node
+    ]
+
+
+def _fused_add(region: FusionRegion) -> FusedAdd | None:
+    """The add that can be part of a region: nothing else but a gradient reads the branch."""
+    adds = _residual_adds(region)
+    if len(adds) != 1:
+        return None
+    output, node = adds[0]
+    others = [user for user in region.outputs[output].users if user is not node]
+    inside = set(region.nodes)
+    if any(user.target is not stage_ops.vjp and user not in inside for user in others):
+        return None
+    last = region.nodes[-1]
+    if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):
+        return None
+    return FusedAdd(node, output, _graph_with_add(region, output))
+
+
+def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    outputs = graph.graph_copy(region.graph, copies)
+    assert isinstance(outputs, tuple)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(placeholders[len(region.inputs) - 1]):  # in reverse
+        sign = graph.placeholder("sign")
+        grid = graph.placeholder("grid")
+        stream = graph.placeholder("stream")
+    results = list(outputs)
+    results[output] = graph.call_function(_add_on_grid, (results[output], stream, grid, sign))
+    graph.output(tuple(results))
+    return graph
+
+
+def _add_on_grid(addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor) -> Tensor:
+    """The stream plus or minus the addend; its gradient is the addend's own, with no sign."""
+    value = addend.detach()
+    return (addend - value) + (stream + sign * ((value.float() + grid) - grid))

@@ -1,0 +1,150 @@
+"""Running one step again and again: by calling it, or as a CUDA graph that is captured once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from revcompile.errors import RevcompileError
+from revcompile.ir.stage_ops import seed_of, seeding
+
+__all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "RandomKeys"]
+
+
+class CaptureUnsupported(RevcompileError):
+    """A step does something that a CUDA graph cannot hold."""
+
+
+Pass = tuple[int, int]
+"""A stage, and a micro-batch counted from the one that enters with the step."""
+RandomKeys = Mapping[Pass, int]
+"""What the random numbers of each pass of a step are seeded with."""
+
+
+class EagerReplay:
+    """Runs steps of several kinds by calling them: on any device, and open to a debugger.
+
+    All steps of one kind do the same with the same static buffers.
+    """
+
+    def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
+        """Run a step.
+
+        Raises:
+            CaptureUnsupported: It cannot be captured, and has not been run.
+        """
+        step()
+
+    def is_captured(self, kind: Hashable) -> bool:
+        """Are steps of this kind replayed, and not called?"""
+        return False
+
+    def clear(self) -> None:
+        """Forget all captured steps."""
+
+
+@dataclass
+class _Capture:
+    """The state of one kind of step: warmed up, then captured."""
+
+    draws: list[tuple[Pass, int] | None] = field(default_factory=list)
+    """For each seeding of random numbers in the step: what was seeded, if numbers were drawn."""
+    graph: torch.cuda.CUDAGraph | None = None
+    generators: list[tuple[torch.Generator, Pass, int]] = field(default_factory=list)
+
+
+class CudaGraphReplay(EagerReplay):
+    """One CUDA graph for each kind of step, all in one memory pool.
+
+        1st step of a kind    warm-up: called, which also shows where random numbers are drawn
+        2nd                   captured, then replayed
+        from the 3rd on       replayed
+
+    A graph cannot seed random numbers. Each place that draws some gets a generator of its own,
+    which is seeded from the host before the graph is replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._captures: dict[Hashable, _Capture] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def is_captured(self, kind: Hashable) -> bool:
+        return kind in self._captures and self._captures[kind].graph is not None
+
+    def clear(self) -> None:
+        self._captures.clear()
+
+    def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
+        """Warm up, capture or replay."""
+        if kind not in self._captures:
+            self._captures[kind] = _Capture(self._warm_up(step, keys))
+            return
+        capture = self._captures[kind]
+        if capture.graph is None:
+            self._capture(capture, step)
+        for generator, seeded, piece in capture.generators:
+            generator.manual_seed(seed_of(keys[seeded], piece))
+        assert capture.graph is not None
+        capture.graph.replay()
+
+    def _default_generator(self) -> torch.Generator:
+        index = self.device.index
+        return torch.cuda.default_generators[index if index is not None else 0]
+
+    def _warm_up(self, step: Callable[[], None], keys: RandomKeys) -> list[tuple[Pass, int] | None]:
+        """Call the step. A piece draws random numbers if it advances the generator."""
+        passes = {key: seeded for seeded, key in keys.items()}
+        seeded: list[tuple[Pass, int]] = []
+        has_drawn: list[bool] = []
+        generator = self._default_generator()
+
+        def end_piece() -> None:
+            if len(has_drawn) < len(seeded):
+                has_drawn.append(generator.get_offset() > 0)
+
+        def seeder(key: int, piece: int) -> None:
+            end_piece()
+            seeded.append((passes[key], piece))
+            torch.manual_seed(seed_of(key, piece))
+
+        with torch.random.fork_rng([self.device]), seeding(seeder):
+            step()
+            end_piece()
+        return [entry if drew else None for entry, drew in zip(seeded, has_drawn, strict=True)]
+
+    def _capture(self, capture: _Capture, step: Callable[[], None]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        generators = [
+            (torch.Generator(self.device), *draw) if draw is not None else None
+            for draw in capture.draws
+        ]
+        for entry in generators:
+            if entry is not None:
+                graph.register_generator_state(entry[0])
+        default, count = self._default_generator(), itertools.count()
+        state = default.graphsafe_get_state()
+        default.graphsafe_set_state(state.clone_state())  # a capture that fails would keep it
+
+        def seeder(key: int, piece: int) -> None:
+            entry = generators[next(count)]
+            if entry is not None:
+                default.graphsafe_set_state(entry[0])
+
+        stream = torch.cuda.current_stream(self.device)
+        capturing = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
+        try:
+            with seeding(seeder), capturing:
+                step()
+        except Exception as error:
+            # A capture that fails leaves its stream current, and its pool perhaps in use.
+            torch.cuda.set_stream(stream)
+            self._pool = torch.cuda.graph_pool_handle()
+            raise CaptureUnsupported(f"{type(error).__name__}: {error}") from error
+        finally:
+            default.graphsafe_set_state(state)
+        capture.graph = graph
+        capture.generators = [entry for entry in generators if entry is not None]

@@ -1,0 +1,95 @@
+"""What is in flight when a trainer goes over to captured steps: it is moved into static buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from revcompile.runtime.executor.captured.static_buffers import Route
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
+from revcompile.runtime.stage.stage import InFlight
+
+__all__ = ["InFlightState", "empty_on", "in_flight", "missing_memory"]
+
+
+@dataclass
+class InFlightState:
+    """Activations, stashed weights and messages of the micro-batches in flight."""
+
+    activations: dict[int, dict[int, Any]] = field(default_factory=dict)
+    """By stage and micro-batch."""
+    messages: dict[Route, list[Message]] = field(default_factory=dict)
+    stashed: dict[int, dict[int, Mapping[str, Tensor]]] = field(default_factory=dict)
+    """By stage and by how many updates old the weights are."""
+
+    @classmethod
+    def of(
+        cls, executors: Sequence[StageExecutor], transport: InProcess, flag: Tensor | None
+    ) -> InFlightState | None:
+        """What is in flight now; None if a captured step cannot work with some of it.
+
+        Args:
+            flag: If given, messages get flags `found_inf` like this one, which are not set.
+        """
+        state = cls()
+        for executor in executors:
+            ages = executor.stage.ages()
+            for microbatch, entry in executor.stage.in_flight.items():
+                if entry.buffers or entry.original:
+                    return None
+                state.activations.setdefault(executor.index, {})[microbatch] = entry.kept
+                if entry.weights is not None:
+                    age = ages[microbatch]
+                    state.stashed.setdefault(executor.index, {})[age] = entry.weights
+        for route, queue in transport.queues.items():
+            for message in queue:
+                if message.void or message.scale is not None or route[2] is not MessageKind.DY:
+                    return None
+                unset = None if flag is None else torch.zeros_like(flag)
+                state.messages.setdefault(route, []).append(
+                    Message(message.index, message.values, message.gradients, found_inf=unset)
+                )
+        return state
+
+    @property
+    def nbytes(self) -> int:
+        messages = [(m.values, m.gradients) for queue in self.messages.values() for m in queue]
+        leaves = pytree.tree_leaves((self.activations, messages, self.stashed))
+        return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
+
+
+def missing_memory(state: InFlightState, snapshots: int, device: torch.device) -> str | None:
+    """Why captured steps would not fit into the device's memory; None if they do.
+
+    They need copies of what is in flight, and twice what one step allocates for itself: in the
+    ordinary pool during the warm-up, and in the pool of the graphs.
+
+    Args:
+        snapshots: Bytes that updates copy to be able to restore them.
+    """
+    if device.type != "cuda":
+        return None
+    allocated = torch.cuda.memory_allocated(device)
+    transient = torch.cuda.max_memory_allocated(device) - allocated
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+    need = state.nbytes + 2 * (transient + snapshots)
+    if need <= free:
+        return None
+    return f"they need about {need / 2**30:.1f} GiB more, but {free / 2**30:.1f} GiB are free"
+
+
+def empty_on(device: torch.device, tree: Any) -> Any:
+    """Nested values with uninitialised tensors on a device instead of their own."""
+    return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
+
+
+def in_flight(activations: tuple[Any, ...], weights: Mapping[str, Tensor] | None) -> InFlight:
+    """A stage's record of a micro-batch with these activations and stashed weights."""
+    versions = tuple(t._version if isinstance(t, Tensor) else 0 for t in activations)
+    return InFlight(kept=activations, weights=weights, versions=versions)

@@ -1,0 +1,206 @@
+"""Optimizers inside a captured step: settings on the device, updates that a flag can undo.
+
+Fused kernels read the flag `found_inf` and do nothing if it is set. Other optimizers take their
+capturable step in any case; if the flag is set, all that it has written is restored from copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
+from revcompile.runtime.executor.captured.found_inf import restore_if
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.stage.update import COUNTERS, Updater, counts_on_device
+
+__all__ = ["CapturedUpdater", "why_not_capturable_optimizer"]
+
+_FUSED: Final = (SGD, Adam, AdamW)
+"""Their kernels read `found_inf`."""
+_OURS: Final = (DelayAwareSGD, DelayAwareAdamW, DelayAwareMuon)
+_CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, *_OURS)
+"""Their steps do not wait for the device, but know no `found_inf`."""
+
+
+def why_not_capturable_optimizer(optimizer: Optimizer) -> str | None:
+    """Why an optimizer's step cannot be captured; None if it can.
+
+    >>> why_not_capturable_optimizer(torch.optim.NAdam([torch.zeros(2)]))
+    >>> why_not_capturable_optimizer(torch.optim.Adagrad([torch.zeros(2)]))  # doctest: +ELLIPSIS
+    'Adagrad has no step that can be captured; use SGD, Adam, AdamW, NAdam, ...
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in (*_FUSED, *_CAPTURABLE):
+        known = [kind.__name__ for kind in (*_FUSED, *_CAPTURABLE)]
+        return (
+            f"{name} has no step that can be captured; use {', '.join(known[:-1])} or {known[-1]} "
+            "of torch.optim or revcompile.optim themselves"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return f"{name}(differentiable=True) cannot be captured; leave it out"
+        if any(not p.is_floating_point() for p in group["params"]):
+            return f"{name} has parameters that are not floating-point numbers"
+    return None
+
+
+class CapturedUpdater(Updater):
+    """Another updater's optimizer, as a captured step uses it.
+
+    Learning rates are tensors on the device, so that they may change between steps; the learning
+    rate schedule goes on when `advance` is called. On the CPU the optimizer's own step is taken.
+    """
+
+    def __init__(self, updater: Updater) -> None:
+        self.where, self.parameters = updater.where, updater.parameters
+        self.optimizer, self.lr_schedule = updater.optimizer, updater.lr_schedule
+        self.found_inf: Tensor | None = None
+        """A flag; if it is set, `apply` changes nothing."""
+        groups = self._groups
+        first = next(iter(self.parameters.values()), None)
+        device = first.device if first is not None else None
+        self._on_device = first is not None and first.is_cuda
+        self._is_fused = type(self.optimizer) in _FUSED
+        # Fused kernels take single precision. The other optimizers compute with Python floats on
+        # the CPU, so they get double precision here: 1 - beta ** step would lose half its digits.
+        dtype = torch.float32 if self._is_fused else torch.float64
+        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in groups]
+        self._rates_on_host: list[float | None] = [None for _ in groups]
+        self._counts = torch.zeros(len(self.parameters), len(COUNTERS), dtype=dtype, device=device)
+        """The counters of each parameter (of its updates, say) while steps are captured."""
+        self._own_counters: dict[tuple[int, int], Tensor] = {}
+        """Those that the optimizer had before, by row and column of `_counts`."""
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    @property
+    def started(self) -> bool:
+        """Has there been an update? The first one allocates the optimizer's state."""
+        if self.optimizer is None or self.optimizer.state:
+            return True
+        return type(self.optimizer) is SGD and not any(g["momentum"] for g in self._groups)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes that an update copies to be able to restore them."""
+        if self.optimizer is None or self._is_fused:
+            return 0
+        return sum(t.numel() * t.element_size() for t in self._written(self.parameters))
+
+    def settings(self) -> tuple[Any, ...]:
+        """What a captured step holds fixed: all settings but the learning rate."""
+        return tuple(
+            tuple((k, v) for k, v in group.items() if k not in ("params", "lr", "initial_lr"))
+            for group in self._groups
+        )
+
+    def prepare(self) -> None:
+        """Before a step: copy learning rates that have changed to the device."""
+        for index, group in enumerate(self._groups):
+            rate = float(group["lr"])
+            if rate != self._rates_on_host[index]:
+                self._rates[index].fill_(rate)
+                self._rates_on_host[index] = rate
+
+    def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
+        """One update, unless `found_inf` is set; does not wait for a GPU."""
+        if self.optimizer is None or not gradients:
+            return
+        if not self._is_fused:
+            self._apply_or_restore(gradients, scale)
+        elif self._on_device:
+            with self._capturable():
+                self._update(gradients, scale)
+        elif self.found_inf is None or not bool(self.found_inf):
+            self._update(gradients, scale)
+
+    def _apply_or_restore(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        written = self._written(gradients) if self.found_inf is not None else []
+        snapshot = StaticBuffers(written)
+        snapshot.copy_(written)
+        with self._capturable() if self._on_device else nullcontext():
+            self._update(gradients, scale)
+        if self.found_inf is not None:
+            restore_if(self.found_inf, written, snapshot.tensors)
+
+    def _written(self, names: Iterable[str]) -> list[Tensor]:
+        """What an update with gradients of these parameters writes to."""
+        assert self.optimizer is not None
+        parameters = [self.parameters[name] for name in names if name in self.parameters]
+        written: list[Tensor] = [self._counts, *parameters]
+        for parameter in parameters:
+            values = self.optimizer.state.get(parameter, {}).values()
+            written += [v for v in values if isinstance(v, Tensor) and v._base is not self._counts]
+        return written
+
+    def advance(self) -> None:
+        """After a step with an update: the learning rate schedule goes on."""
+        if self.lr_schedule is not None:
+            self.lr_schedule.step()
+
+    @contextmanager
+    def _capturable(self) -> Iterator[None]:
+        """The optimizer's settings as its capturable step takes them."""
+        assert self.optimizer is not None
+        before = [dict(group) for group in self.optimizer.param_groups]
+        forced = {"fused": self._is_fused, "foreach": not self._is_fused, "capturable": True}
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group.update({k: v for k, v in forced.items() if k in group}, lr=rate)
+        optimizer: Any = self.optimizer
+        optimizer._warned_capturable_if_run_uncaptured = True
+        optimizer.found_inf = None if self.found_inf is None else self.found_inf.reshape(())
+        try:
+            yield
+        finally:
+            del optimizer.found_inf
+            for group, settings in zip(self.optimizer.param_groups, before, strict=True):
+                group.update(settings)
+
+    # -- where updates are counted ------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Count updates in a static buffer on the device from here on."""
+        self._rates_on_host = [None for _ in self._rates]
+        if self.optimizer is None or not self._on_device:
+            return
+        rows = {id(p): row for row, p in enumerate(self.parameters.values())}
+        for group in self.optimizer.param_groups:
+            if counts_on_device(group):
+                continue
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                for column, key in enumerate(COUNTERS):
+                    if isinstance(state.get(key), Tensor):
+                        place = rows[id(parameter)], column
+                        self._own_counters[place] = state[key]
+                        state[key] = self._counts[place].copy_(state[key])
+
+    def leave(self) -> None:
+        """Count updates in the optimizer's own counters again."""
+        if not self._own_counters or self.optimizer is None:
+            return
+        counts, parameters = self._counts.tolist(), list(self.parameters.values())
+        for (row, column), own in self._own_counters.items():
+            state = self.optimizer.state[parameters[row]]
+            state[COUNTERS[column]] = own.fill_(counts[row][column])
+        self._own_counters.clear()

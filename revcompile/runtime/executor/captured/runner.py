@@ -1,0 +1,240 @@
+"""Backends: which of them runs a trainer's steps, when it can, and why it cannot."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.runtime.executor.captured.fusion import FusedOps
+from revcompile.runtime.executor.captured.graphs import (
+    CaptureUnsupported,
+    CudaGraphReplay,
+    EagerReplay,
+)
+from revcompile.runtime.executor.captured.in_flight import empty_on
+from revcompile.runtime.executor.captured.optimizers import why_not_capturable_optimizer
+from revcompile.runtime.executor.captured.pipeline import StaticPipeline, StepResult
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import InProcess
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.schedule import Keep, Order, Schedule, window
+
+__all__ = ["Backend", "GraphRunner", "backend_of", "why_not_capturable"]
+
+_MOST_KINDS: Final = 16
+"""Each position of a step between two updates is captured for itself: at most so many."""
+_MOST_CHANGES: Final = 3
+"""After more changes of optimizer settings, each of which needs a new capture, capturing ends."""
+_MOST_FAILURES: Final = 2
+"""After so many failed captures capturing ends. One may be bad luck: others use the device too."""
+
+
+class Backend(enum.Enum):
+    """How the steps of a full pipeline are run. All give the same training."""
+
+    AUTO = "auto"
+    """The fastest that is known to be safe on the model's device."""
+    EAGER = "eager"
+    """Action by action."""
+    CUDAGRAPHS = "cudagraphs"
+    """A whole step as one CUDA graph."""
+    INDUCTOR = "inductor"
+    """The same, with what surrounds convolutions and matrix products compiled, which takes a
+    minute at the start."""
+    STATIC = "static"
+    """Over the same static buffers as CUDA graphs, but each step is called: for tests and for
+    debugging, on any device."""
+
+
+def backend_of(name: str | Backend) -> Backend:
+    """Look a backend up.
+
+    >>> backend_of("cudagraphs")
+    <Backend.CUDAGRAPHS: 'cudagraphs'>
+
+    Raises:
+        InputError: There is no such backend.
+    """
+    if isinstance(name, Backend):
+        return name
+    names = [backend.value for backend in Backend]
+    if name in names:
+        return Backend(name)
+    near = difflib.get_close_matches(str(name), names, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(names)
+    raise InputError(f"backend={name!r} does not exist; {hint}")
+
+
+def why_not_capturable(
+    executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
+) -> str | None:
+    """Why steps cannot be captured; None if they can."""
+    devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
+    if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
+        return "the model is not on a CUDA device; move it there before you call petrafy"
+    if len(devices) != 1:
+        return f"the model is on {len(devices)} devices; a step is captured on one"
+    method = schedule.method
+    if method.order not in (Order.CONTINUOUS, Order.LOCKED):
+        return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
+    if schedule.ties:
+        return "stages share parameters; compile with fewer stages, or so that they share a stage"
+    if (count := schedule.accumulate) > _MOST_KINDS:
+        return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
+    if any(executor.scaling is not None for executor in executors):
+        return "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
+    if any(executor.stage.activations.offloads for executor in executors):
+        return "buffers='offload' moves inputs to the host, and captured steps need static buffers"
+    for executor in executors:
+        count = window(method, schedule.stages, executor.index, schedule.accumulate)
+        if count > 1 and any(unit.keep is Keep.GRAPH for unit in executor.program.units):
+            is_method = method.keep is Keep.GRAPH
+            cause = f"as {method.name!r} does" if is_method else "which its memory budget allows"
+            advice = (
+                "use 'pipedream' or 'petra_stashed'" if is_method else "leave out memory_budget="
+            )
+            return (
+                f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
+                f"{advice} to have steps captured"
+            )
+        optimizer = executor.updater.optimizer
+        if optimizer is not None and (why := why_not_capturable_optimizer(optimizer)):
+            return why
+    return None
+
+
+class GraphRunner:
+    """Runs steps as captured ones where that is possible, and warns where it never will be."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        executors: Sequence[StageExecutor],
+        loss_head: LossHead,
+        schedule: Schedule,
+        *,
+        check_finite: bool,
+    ) -> None:
+        self._executors, self._loss_head = executors, loss_head
+        self._check_finite = check_finite
+        self._device = executors[0].stage._device()
+        self._backend = backend
+        if backend is Backend.AUTO:
+            on_gpu = self._device.type == "cuda"
+            self._backend = Backend.CUDAGRAPHS if on_gpu else Backend.EAGER
+        self._pipeline: StaticPipeline | None = None
+        self._last_batch: StaticBuffers | None = None
+        """Structure, shapes and types of the last micro-batch, on the meta device."""
+        self._alike = self._changes = self._failures = 0
+        self.is_on = self._backend is not Backend.EAGER
+        """Will steps be captured once the pipeline is full?"""
+        if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
+            self._give_up(why)
+
+    @property
+    def is_active(self) -> bool:
+        """Is what is in flight in static buffers, and not with the executors?"""
+        return self._pipeline is not None and self._pipeline.is_active
+
+    def _give_up(self, why: str) -> None:
+        self.is_on, self._pipeline = False, None
+        warnings.warn(
+            f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
+            "Pass backend='eager' to silence this warning",
+            stacklevel=5,
+        )
+
+    def step(
+        self, schedule: Schedule, transport: InProcess, batch: Any, allowed: bool
+    ) -> StepResult | None:
+        """The step in which a micro-batch enters; None if it has to be run action by action.
+
+        Args:
+            batch: Inputs and target.
+            allowed: False if a probe or a trace needs to see single actions.
+        """
+        if not self.is_on:
+            return None
+        if self._pipeline is None:
+            self._pipeline = self._build(schedule)
+        pipeline = self._pipeline
+        if pipeline is None:
+            return None
+        # Running action by action raises an error that names the module that was replaced.
+        allowed = allowed and not any(
+            executor.stage.module_guard.problem() for executor in self._executors
+        )
+        if pipeline.is_active and not (allowed and pipeline.accepts(batch)):
+            pipeline.leave(schedule, transport)
+            self._changes += pipeline.is_outdated
+        if self._changes > _MOST_CHANGES:
+            self._give_up(
+                "the optimizer's settings change from step to step (of schedules only learning "
+                "rates may; OneCycleLR takes cycle_momentum=False)"
+            )
+            return None
+        try:
+            if not pipeline.is_active:
+                is_like_last = self._last_batch is not None and self._last_batch.matches(batch)
+                alike = self._alike if is_like_last else 0
+                if not allowed or not pipeline.enter(schedule, transport, batch, alike):
+                    return None
+            return pipeline.step(schedule, batch)
+        except CaptureUnsupported as error:
+            pipeline.leave(schedule, transport)
+            pipeline.clear()
+            self._failures += 1
+            if self._failures >= _MOST_FAILURES:
+                self._give_up(str(error))
+            return None
+
+    def _build(self, schedule: Schedule) -> StaticPipeline | None:
+        """Not before the first updates: they show what stages and optimizers do."""
+        if min(schedule.updates) < 1:
+            return None
+        stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
+        if stateful:
+            self._give_up(f"stage {stateful[0]} has layers whose buffers change in every call")
+            return None
+        is_static = self._backend is Backend.STATIC
+        return StaticPipeline(
+            self._executors,
+            self._loss_head,
+            schedule,
+            EagerReplay() if is_static else CudaGraphReplay(self._device),
+            check_finite=self._check_finite,
+            fused=FusedOps() if self._backend is Backend.INDUCTOR else None,
+        )
+
+    def observe(self, batch: Any) -> None:
+        """Count a micro-batch that has entered, here or action by action."""
+        if not self.is_on:
+            return
+        if self._last_batch is None or not self._last_batch.matches(batch):
+            self._last_batch = StaticBuffers(empty_on(torch.device("meta"), batch))
+            self._alike = 0
+        self._alike += 1
+
+    def leave(self, schedule: Schedule, transport: InProcess) -> None:
+        """Move what is in flight back to the executors."""
+        if self._pipeline is not None:
+            self._pipeline.leave(schedule, transport)
+
+    def clear(self) -> None:
+        """Forget captured steps: parameters, optimizers or what is in flight have been replaced."""
+        self._last_batch, self._alike = None, 0
+        if self._pipeline is not None:
+            self._pipeline.clear()
+
+    def failures(self) -> list[NonFiniteError]:
+        """Bad micro-batches that have become known: some steps late, or when captured steps end."""
+        if self._pipeline is None:
+            return []
+        return self._pipeline.failures(wait=not self._pipeline.is_active)

@@ -1,0 +1,165 @@
+"""One stage of a captured step: an executor that never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf, zero_if
+from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
+from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
+from revcompile.runtime.executor.captured.ring_buffers import WeightStash
+from revcompile.runtime.executor.captured.static_buffers import StaticTransport
+from revcompile.runtime.executor.captured.streams import StepStreams
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Message
+from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.stage import Programs, Stage
+from revcompile.schedule import Action, Op
+
+__all__ = ["CapturedStageExecutor"]
+
+
+class CapturedStageExecutor(StageExecutor):
+    """An executor for which a bad micro-batch is a flag on the device, and not an error.
+
+    A micro-batch whose gradient is not finite still goes back to the first stage, with its flag. On
+    the way no stage applies its gradient, or keeps the running statistics it has changed.
+
+    Args:
+        executor: The one that performs the same stage action by action.
+        fused: If given, the stage's programs are run with their fusion regions compiled.
+        streams: If given, actions run side by side on these.
+    """
+
+    updater: CapturedUpdater
+
+    def __init__(
+        self,
+        executor: StageExecutor,
+        transport: StaticTransport,
+        loss_head: LossHead | None,
+        *,
+        accumulate: int,
+        check_finite: bool,
+        fused: FusedOps | None = None,
+        streams: StepStreams | None = None,
+    ) -> None:
+        super().__init__(
+            executor.stage,
+            CapturedUpdater(executor.updater),
+            transport,
+            loss_head=loss_head,
+            clip_grad_norm=executor.clip_grad_norm,
+        )
+        stage = executor.stage
+        self.accumulate, self.check_finite = accumulate, check_finite
+        self._streams = streams
+        self._programs = _fused_programs(stage, fused) if fused is not None else None
+        self._statistics = RunningStatistics(stage.statistics())
+        self._moves_in_forward = bool(stage.snapshot())
+        """Do running statistics change before backward?"""
+        self._snapshot: Sequence[Tensor] = ()
+        device = stage._device()
+        self.flag = torch.zeros(1, device=device)
+        """`found_inf` of the last backward pass."""
+        self.count = torch.zeros((), device=device)
+        """Micro-batches in the accumulated gradient: bad ones are left out."""
+        self._is_stashing = stage.is_stashing
+        self.stash: WeightStash | None = None
+        """Its weights of some updates ago, if the method stashes them."""
+
+    def prepare_stage(self, captured: bool) -> None:
+        """Let the stage compute as captured steps need it, or as it did before."""
+        self.stage.run_with(self._programs if captured else None)
+        self.stage.is_stashing = not captured and self._is_stashing
+
+    def perform(self, action: Action) -> bool:
+        """Do it, on the stream it belongs to."""
+        with self._stream_of(action):
+            done = super().perform(action)
+        if self._streams is not None and action.op is Op.FORWARD:
+            self._streams.after_forward(self.index)
+        return done
+
+    def _stream_of(self, action: Action) -> AbstractContextManager[None]:
+        if self._streams is None:
+            return nullcontext()
+        match action.op:
+            case Op.BACKWARD:
+                return self._streams.backward(self.index)
+            case Op.SEND_DX:
+                return self._streams.send(self.index)
+            case Op.UPDATE:
+                read = (self.flag, self.count, *self.stage.gradients.values())
+                return self._streams.update(self.index, read)
+        return nullcontext()
+
+    def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        if self.check_finite and self._moves_in_forward:
+            self._snapshot = self._statistics.snapshot()
+        super()._run(microbatch, inputs)
+
+    def _differentiate(self, message: Message) -> Message:
+        if self.check_finite and not self._moves_in_forward:
+            self._snapshot = self._statistics.snapshot()
+        values, input_gradients, gradients = self.stage.differentiate(
+            message.index, message.values, message.gradients
+        )
+        flag = None
+        if self.check_finite:
+            flag = self.flag = found_inf(
+                [g for g in gradients.values() if g is not None], self._flag_before(message)
+            )
+            self._statistics.restore_if(flag, self._snapshot)
+            self._snapshot = ()
+            if self.accumulate > 1:
+                gradients = {n: g if g is None else zero_if(flag, g) for n, g in gradients.items()}
+                self.count = self.count + (1 - flag).reshape(())
+        self.stage.accumulate(gradients, input_gradients)
+        return Message(message.index, values, input_gradients, found_inf=flag)
+
+    def _flag_before(self, message: Message) -> Tensor:
+        """The flag from the stage after this one; at the last stage, that of the loss."""
+        if message.found_inf is not None:
+            return message.found_inf
+        assert self.loss_head is not None
+        loss = self.loss_head.losses[message.index]
+        return (~torch.isfinite(loss)).float().reshape(1)
+
+    def _update(self, action: Action) -> bool:
+        if not self.check_finite:
+            self.updater.found_inf = None
+        elif self.accumulate == 1:
+            self.updater.found_inf = self.flag
+        else:
+            self.updater.found_inf = (self.count == 0).float().reshape(1)
+        if self.stash is not None:
+            self.stash.shift()
+        done = super()._update(action)
+        if done:
+            self.stage.cast_weights.refresh()
+        return done
+
+    def _mean_gradients(self) -> dict[str, Tensor] | None:
+        if self.gradients is None:
+            self.gradients = self.stage.take_gradients()
+            if self.accumulate > 1 and self.gradients:
+                if self.check_finite:
+                    torch._foreach_div_(list(self.gradients.values()), self.count.clamp(min=1))
+                else:
+                    torch._foreach_div_(list(self.gradients.values()), float(self.accumulate))
+            self.count = torch.zeros_like(self.count)
+        return self.gradients
+
+
+def _fused_programs(stage: Stage, fused: FusedOps) -> Programs:
+    program = stage.program
+    forward, backward = fuse(program.forward, program.backward, stage.root, fused)
+    name = f"stage {program.index}, compiled"
+    return compile_graph(forward, f"{name}, forward"), compile_graph(backward, f"{name}, backward")

@@ -1,0 +1,236 @@
+"""Static buffers: tensors that stay at one address, for captured steps to read and write.
+
+A CUDA graph repeats its kernels on the addresses it was captured with. Whatever one step leaves for
+a later one is therefore copied into buffers that are allocated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import VerificationError
+from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
+from revcompile.runtime.stage.buffer_pool import BufferPool
+
+__all__ = [
+    "InPlaceMessages",
+    "StaticBuffers",
+    "StaticTransport",
+    "clone_where_in",
+    "copy_all",
+    "payload",
+    "pooled_copy",
+]
+
+Route = tuple[int, int, MessageKind]
+"""Sender, receiver, kind of message."""
+
+_SMALL: Final = 1 << 16
+"""Elements up to which tensors are copied together, by one kernel."""
+
+
+class StaticBuffers:
+    """A pytree whose tensors stay where they are; new values are copied into them.
+
+    >>> buffers = StaticBuffers({"x": torch.zeros(2), "size": 3})
+    >>> [buffers.matches({"x": torch.ones(n), "size": 3}) for n in (2, 5)]
+    [True, False]
+    >>> buffers.copy_({"x": torch.ones(2), "size": 3})
+    >>> buffers.value["x"]
+    tensor([1., 1.])
+
+    Args:
+        like: Values with the structure, shapes, types, devices and memory layouts to allocate.
+    """
+
+    def __init__(self, like: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(like)
+        self.leaves = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    @property
+    def value(self) -> Any:
+        """The values, with the buffers themselves as tensors."""
+        return pytree.tree_unflatten(self.leaves, self._spec)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def matches(self, tree: Any) -> bool:
+        """Can these values be copied in? They may be on another device."""
+        leaves, spec = pytree.tree_flatten(tree)
+        return spec == self._spec and all(map(_is_alike, self.leaves, leaves))
+
+    def pairs(self, tree: Any) -> list[tuple[Tensor, Tensor]]:
+        """Each buffer with the tensor that is to be copied into it."""
+        pairs = zip(self.leaves, pytree.tree_leaves(tree), strict=True)
+        return [(buffer, leaf) for buffer, leaf in pairs if isinstance(buffer, Tensor)]
+
+    def copy_(self, tree: Any) -> None:
+        _copy(self.pairs(tree))
+
+
+def copy_all(copies: Iterable[tuple[StaticBuffers, Any]]) -> None:
+    """Copy values into several buffers; the values may lie in other buffers of the same list."""
+    pairs = [pair for buffers, tree in copies for pair in buffers.pairs(tree)]
+    written = {_storage(buffer) for buffer, _ in pairs}
+    moving = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype]
+    _copy([(a, b.clone() if _storage(b) in written else b) for a, b in moving])
+
+
+def pooled_copy(pool: BufferPool, tree: Any) -> Any:
+    """A copy of nested values in buffers of a pool: no memory is allocated in the long run."""
+
+    def buffer(leaf: Tensor) -> Tensor:
+        kind = leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        return pool.take(kind, lambda: _empty_like(leaf))
+
+    leaves, spec = pytree.tree_flatten(tree)
+    copies = [buffer(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    _copy([(a, b) for a, b in zip(copies, leaves, strict=True) if isinstance(a, Tensor)])
+    return pytree.tree_unflatten(copies, spec)
+
+
+def clone_where_in(memory: Iterable[Tensor], tree: Any) -> Any:
+    """The values, with clones of the tensors that share memory with one of `memory`.
+
+    >>> static, other = torch.zeros(2), torch.ones(2)
+    >>> values = clone_where_in([static], {"view": static.view(2, 1), "other": other})
+    >>> values["other"] is other, values["view"].data_ptr() == static.data_ptr()
+    (True, False)
+    """
+    storages = {_storage(tensor) for tensor in memory}
+    return pytree.tree_map_only(Tensor, lambda tensor: _clone_if_in(storages, tensor), tree)
+
+
+# -- messages between stages -----------------------------------------------------------------------
+
+
+class StaticTransport(InProcess):
+    """Messages between stages; those that wait for the next step lie in static buffers."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(stages)
+        self.buffers: dict[Route, list[StaticBuffers]] = {}
+        """For each route as many as messages wait there between two steps."""
+        self.in_place: InPlaceMessages | None = None
+        """If set, messages stay where they were computed, and are noted here."""
+
+    def buffer(self, route: Route, index: int) -> StaticBuffers:
+        """Where the message of a micro-batch is kept."""
+        buffers = self.buffers[route]
+        return buffers[index % len(buffers)]
+
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        """Queue a message, after copying it to its static buffer if there is one.
+
+        Raises:
+            VerificationError: The buffer holds a message that has not been read.
+        """
+        route = source, target, kind
+        if count := len(self.buffers.get(route, ())):
+            unread = [queued.index for queued in self.queues.get(route, ())]
+            if any(index % count == message.index % count for index in unread):
+                raise VerificationError(
+                    f"stage {source}: {kind.value} of {message.index} would overwrite that of "
+                    f"{unread[0]}, which stage {target} has not read"
+                )
+            buffer = self.buffer(route, message.index)
+            if self.in_place is not None:
+                message = self.in_place.add(route, message, buffer)
+            else:
+                buffer.copy_(payload(message))
+                message = _message_in(buffer, message.index)
+        super().send(source, target, kind, message)
+
+    def waiting(
+        self, route: Route, indices: Sequence[int], in_place: InPlaceMessages | None = None
+    ) -> list[Message]:
+        """The messages that wait for the next step.
+
+        Args:
+            indices: Their micro-batches.
+            in_place: Where the last step left them, if not in the static buffers.
+        """
+        if in_place is not None:
+            return [replace(in_place.messages[route], index=index) for index in indices]
+        return [_message_in(self.buffer(route, index), index) for index in indices]
+
+
+class InPlaceMessages:
+    """Messages left where one captured step computed them, for the next step to read there.
+
+    Args:
+        overwritten: Tensors whose memory is written to before then; what lies there is cloned.
+    """
+
+    def __init__(self, overwritten: Iterable[Tensor]) -> None:
+        self.messages: dict[Route, Message] = {}
+        self._overwritten = {_storage(tensor) for tensor in overwritten}
+
+    def add(self, route: Route, message: Message, like: StaticBuffers) -> Message:
+        """Note a message; its tensors get the precision that its static buffer has."""
+        values, gradients, found_inf = pytree.tree_map(self._stable, payload(message), like.value)
+        message = Message(message.index, values, gradients, found_inf=found_inf)
+        self.messages[route] = message
+        return message
+
+    def _stable(self, leaf: Any, like: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dtype != like.dtype:
+            return torch.empty_like(like).copy_(leaf)
+        return _clone_if_in(self._overwritten, leaf)
+
+
+def payload(message: Message) -> tuple[dict[str, Any], dict[str, Tensor | None], Tensor | None]:
+    """The part of a message that static buffers hold."""
+    return dict(message.values), dict(message.gradients), message.found_inf
+
+
+def _message_in(buffers: StaticBuffers, index: int) -> Message:
+    values, gradients, found_inf = buffers.value
+    return Message(index, values, gradients, found_inf=found_inf)
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.detach(), requires_grad=False)
+
+
+def _is_alike(buffer: Any, leaf: Any) -> bool:
+    if isinstance(buffer, Tensor) and isinstance(leaf, Tensor):
+        return buffer.shape == leaf.shape and buffer.dtype == leaf.dtype
+    return type(buffer) is type(leaf) and bool(buffer == leaf)
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _clone_if_in(storages: set[int], tensor: Tensor) -> Tensor:
+    return tensor.clone() if _storage(tensor) in storages else tensor
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy small tensors of one type together; a large one takes a kernel of its own anyway."""
+    small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+    with torch.no_grad():
+        for target, source in pairs:
+            is_local = target.device == source.device and target.dtype is not torch.float8_e4m3fn
+            if target.numel() <= _SMALL and is_local:
+                kind = target.device, target.dtype, source.dtype
+                small.setdefault(kind, []).append((target, source))
+            else:
+                target.copy_(source, non_blocking=True)
+        for group in small.values():
+            torch._foreach_copy_([a for a, _ in group], [b for _, b in group])

@@ -1,0 +1,139 @@
+"""The CUDA streams of a captured step: what runs side by side, and what waits for what.
+
+In a full pipeline the forward and the backward pass of a stage belong to different micro-batches,
+and so do the backward passes of different stages. Four stages, two backward streams:
+
+    current      F0  F1  F2  F3  B3  U3         the last stage: both are of one micro-batch
+    backward 0    '-----> B0  B2                B0 after F0: B0 is followed by an update of the
+    backward 1        '-> B1                    weights that F0 reads
+    updates                U0  U1  U2
+
+A stage's backward pass waits for its own forward pass only; its update for its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CopyStream", "StepStreams"]
+
+
+class StepStreams:
+    """The streams of a step.
+
+    Args:
+        last: The index of the last stage, which stays on the current stream.
+        width: How many streams backward passes are spread over.
+    """
+
+    def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
+        self._last = last
+        self._backward_streams = [torch.cuda.Stream(device) for _ in range(width)]
+        self._update_stream = torch.cuda.Stream(device)
+        self._forward_done: dict[int, torch.cuda.Event] = {}
+        self._backward_done: dict[int, torch.cuda.Event] = {}
+        self._used: dict[torch.cuda.Stream, None] = {}
+        self._referenced: list[Tensor] = []
+
+    def after_forward(self, stage: int) -> None:
+        """Note where a stage's forward pass ends in the current stream."""
+        self._forward_done[stage] = torch.cuda.current_stream().record_event()
+
+    @contextmanager
+    def backward(self, stage: int) -> Iterator[None]:
+        """The stream of a stage's backward pass."""
+        if stage == self._last:
+            yield
+            return
+        stream = self._backward_stream(stage)
+        stream.wait_event(self._forward_done[stage])
+        self._used[stream] = None
+        with torch.cuda.stream(stream):
+            yield
+        self._backward_done[stage] = stream.record_event()
+
+    @contextmanager
+    def send(self, stage: int) -> Iterator[None]:
+        """The stream in which a stage sends gradients to the stage before it.
+
+        It waits for the backward passes that may still read the buffers it writes to. What it sends
+        may lie in the buffers of the message it has received (a coupling hands one half on as it
+        is): that message is in use until this one is sent.
+        """
+        is_last = stage == self._last
+        stream = torch.cuda.current_stream() if is_last else self._backward_stream(stage)
+        for reader in (stage - 2, stage - 1):
+            if reader in self._backward_done:
+                stream.wait_event(self._backward_done[reader])
+        with torch.cuda.stream(stream):
+            yield
+        if not is_last:
+            self._backward_done[stage] = stream.record_event()
+
+    @contextmanager
+    def update(self, stage: int, read: Iterable[Tensor]) -> Iterator[None]:
+        """The stream of a stage's update.
+
+        Args:
+            read: Tensors of the backward pass that the update reads.
+        """
+        if stage == self._last:
+            yield
+            return
+        # The allocator gives freed memory to the stream that allocated it, at once: the backward
+        # stream could write to these while the update still reads them.
+        self._referenced += read
+        self._update_stream.wait_event(self._backward_done[stage])
+        self._used[self._update_stream] = None
+        with torch.cuda.stream(self._update_stream):
+            yield
+
+    def join(self) -> None:
+        """Have the current stream wait for all the others.
+
+        A stream without work (no stage updates in this step) is not part of the capture, and must
+        not be waited for.
+        """
+        for stream in self._used:
+            torch.cuda.current_stream().wait_stream(stream)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the events of a step that is over, or has failed."""
+        self._used.clear()
+        self._forward_done.clear()
+        self._backward_done.clear()
+        self._referenced.clear()
+
+    def _backward_stream(self, stage: int) -> torch.cuda.Stream:
+        return self._backward_streams[stage % len(self._backward_streams)]
+
+
+class CopyStream:
+    """A CUDA stream for copies, beside the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def record_event(self) -> torch.cuda.Event:
+        """An event in the stream that is current now."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        """The current stream waits for an event."""
+        torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        """The copy stream waits for an event."""
+        self._stream.wait_event(event)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Makes the copy stream the current one."""
+        return torch.cuda.stream(self._stream)

@@ -1,0 +1,516 @@
+"""Performs the actions of a schedule: one stage's list in its order, several stages in turn.
+
+What one stage does with micro-batch m, in a full pipeline; its backward pass is of an older one, d:
+
+      from stage j-1                                         to stage j+1
+    RECV_X m --> inputs --> FORWARD m --> outputs --------> SEND_Y m
+                              | keeps activations of m
+                              v
+                         stage.in_flight
+                              | takes those of d
+                              v
+    SEND_DX d <- outgoing <- BACKWARD d <-- incoming <------ RECV_DY d
+                              | adds to the stage's gradients; after `accumulate` micro-batches:
+                              v
+                            UPDATE
+
+An action that lacks a message is not performed, and tried again later. Where messages come from is
+the transport's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import NonFiniteError, VerificationError
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.trace import TraceRecorder
+from revcompile.runtime.executor.transport import Message, MessageKind, Transport
+from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.stage.gradient_predictor import GradientPredictor
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.loss_scale import Scaling
+from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
+from revcompile.runtime.stage.update import Updater
+from revcompile.schedule import Action, Op, Order
+
+__all__ = ["LocalScheduler", "StageExecutor", "needed_in_flight", "restore"]
+
+_BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
+
+
+class StageExecutor:
+    """Performs the actions of one stage.
+
+    Args:
+        stage: Its numerics: forward, backward, gradients.
+        updater: Its optimizer.
+        transport: Carries its messages.
+        loss_head: At the last stage: computes the loss, with whose gradient backward begins.
+        gradient_predictor: Where the method predicts gradients instead of waiting for them.
+        clip_grad_norm: The largest norm of the gradient.
+        tied_owners: Of parameters shared with other stages, the names of those that other stages
+            own and this one has replicas of, by owner.
+        tied_replicas: The names of those that this stage owns, by the stage with the replicas.
+        skip_on_error: A forward pass that fails loses its micro-batch, and does not raise.
+        scaling: Its part in scaling the loss.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        updater: Updater,
+        transport: Transport,
+        *,
+        loss_head: LossHead | None = None,
+        gradient_predictor: GradientPredictor | None = None,
+        clip_grad_norm: float | None = None,
+        tied_owners: Mapping[int, tuple[str, ...]] | None = None,
+        tied_replicas: Mapping[int, tuple[str, ...]] | None = None,
+        skip_on_error: bool = False,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self.stage, self.updater, self.transport = stage, updater, transport
+        self.loss_head, self.scaling = loss_head, scaling
+        self.gradient_predictor = gradient_predictor
+        self.clip_grad_norm, self.skip_on_error = clip_grad_norm, skip_on_error
+        self.tied_owners, self.tied_replicas = tied_owners or {}, tied_replicas or {}
+        # Between two actions, by micro-batch. None: the micro-batch was lost.
+        self.inputs: dict[int, Mapping[str, Any] | None] = {}
+        self.outputs: dict[int, Mapping[str, Any] | None] = {}
+        self.incoming: dict[int, Message] = {}
+        self.outgoing: dict[int, Message] = {}
+        self.fingerprints: dict[int, Fingerprint] = {}
+        """Where the pipeline has several ranks."""
+        self.gradients: dict[str, Tensor] | None = None
+        """The mean gradient of an update that has begun."""
+        self._sums: dict[str, Tensor] | None = None
+        self.contributed = 0
+        """How many micro-batches are in the accumulated gradient."""
+        self.failures: list[NonFiniteError] = []
+        """Of backward passes whose micro-batch was left out."""
+        self.forward_errors: list[Exception] = []
+        """Of forward passes whose micro-batch was left out."""
+        self.check_data: Callable[[int, Fingerprint], None] | None = None
+        """Raises if the target given here is not that of the micro-batch's inputs."""
+        self.measured: set[int] = set()
+        """Micro-batches whose reconstruction error is to be measured."""
+        self.observer: TraceRecorder | None = None
+        self._last_snapshot: tuple[int, Sequence[BufferSnapshot]] = (-1, ())
+        """The latest micro-batch, and buffers as they were before its forward pass."""
+
+    @property
+    def program(self) -> StageProgram:
+        return self.stage.program
+
+    @property
+    def index(self) -> int:
+        """The stage's number."""
+        return self.stage.program.index
+
+    def perform(self, action: Action) -> bool:
+        """Call the method named after the action's op; False if it has to wait for a message."""
+        observer = self.observer
+        if observer is not None:
+            observer.begins(self.index, action)
+        done: bool = getattr(self, f"_{action.op.name.lower()}")(action)
+        if observer is not None:
+            observer.ends(self.index, action, done)
+        return done
+
+    def take_failures(self) -> list[NonFiniteError]:
+        """Bad gradients since the last call."""
+        failures, self.failures = self.failures, []
+        return failures
+
+    def take_forward_errors(self) -> list[Exception]:
+        """Why micro-batches were skipped in forward passes, since the last call."""
+        errors, self.forward_errors = self.forward_errors, []
+        return errors
+
+    def forget(self, microbatch: int) -> None:
+        """Drop everything of a micro-batch."""
+        self.stage.drop(microbatch)
+        for messages in self._messages():
+            messages.pop(microbatch, None)
+
+    def clear(self) -> None:
+        """Drop all micro-batches, and the gradient accumulated so far."""
+        self.stage.clear()
+        for messages in self._messages():
+            messages.clear()
+        self.gradients, self._sums, self.contributed = None, None, 0
+
+    def _messages(self) -> tuple[dict[int, Any], ...]:
+        return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def _recv_x(self, action: Action) -> bool:
+        message = self._receive(self.index - 1, MessageKind.X, action)
+        if message is None:
+            return False
+        self.inputs[action.index] = None if message.void else message.values
+        if message.fingerprint is not None and not message.void:
+            self.fingerprints[action.index] = message.fingerprint
+            if self.check_data is not None:
+                self.check_data(action.index, self.fingerprints.pop(action.index))
+        if self.scaling is not None:
+            self.scaling.record_overflow(message.scale)
+        return True
+
+    def _forward(self, action: Action) -> bool:
+        inputs = self.inputs.pop(action.index)
+        if inputs is None:
+            self._skip(action.index)
+        elif self.skip_on_error:
+            self._run_or_skip(action.index, inputs)
+        else:
+            self._run(action.index, inputs)
+        return True
+
+    def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        measure = microbatch in self.measured
+        outputs = self.stage.forward(microbatch, inputs, measure=measure)
+        if self.loss_head is not None:
+            scale = None if self.scaling is None else self.scaling.next_scale()
+            gradients = self.loss_head(microbatch, outputs, scale)
+            self.incoming[microbatch] = Message(microbatch, {}, gradients, scale=scale)
+        else:
+            self.outputs[microbatch] = outputs
+
+    def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        """Run it; if that fails everything here is as before, and the micro-batch is lost."""
+        snapshot = self.stage.snapshot()
+        self._last_snapshot = (microbatch, snapshot)
+        try:
+            self._run(microbatch, inputs)
+            if snapshot and self.loss_head is None:
+                _check_finite(self.stage, microbatch, self.outputs[microbatch] or {})
+        except Exception as error:
+            self._skip(microbatch)
+            self.forward_errors.append(error)
+
+    def _skip(self, microbatch: int) -> None:
+        """Have a message say that the micro-batch is lost, where its values would have been."""
+        self._undo(microbatch)
+        if self.loss_head is not None:
+            self.incoming[microbatch] = Message(microbatch, void=True)
+        else:
+            self.outputs[microbatch] = None
+
+    def _undo(self, microbatch: int) -> None:
+        """Drop a lost micro-batch; restore buffers unless later ones have changed them since."""
+        self.stage.drop(microbatch)
+        latest, snapshot = self._last_snapshot
+        if latest == microbatch:
+            restore(snapshot)
+
+    def _send_y(self, action: Action) -> bool:
+        keep = self.gradient_predictor is not None
+        outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
+        message = Message(
+            action.index,
+            outputs or {},
+            void=outputs is None,
+            scale=None if self.scaling is None else self.scaling.take_overflow(),
+            fingerprint=self.fingerprints.pop(action.index, None),
+        )
+        self._send(self.index + 1, MessageKind.X, message)
+        return True
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def _recv_dy(self, action: Action) -> bool:
+        message = self._receive(self.index + 1, MessageKind.DY, action)
+        if message is None:
+            return False
+        self.incoming[action.index] = message
+        return True
+
+    def _backward(self, action: Action) -> bool:
+        if self.gradient_predictor is not None:
+            outputs = self.outputs[action.index]
+            message = Message(action.index, void=outputs is None)
+            if outputs is not None:
+                message = Message(action.index, {}, self.gradient_predictor.predict(outputs))
+        else:
+            message = self.incoming.pop(action.index)
+        back = self._differentiate(message)
+        if self.index > 0:
+            self.outgoing[action.index] = back
+        return True
+
+    def _differentiate(self, message: Message) -> Message:
+        """The message for the stage before; void if the micro-batch is lost here, or was before."""
+        index, scale = message.index, message.scale
+        if message.void:
+            if scale is None:
+                self._undo(index)
+            else:  # its gradient has overflowed, its forward pass was right: buffers stay
+                self.stage.drop(index)
+            return message
+        try:
+            values, gradients = self.stage.backward(index, message.values, message.gradients, scale)
+        except NonFiniteError as error:
+            if self.scaling is not None and self.scaling.overflowed(scale):
+                return Message(index, void=True, scale=scale)
+            self.failures.append(error)
+            return Message(index, void=True)
+        self.contributed += 1
+        return Message(index, values, gradients, scale=scale)
+
+    def _send_dx(self, action: Action) -> bool:
+        self._send(self.index - 1, MessageKind.DY, self.outgoing.pop(action.index))
+        return True
+
+    def _train(self, action: Action) -> bool:
+        assert self.gradient_predictor is not None
+        message, outputs = self.incoming.pop(action.index), self.outputs.pop(action.index)
+        if not message.void and outputs is not None:
+            self.gradient_predictor.train(outputs, message.gradients)
+        return True
+
+    # -- update -------------------------------------------------------------------------------
+
+    def _update(self, action: Action) -> bool:
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
+        scale: Tensor | None = None
+        if self.clip_grad_norm is not None:
+            squared = _squared_norm(gradients, self.stage)
+            if self.program.method.order is not Order.CONTINUOUS:
+                # All stages update with the same micro-batches: clip the norm over all of them.
+                total = self.transport.sum_squared_norms(self.index, action.index, squared)
+                if total is None:
+                    return False
+                squared = total
+            scale = (self.clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
+        self.updater.apply(gradients, scale)
+        if self.scaling is not None and self.loss_head is not None and self.contributed:
+            self.scaling.updated()
+        self.gradients, self.contributed = None, 0
+        self.stage.updated()
+        return True
+
+    def _mean_gradients(self) -> dict[str, Tensor] | None:
+        """Once per update: the accumulated gradient's mean; None while other replicas compute."""
+        if self.gradients is None:
+            if self._sums is None:
+                self._sums = self.stage.take_gradients()
+            self.gradients = self.transport.mean(self.index, self._sums, self.contributed)
+            if self.gradients is not None:
+                self._sums = None
+        return self.gradients
+
+    # -- tied parameters ----------------------------------------------------------------------
+
+    def _send_tied_grad(self, action: Action) -> bool:
+        assert action.peer is not None
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
+        names = self.tied_owners[action.peer]
+        sent = {name: gradients.pop(name) for name in names if name in gradients}
+        self._send(action.peer, MessageKind.TIED_GRAD, Message(action.index, {}, sent))
+        return True
+
+    def _recv_tied_grad(self, action: Action) -> bool:
+        assert action.peer is not None
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
+        message = self._receive(action.peer, MessageKind.TIED_GRAD, action)
+        if message is None:
+            return False
+        for name, gradient in message.gradients.items():
+            if gradient is not None:
+                own = gradients.get(name)
+                gradients[name] = gradient if own is None else own + gradient
+        return True
+
+    def _send_tied_weight(self, action: Action) -> bool:
+        assert action.peer is not None
+        names = self.tied_replicas[action.peer]
+        values = {name: self.stage.parameters[name].detach().clone() for name in names}
+        self._send(action.peer, MessageKind.TIED_WEIGHT, Message(action.index, values))
+        return True
+
+    def _recv_tied_weight(self, action: Action) -> bool:
+        assert action.peer is not None
+        message = self._receive(action.peer, MessageKind.TIED_WEIGHT, action)
+        if message is None:
+            return False
+        with torch.no_grad():
+            for name, value in message.values.items():
+                self.stage.parameters[name].copy_(value)
+        self.stage.updated()
+        return True
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def reset(self, seed: int, weights: Mapping[str, Tensor]) -> None:
+        """Forget everything in flight; copies of tied parameters take over `weights`."""
+        self.clear()
+        self.stage.reset(seed)
+        self.failures, self.forward_errors = [], []
+        if self.scaling is not None:
+            self.scaling.load_state_dict(None)
+        self._load_replicas(weights)
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        """Everything of this stage but its parameters and optimizer, which are saved by name."""
+        replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self._replicas}
+        # Updates that wait will be received before the replicas are read again.
+        for message in self.transport.queued(self.index, MessageKind.TIED_WEIGHT):
+            replicas |= message.values
+        state = {
+            **self.stage.state_dict(copy),
+            "contributed": self.contributed,
+            "needs": needed_in_flight(self.program),
+            "replicas": copy(replicas),
+            "incoming": [message.state_dict(copy) for message in self.incoming.values()],
+            "outputs": [
+                [m, None if values is None else copy(dict(values))]
+                for m, values in self.outputs.items()
+            ],
+            "scaling": None if self.scaling is None else self.scaling.state_dict(),
+        }
+        if self.gradient_predictor is not None:
+            state["gradient_predictor"] = self.gradient_predictor.state_dict(copy)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same stage; `reset` first."""
+        self.stage.load_state_dict(state)
+        self.contributed = state["contributed"]
+        self._load_replicas(state["replicas"])
+        messages = map(Message.from_state_dict, state["incoming"])
+        self.incoming = {message.index: message for message in messages}
+        self.outputs = {m: clone_tree(values) for m, values in state["outputs"]}
+        if self.scaling is not None:
+            self.scaling.load_state_dict(state.get("scaling"))
+        if self.gradient_predictor is not None:
+            self.gradient_predictor.load_state_dict(state["gradient_predictor"])
+
+    @property
+    def _replicas(self) -> list[str]:
+        """Tied parameters that another stage owns and this one has a copy of."""
+        return [name for names in self.tied_owners.values() for name in names]
+
+    def _load_replicas(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name in self._replicas:
+                self.stage.parameters[name].copy_(weights[name])
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _send(self, target: int, kind: MessageKind, message: Message) -> None:
+        self.transport.send(self.index, target, kind, message)
+
+    def _receive(self, source: int, kind: MessageKind, action: Action) -> Message | None:
+        message = self.transport.receive(source, self.index, kind)
+        if message is not None and message.index != action.index:
+            raise VerificationError(
+                f"stage {self.index}: expected {kind.value} of {action.index} from stage "
+                f"{source}, got that of {message.index}"
+            )
+        return message
+
+
+def needed_in_flight(program: StageProgram) -> list[str]:
+    """The values of a micro-batch in flight that a stage's backward pass needs.
+
+    They depend on the memory budget: a state in flight fits only stages that need the same.
+    """
+    return [*program.kept, *program.needs_back]
+
+
+def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=stage._device())
+    norms = torch._foreach_norm(list(gradients.values()))
+    return torch.stack(norms).square().sum()
+
+
+def restore(snapshot: Sequence[BufferSnapshot]) -> None:
+    """Buffers as they were.
+
+    Written to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
+    autograd would refuse to use them after a write that it sees.
+    """
+    for saved in snapshot:
+        saved.buffer.data.copy_(saved.copy)
+        saved.module._buffers[saved.name] = saved.buffer
+
+
+def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> None:
+    """Raise if a forward pass that has moved running statistics computed something not finite."""
+    floats = [
+        value
+        for value in outputs.values()
+        if isinstance(value, Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and value.numel()
+    ]
+    if stage.check_finite and floats and not all(all_finite(floats)):
+        raise NonFiniteError(
+            f"stage {stage.program.index}, micro-batch {microbatch}: what it computes is not "
+            "finite. The micro-batch was left out; look at its data, or lower the learning rate",
+            stage=stage.program.index,
+            microbatch=microbatch,
+        )
+
+
+class LocalScheduler:
+    """Performs the lists of several stages in one process, each stage at its own pace."""
+
+    def __init__(self, executors: Sequence[StageExecutor]) -> None:
+        self.executors = list(executors)
+
+    def own(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
+        """The lists of this process's stages, from those of all stages."""
+        return [deque(lists[executor.index]) for executor in self.executors]
+
+    def forward(self, lists: Sequence[Sequence[Action]]) -> list[deque[Action]]:
+        """Perform the forward part of a step, first stage to last.
+
+        Returns:
+            The actions that are left to do, by stage.
+        """
+        rest = self.own(lists)
+        for executor, actions in zip(self.executors, rest, strict=True):
+            while actions and actions[0].op in _BEFORE_BACKWARD:
+                if executor.perform(actions[0]):
+                    actions.popleft()
+                else:
+                    executor.transport.wait(f"stage {executor.index} at {actions[0]}")
+        return rest
+
+    def finish(self, rest: Sequence[deque[Action]], first_to_last: bool = False) -> None:
+        """Perform all other actions, until nothing is left to do.
+
+        Args:
+            rest: What `forward` returned.
+            first_to_last: In this order of the stages instead of last to first. In a full pipeline
+                a stage has then read its message before the next stage overwrites the buffer.
+        """
+        waiting = list(zip(self.executors, rest, strict=True))
+        while waiting:
+            progress = False
+            for executor, actions in waiting if first_to_last else reversed(waiting):
+                while actions and executor.perform(actions[0]):
+                    actions.popleft()
+                    progress = True
+            waiting = [(executor, actions) for executor, actions in waiting if actions]
+            if waiting and not progress:
+                blocked = (f"stage {e.index} at {actions[0]}" for e, actions in waiting)
+                waiting[0][0].transport.wait("; ".join(blocked))

@@ -1,0 +1,226 @@
+"""Traces of a real run: when each stage performed which action.
+
+On a GPU times are CUDA events that are read at the end, so that tracing never synchronises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import torch
+
+from revcompile.arguments import file_path
+from revcompile.errors import InputError
+from revcompile.schedule import Action
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
+
+__all__ = ["Trace", "TraceRecorder", "Traced"]
+
+_HANDSHAKES: Final = 5
+
+Everyone = Callable[[Any], Sequence[Any]]
+"""From a plain value of this process to those of all, in the order of the ranks."""
+
+
+class TraceRecorder:
+    """Records when the actions of a process's stages begin and end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._first_tried: dict[tuple[int, Action], Any] = {}
+        self._began: Any = None
+        self._records: list[tuple[int, Action, Any, Any, Any]] = []
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._origin, self._host = self._now(), time.perf_counter()
+
+    def begins(self, stage: int, action: Action) -> None:
+        """An action is tried, perhaps again after it had to wait."""
+        self._began = self._now()
+        self._first_tried.setdefault((stage, action), self._began)
+
+    def ends(self, stage: int, action: Action, done: bool) -> None:
+        """The action is done, or has to wait."""
+        if done:
+            tried = self._first_tried.pop((stage, action))
+            self._records.append((stage, action, tried, self._began, self._now()))
+
+    def events(self) -> tuple[TraceEvent, ...]:
+        """All records, in seconds of this process's clock."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return tuple(
+            TraceEvent(stage, action, *map(self._seconds, times))
+            for stage, action, *times in self._records
+        )
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        if isinstance(moment, float):
+            return moment
+        milliseconds: float = self._origin.elapsed_time(moment)
+        return self._host + 1e-3 * milliseconds
+
+
+class Traced(Protocol):
+    """What a trace needs of a trainer."""
+
+    @property
+    def executors(self) -> Sequence[Any]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def replica(self) -> int: ...
+    def everyone(self, value: Any) -> Sequence[Any]: ...
+    def untraced(self) -> None: ...
+
+
+class Trace:
+    """A trace that has begun. It is written when the `with` block or the last step ends.
+
+    Every rank begins and ends it together; rank 0 writes the file.
+
+    Args:
+        trainer: What is traced.
+        path: The file to write, for chrome://tracing or Perfetto.
+        steps: After how many steps it ends by itself.
+        title: Shown in the trace.
+    """
+
+    def __init__(
+        self, trainer: Traced, path: str | Path, steps: int | None = None, title: str = ""
+    ) -> None:
+        self.path = file_path("trainer.trace", path, "run.json")
+        if not self.path.absolute().parent.is_dir():
+            raise InputError(f"trainer.trace: there is no folder {self.path.absolute().parent}")
+        if steps is not None and steps < 1:
+            raise InputError(f"trainer.trace: steps={steps}; a trace has at least 1")
+        self._trainer, self._left = trainer, steps
+        self._rank, self._title = trainer.rank, title
+        self.busy: tuple[float, ...] | None = None
+        """The share of the time that each rank computed, once the trace has ended."""
+        self._clock_offset = _clock_offset(trainer.everyone)
+        device = trainer.executors[0].stage._device()
+        self._recorder: TraceRecorder | None = TraceRecorder(device)
+        for executor in trainer.executors:
+            executor.observer = self._recorder
+
+    @property
+    def running(self) -> bool:
+        return self._recorder is not None
+
+    def stepped(self) -> None:
+        """The trainer has done a step."""
+        if self._left is not None:
+            self._left -= 1
+            if not self._left:
+                self.stop()
+
+    def stop(self) -> None:
+        """End the trace and write it. Every rank has to call this."""
+        process = self._end()
+        if process is None:
+            return
+        processes = [_unpacked(packed) for packed in self._trainer.everyone(_packed(process))]
+        self.busy = busy_shares(processes)
+        if self._rank == 0:
+            _write(self.path, processes, self._title)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.stop()
+            return
+        process = self._end()  # other ranks may have failed: each writes a file of its own
+        if process is not None:
+            name = f"{self.path.stem}.rank{self._rank}{self.path.suffix}"
+            _write(self.path.with_name(name), [process], self._title)
+
+    def _end(self) -> Process | None:
+        """What this process did; None if the trace has ended before."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return None
+        for executor in self._trainer.executors:
+            executor.observer = None
+        self._trainer.untraced()
+        offset = self._clock_offset
+        on_one_clock = tuple(
+            TraceEvent(h.stage, h.action, *(t - offset for t in (h.tried, h.start, h.end)))
+            for h in recorder.events()
+        )
+        name = f"rank {self._rank} ({socket.gethostname()})"
+        return Process(self._rank, on_one_clock, self._trainer.replica, name)
+
+
+def _write(path: Path, processes: Sequence[Process], title: str) -> None:
+    path.write_text(json.dumps(chrome_trace(processes, title)), encoding="utf-8")
+
+
+def _packed(process: Process) -> list[Any]:
+    """As plain values, with times in whole nanoseconds."""
+    happened = [
+        [h.stage, str(h.action), *(round(1e9 * t) for t in (h.tried, h.start, h.end))]
+        for h in process.events
+    ]
+    return [process.rank, process.replica, process.name, happened]
+
+
+def _unpacked(packed: Sequence[Any]) -> Process:
+    rank, copy, name, happened = packed
+    return Process(
+        rank,
+        tuple(
+            TraceEvent(stage, Action.parse(action), *(1e-9 * t for t in times))
+            for stage, action, *times in happened
+        ),
+        copy,
+        name,
+    )
+
+
+def _clock_offset(everyone: Everyone) -> float:
+    """How much later this process's clock is than rank 0's.
+
+    Processes of one machine share a clock. Between machines, a collective ends for all ranks at
+    about the same time: the clocks are compared right after a few of them.
+    """
+    machines = everyone(_machine())
+    if all(machine == machines[0] for machine in machines):
+        return 0.0
+    clocks = []
+    for _ in range(_HANDSHAKES):
+        everyone(0)
+        clocks.append(time.perf_counter())
+    first: list[float] = everyone(clocks)[0]
+    if _machine() == machines[0]:
+        return 0.0
+    return statistics.median(here - there for here, there in zip(clocks, first, strict=True))
+
+
+def _machine() -> str:
+    """The same text for all processes of one machine, until it is rebooted."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    boot_id = boot.read_text(encoding="utf-8").strip() if boot.exists() else ""
+    return f"{socket.gethostname()} {boot_id} {os.name}"

@@ -1,0 +1,194 @@
+"""Messages between stages, and the transport that carries them within one process."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import VerificationError
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
+
+__all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of", "queues_state"]
+
+
+class MessageKind(enum.Enum):
+    """What a message carries. Messages of one kind between two stages keep their order."""
+
+    X = "x"
+    DY = "dy"
+    TIED_GRAD = "tied grad"
+    TIED_WEIGHT = "tied weight"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values and gradients by name, of one micro-batch or one update."""
+
+    index: int
+    """The micro-batch, or the update."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    void: bool = False
+    """The micro-batch was lost on the way, and there are no values."""
+    found_inf: Tensor | None = None
+    """In a captured step: a flag on the device, set if a gradient so far was not finite."""
+    scale: float | None = None
+    """In a message back, the loss scale that the gradients have; in a message forward, the least
+    scale at which gradients have overflowed since the message before."""
+    fingerprint: Fingerprint | None = None
+    """In a message forward to another rank: of the data that the first stage was given."""
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "values": copy(dict(self.values)),
+            "gradients": copy(dict(self.gradients)),
+            "void": self.void,
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Message:
+        return cls(
+            state["index"],
+            clone_tree(dict(state["values"])),
+            clone_tree(dict(state["gradients"])),
+            state["void"],
+            scale=state.get("scale"),
+        )
+
+
+Queues = Mapping[tuple[int, int, MessageKind], Iterable[Message]]
+"""Messages that wait for their receivers, by source, target and kind."""
+
+
+def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
+    """Waiting messages as plain values: `[source, target, kind, message]`."""
+    return [
+        [source, target, kind.value, message.state_dict(copy)]
+        for (source, target, kind), queue in queues.items()
+        for message in queue
+    ]
+
+
+class Transport(Protocol):
+    """Delivers messages in order, and combines what several replicas or stages have."""
+
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        """Send a message, without waiting for it to arrive."""
+        ...
+
+    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
+        """The next message; None if it has not arrived yet."""
+        ...
+
+    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        """Messages of a kind that have arrived for a stage and were not received yet."""
+        ...
+
+    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        """The messages that wait in this process: `[source, target, kind, message]`."""
+        ...
+
+    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
+        """Replace all waiting messages by those of a state that are for this process's stages."""
+        ...
+
+    def mean(
+        self, stage: int, gradients: dict[str, Tensor], count: int
+    ) -> dict[str, Tensor] | None:
+        """The mean of a stage's gradients over the micro-batches of all its replicas.
+
+        Args:
+            gradients: Sums over the micro-batches here; may be divided in place.
+            count: How many micro-batches these are.
+
+        Returns:
+            None while other replicas have not added theirs.
+        """
+        ...
+
+    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """The sum over all stages of the squared gradient norm; None until all have added theirs.
+
+        Args:
+            squared: That of the stage's gradient for this update.
+        """
+        ...
+
+    def wait(self, what: str) -> None:
+        """Wait for a message, because no stage here can go on.
+
+        Args:
+            what: Which stages wait at which actions, for an error message.
+        """
+        ...
+
+
+def mean_of(sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Divide sums over `count` micro-batches, in place."""
+    if count > 1 and sums:
+        torch._foreach_div_(list(sums.values()), float(count))
+    return sums
+
+
+class InProcess:
+    """The transport of stages in one process: messages are passed on by reference."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.queues: dict[tuple[int, int, MessageKind], deque[Message]] = {}
+        self._norms: dict[int, dict[int, Tensor]] = {}
+
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        self.queues.setdefault((source, target, kind), deque()).append(message)
+
+    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
+        queue = self.queues.get((source, target, kind))
+        return queue.popleft() if queue else None
+
+    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        return (
+            message
+            for (_, receiver, sort), queue in self.queues.items()
+            if receiver == target and sort is kind
+            for message in queue
+        )
+
+    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        return queues_state(self.queues, copy)
+
+    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
+        self.queues.clear()
+        self._norms.clear()
+        for source, target, kind, message in messages:
+            self.send(source, target, MessageKind(kind), Message.from_state_dict(message))
+
+    def mean(
+        self, stage: int, gradients: dict[str, Tensor], count: int
+    ) -> dict[str, Tensor] | None:
+        return mean_of(gradients, count)
+
+    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        norms = self._norms.setdefault(update, {})
+        norms[stage] = squared
+        if len(norms) < self.stages:
+            return None
+        self._norms = {u: n for u, n in self._norms.items() if u >= update}
+        # Always in the order of the stages: sums of floats depend on it.
+        total = norms[0]
+        for index in range(1, self.stages):
+            total = total + norms[index].to(total.device)
+        return total
+
+    def wait(self, what: str) -> None:
+        """There is no other process that could send something."""
+        raise VerificationError(f"the stages wait for each other: {what}")

@@ -1,0 +1,1 @@
+"""A reversible model on one device, as an `nn.Module`."""

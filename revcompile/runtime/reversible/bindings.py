@@ -1,0 +1,304 @@
+"""What a graph reads of the module tree when it runs, and again when it runs a second time.
+
+Graphs name modules and parameters; which objects the names mean is looked up at every call.
+Parameters may be replaced, sharded or swapped (`functional_call`) between calls, layers wrapped or
+reparametrized: `Bindings.change` tells cheaply whether what was derived from the modules is still
+right. The second run of a branch must read what the first one read (`Bound`):
+
+    parameters and buffers           restored if replaced; written to in place: an error
+    training modes, plain settings   restored (a dropout rate, a counter)
+    forward hooks                    only those that took part in the computation run again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_
+from typing import Any, Final
+
+from torch import Tensor, fx, nn
+
+from revcompile.errors import InputError, ModifiedError
+from revcompile.ir.module_tree import child_path
+from revcompile.runtime.reversible.hooks import (
+    FORWARD_HOOKS,
+    HookRecord,
+    record_hooks,
+    replay_hooks,
+)
+
+__all__ = ["Bindings", "Bound"]
+
+_OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes of every module: compared in other ways."""
+_PLAIN: Final = (bool, int, float, str, tuple)
+"""Types of settings that are restored. Tensors are not: they would be held until backward."""
+_MEMBERS: Final = ("_modules", "_parameters", "_buffers")
+_Slot = tuple[dict[str, Any], str]
+"""A dict of a module (`_parameters`, `_buffers`, `__dict__`) and a key."""
+
+
+class Bindings:
+    """The modules, parameter slots, buffers and settings that a graph reads from `root`."""
+
+    def __init__(self, graph: fx.Graph | None = None, root: nn.Module | None = None) -> None:
+        self.modules: dict[nn.Module, str] = {}
+        """Every module that runs, those inside others included, and its path."""
+        self.enclosing: dict[nn.Module, str] = {}
+        """Modules that contain those, and whose own forward does not run."""
+        self.labels: list[str] = []
+        """Paths of the parameters, in the order of the slots."""
+        self._root = root
+        self._edges: dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]] = {}
+        """Every member access on the way to a module: where, name, and the module found there."""
+        self._slots: dict[tuple[int, str], _Slot] = {}
+        self._buffers: dict[tuple[int, str], _Slot] = {}
+        self._settings: dict[tuple[int, str], _Slot] = {}
+        for node in graph.nodes if graph is not None else ():
+            path = str(node.target)
+            if node.op == "call_module":
+                self._add_module(self._walk(path), path)
+            elif node.op == "get_attr":
+                self._add_attribute(path)
+        self.enclosing = {m: path for m, path in self.enclosing.items() if m not in self.modules}
+        self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
+        self._remember()
+        self.slots = tuple(self._slots.values())
+        self.buffers = tuple(self._buffers.values())
+        self.settings = tuple(self._settings.values())
+        self._latest: list[Any] = []
+
+    def _remember(self) -> None:
+        """What `change` compares, in columns: it runs in every call, for every block."""
+        watched = {**self.enclosing, **self.modules}
+        self._watched, self._paths = list(watched), list(watched.values())
+        self._classes = list(map(type, self._watched))
+        self._dicts = list(map(vars, self._watched))
+        self._members = [own[name] for own in self._dicts for name in _MEMBERS]
+        self._hooks = [own[name] for own in self._dicts for name in FORWARD_HOOKS]
+        self._member_counts = list(map(len, self._members))
+        self._hook_counts = list(map(len, self._hooks))
+        self._has_forward = ["forward" in own for own in self._dicts]
+        edges = self._edges.values()
+        self._children = [children for children, _, _ in edges]
+        self._names = [name for _, name, _ in edges]
+        self._targets = [module for _, _, module in edges]
+
+    # -- what the names mean now --------------------------------------------------------------
+
+    def _walk(self, path: str) -> nn.Module:
+        module, around = self._root, ""
+        assert module is not None
+        for name in filter(None, path.split(".")):
+            child = module._modules.get(name)
+            if child is None:
+                raise InputError(
+                    f"{path}: the captured graph reads this module, but {type(module).__name__} "
+                    f"has no {name!r} any more; put it back, or capture the changed model"
+                )
+            self._edges[id(module), name] = module._modules, name, child
+            module = child
+            around = child_path(around, name)
+            self.enclosing[module] = around
+        return module
+
+    def _add_module(self, module: nn.Module, path: str) -> None:
+        if module in self.modules:
+            return
+        self.modules[module] = path
+        if vars(module).get("_fsdp_use_orig_params") is False:
+            raise InputError(
+                f"{path}: FullyShardedDataParallel has moved its parameters into a flat one, where "
+                "a reversible chain cannot find them by name; use "
+                "torch.distributed.fsdp.fully_shard(net) instead"
+            )
+        for name in module._parameters:
+            self._add_slot(module, name, path)
+        for name in module._buffers:
+            self._buffers[id(module), name] = module._buffers, name
+        for name, value in vars(module).items():
+            if name not in _OWN and type(value) in _PLAIN:
+                self._settings[id(module), name] = vars(module), name
+        for name, child in module._modules.items():
+            if child is not None:
+                self._edges[id(module), name] = module._modules, name, child
+                self._add_module(child, child_path(path, name))
+
+    def _add_slot(self, module: nn.Module, name: str, path: str) -> None:
+        if (id(module), name) not in self._slots:
+            self._slots[id(module), name] = module._parameters, name
+            self.labels.append(child_path(path, name))
+
+    def _add_attribute(self, path: str) -> None:
+        outer, _, name = path.rpartition(".")
+        owner = self._walk(outer)
+        self.enclosing.setdefault(owner, outer)
+        parametrized = child_path(outer, "parametrizations")
+        if name in owner._parameters:
+            self._add_slot(owner, name, outer)
+        elif name in owner._buffers:
+            self._buffers[id(owner), name] = owner._buffers, name
+        elif name in owner._modules:
+            self._add_module(self._walk(path), path)
+        elif type(vars(owner).get(name)) in _PLAIN:
+            self._settings[id(owner), name] = vars(owner), name
+        elif "parametrizations" in owner._modules and name in self._walk(parametrized)._modules:
+            inner = child_path(parametrized, name)
+            self._add_module(self._walk(inner), inner)
+
+    def parameters(self) -> list[Any]:
+        """The present parameters, in the order of `labels`."""
+        return [owner.get(name) for owner, name in self.slots]
+
+    def change(self, with_hooks: bool = True) -> str | None:
+        """The path of a module that was replaced, or is run differently now; None if there is none.
+
+        Differently: another class, other members, and, `with_hooks`, other hooks or a `forward` of
+        its own. Parameters are not compared: those are looked up anew in every run.
+        """
+        # Whole columns are compared, without a loop in Python; what differs is found afterwards.
+        if not all(map(is_, map(dict.get, self._children, self._names), self._targets)):
+            return self._replaced_path()
+        if (counts := list(map(len, self._members))) != self._member_counts:
+            return self._first_path(counts, self._member_counts)
+        if (classes := list(map(type, self._watched))) != self._classes:
+            return self._first_path(classes, self._classes)
+        if not with_hooks:
+            return None
+        if (counts := list(map(len, self._hooks))) != self._hook_counts:
+            return self._first_path(counts, self._hook_counts)
+        if (forwards := ["forward" in own for own in self._dicts]) != self._has_forward:
+            return self._first_path(forwards, self._has_forward)
+        return None
+
+    def _first_path(self, now: Sequence[Any], before: Sequence[Any]) -> str:
+        """The path of the first module whose entries in a column differ."""
+        entry = next(i for i, (new, old) in enumerate(zip(now, before, strict=True)) if new != old)
+        return self._paths[entry * len(self._paths) // len(now)] or "the model"
+
+    def _replaced_path(self) -> str:
+        assert self._root is not None
+        edges = zip(self._children, self._names, self._targets, strict=True)
+        children, name = next((c, name) for c, name, target in edges if c.get(name) is not target)
+        for path, module in self._root.named_modules(remove_duplicate=False):
+            if module._modules is children:
+                return child_path(path, name)
+        return name
+
+    def settings_now(self) -> list[Any]:
+        """The present settings; the same list for all runs in which they are the same."""
+        now = [owner.get(name) for owner, name in self.settings]
+        if len(now) != len(self._latest) or not all(map(is_, now, self._latest)):
+            self._latest = now
+        return self._latest
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    own = vars(module)
+    return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
+
+
+class Bound:
+    """What one run of a branch read of the module tree, for its second run."""
+
+    def __init__(self, bindings: Bindings) -> None:
+        self._bindings = bindings
+        self._parameters = bindings.parameters()
+        self._versions = _versions(self._parameters)
+        self._buffers = [owner.get(name) for owner, name in bindings.buffers]
+        self._settings = bindings.settings_now()
+        self._hooks: HookRecord = {}
+
+    def differentiable(self) -> list[Tensor]:
+        """The parameters that require a gradient, each once."""
+        unique = {id(p): p for p in self._parameters if p is not None and p.requires_grad}
+        return list(unique.values())
+
+    def recording_hooks(self) -> AbstractContextManager[None]:
+        """Around the first run."""
+        hooked = self._bindings.hooked
+        return record_hooks(hooked, self._hooks) if hooked else nullcontext()
+
+    def check(self, block: str) -> None:
+        """Raise if the run cannot be repeated: something was written to or replaced since."""
+        changed = self._bindings.change(with_hooks=False)
+        if changed is not None:
+            raise ModifiedError(
+                f"{changed} was replaced, or wrapped, between a forward pass and its backward "
+                f"pass, but the reversible block {block} runs its layers again in backward; "
+                "change modules before the forward pass or after backward()"
+            )
+        now = _versions(self._parameters)
+        if now != self._versions:
+            self._refuse_written(now, block)
+
+    def _refuse_written(self, now: list[int], block: str) -> None:
+        pairs = zip(now, self._versions, strict=True)
+        index = next(i for i, (new, old) in enumerate(pairs) if new != old)
+        parameter, label = self._parameters[index], self._bindings.labels[index]
+        assert parameter is not None
+        raise ModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: parameter {label} {list(parameter.shape)} is at version {now[index]}; "
+            f"expected version {self._versions[index]} instead. The reversible block {block} runs "
+            "again in backward; call backward() before weights are updated or loaded"
+        )
+
+    def stand_ins(self) -> dict[int, Tensor]:
+        """Leaf tensors to use instead of computed parameters, by the ids of those.
+
+        Parameters may be computed (given to `functional_call`): differentiating the second run must
+        not go on into the graph, or the retained gradient, of what they are computed from.
+        """
+        computed = (p for p in self._parameters if p is not None and not p.is_leaf)
+        return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
+
+    def restored(self, stand_ins: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
+        """Around the second run: parameters, buffers, settings and hooks of the first."""
+        bindings, parameters = self._bindings, self._parameters
+        if stand_ins:
+            parameters = [stand_ins.get(id(p), p) for p in parameters]
+        replaced = (
+            *_different(bindings.slots, parameters),
+            *_different(bindings.buffers, self._buffers),
+            *_different(bindings.settings, self._settings),
+        )
+        hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
+        if not replaced and not hooked:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(_filled(replaced))
+        stack.enter_context(replay_hooks(hooked, self._hooks))
+        return stack
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    try:
+        return [0 if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if t is None or t.is_inference() else t._version for t in tensors]
+
+
+def _different(slots: tuple[_Slot, ...], values: list[Any]) -> Sequence[tuple[_Slot, Any]]:
+    """The slots that hold something else now, each with the value to restore."""
+    now = [owner.get(name) for owner, name in slots]
+    if all(map(is_, now, values)):
+        return ()
+    return [
+        (slot, value)
+        for slot, current, value in zip(slots, now, values, strict=True)
+        if current is not value
+    ]
+
+
+@contextmanager
+def _filled(slots: Sequence[tuple[_Slot, Any]]) -> Iterator[None]:
+    before = [(slot, slot[0].get(slot[1])) for slot, _ in slots]
+    for (owner, name), value in slots:
+        owner[name] = value
+    try:
+        yield
+    finally:
+        for (owner, name), value in before:
+            owner[name] = value

@@ -1,0 +1,465 @@
+"""The coupling and chains of couplings: the mathematics everything else builds on.
+
+    forward   (a, b) -> (b, y)   with y = a + F(b)        PETRA, Fig. 2b
+    inverse   (b, y) -> (a, b)   with a = y - F(b)        PETRA, Fig. 2c
+
+A chain keeps nothing but its output. Its backward pass walks from the last block to the first: it
+rebuilds a block's input *keeping the graph of F*, and differentiates that very graph, so that F
+runs once more and not twice (4N work, not 5N):
+
+    output (b, y) -> rebuild block n: run F(b) with a graph; a = y - F(b)
+                     differentiate  : grad b += F'(b)^T grad y, and gradients of the parameters
+                  -> (a, b) is the output of block n-1, and so on
+
+Each block is an autograd node of its own, so that a parameter's gradient is accumulated (and sent,
+under DDP) as soon as it is computed instead of after the chain's first block. Random numbers,
+autocast and buffers are those of the forward pass (`replay`). With `overlap`, block n-1 is rebuilt
+while block n is differentiated: that needs the rebuilt input, not its gradient. Where branches
+compute in low precision, addends are rounded to a grid on which float32 sums are exact, and so is
+the inverse (`kernels.exact_sum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.ir.ops import as_read
+from revcompile.ir.stage_ops import laid_out_like
+from revcompile.kernels.exact_sum import add_or_subtract, grid_for, rounded, subtract
+from revcompile.kernels.gradient_sum import GradientSum
+from revcompile.runtime.reversible.bindings import Bindings, Bound
+from revcompile.runtime.reversible.hooks import (
+    ShardedModule,
+    gradient_hooks_silenced,
+    reshard,
+    unshard,
+)
+from revcompile.runtime.reversible.overlap import Overlap, two_streams
+from revcompile.runtime.reversible.reconstruction import (
+    ReconstructionCheck,
+    Samples,
+    Tolerance,
+    relative_error,
+)
+from revcompile.runtime.reversible.replay import Replay, ReplayContext, is_capturing
+from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
+
+__all__ = ["Block", "Chain"]
+
+
+# -- one coupling ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """An executable coupling."""
+
+    name: str
+    branch: Callable[..., Any]
+    """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
+    sides: tuple[int, ...] = ()
+    """Positions of the block's side values among those of the chain."""
+    has_extras: bool = False
+    """Does F also return values that are read outside the block? Only a chain's last block may."""
+    rearrange: Callable[..., tuple[Tensor, Any]] | None = None
+    """`rearrange(root, stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
+    undo_rearrange: Callable[..., Tensor] | None = None
+    """`undo_rearrange(root, stream, shapes) -> stream`."""
+    rearrange_sides: tuple[int, ...] = ()
+    """Positions of the sizes that `rearrange` takes."""
+    bindings: Bindings = field(default_factory=Bindings)
+    """What F reads of the module tree."""
+    replay_context: ReplayContext = field(default_factory=ReplayContext)
+    has_autocast_consumer: bool = False
+    """Is the only reader of `b` in F a layer whose input autocast casts?"""
+    sharded: tuple[ShardedModule, ...] = ()
+    """FSDP2 modules that its layers belong to, outermost first."""
+
+
+class _Coupled(NamedTuple):
+    b: Tensor
+    y: Tensor
+    shapes: Any
+    """For `Block.undo_rearrange`."""
+    extras: tuple[Tensor, ...]
+    addend_dtype: torch.dtype
+    cast_copy: Tensor | None
+    """`y` in the dtype of autocast, if that was asked for and one kernel wrote both."""
+
+
+def _couple(
+    root: nn.Module,
+    block: Block,
+    a: Tensor,
+    b: Tensor,
+    sides: Sequence[Any],
+    cast: torch.dtype | None,
+    grid: Tensor | None,
+    *,
+    cast_b: Tensor | None = None,
+    with_cast: bool = False,
+) -> _Coupled:
+    """`(a, b) -> (b, a + F(b))`, after the block's rearrangement; F may read a cast copy of b."""
+    shapes: Any = ()
+    if block.rearrange is not None:
+        sizes = [sides[i] for i in block.rearrange_sides]
+        a, shapes = block.rearrange(root, a, *sizes)
+        b, _ = block.rearrange(root, b, *sizes)
+    read = b if cast_b is None else cast_b
+    addend, extras = _run_branch(root, block, read, [sides[i] for i in block.sides], cast)
+    y, cast_copy = add_or_subtract(a, addend, grid, False, with_cast)
+    return _Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
+
+
+def _run_branch(
+    root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """F(b) and the extras; `cast` is the model's own dtype where streams have more bits."""
+    result = block.branch(root, b if cast is None else b.to(cast), *sides)
+    return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
+
+
+def _undo_rearrange(
+    root: nn.Module, block: Block, shapes: Any, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Values, or gradients of them, as they were before a block's rearrangement.
+
+    It permutes elements, so a gradient goes back the way the values do.
+    """
+    if block.undo_rearrange is None:
+        return tensors
+    return tuple(block.undo_rearrange(root, tensor, shapes) for tensor in tensors)
+
+
+# -- chains ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Chain:
+    """Couplings in a row, run as one differentiable function that stores no activations."""
+
+    blocks: tuple[Block, ...]
+    tolerance: Tolerance = None
+    check_every: int = 50
+    convolves: bool = False
+    overlap: Overlap = Overlap.OFF
+    failures_allowed: int = 0
+    """Consecutive calls that may rebuild their input wrongly without an error."""
+    check: ReconstructionCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = f"{self.blocks[0].name} .. {self.blocks[-1].name}"
+        settings = self.tolerance, self.check_every, self.failures_allowed
+        self.check = ReconstructionCheck(name, *settings)
+
+    def plain(
+        self,
+        root: nn.Module,
+        a: Tensor,
+        b: Tensor,
+        sides: Sequence[Any],
+        cast: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
+        grid = grid_for(a, b, cast, self.convolves) if root.training else None
+        a, b = rounded(a, grid), rounded(b, grid)
+        extras: tuple[Tensor, ...] = ()
+        for block in self.blocks:
+            (b,) = unshard(block.sharded, (b,))
+            a, b, _, extras, *_ = _couple(root, block, a, b, sides, cast, grid)
+            (b,) = reshard(block.sharded, (b,))
+        return a, b, *extras
+
+    def reversible(
+        self,
+        root: nn.Module,
+        a: Tensor,
+        b: Tensor,
+        sides: Sequence[Any],
+        cast: torch.dtype | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The chain keeping only its output for the backward pass.
+
+        `torch.func` and forward-mode AD differentiate operations, not our backward: for those the
+        chain is plain.
+        """
+        if is_transformed():
+            return self.plain(root, a, b, sides, cast)
+        # A block that is rebuilt early would find its weights sharded.
+        overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
+        call = _Call(self, root, cast, grid_for(a, b, cast, self.convolves), overlaps)
+        out: tuple[Tensor, ...] = _apply(call, a, b, sides)
+        return out
+
+    def inspect(
+        self,
+        root: nn.Module,
+        a: Tensor,
+        b: Tensor,
+        sides: Sequence[Any],
+        cast: torch.dtype | None = None,
+    ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
+        """Run forward and back; returns the outputs and each block's reconstruction error."""
+        grid = grid_for(a, b, cast, self.convolves)
+        with torch.no_grad():
+            a, b = rounded(a, grid), rounded(b, grid)
+            inputs, replays, outputs = [], [], list[_Coupled]()
+            for block in self.blocks:
+                replay = Replay(block.replay_context, a)
+                inputs.append((a, b))
+                unshard(block.sharded, (b,))
+                outputs.append(_couple(root, block, a, b, sides, cast, grid))
+                a, b = outputs[-1][:2]
+                reshard(block.sharded, (b,))
+                replays.append(replay.finish())
+            result = (a, b, *outputs[-1].extras)
+            errors = []
+            for block, (a0, b0), replay, output in zip(
+                *map(reversed, (self.blocks, inputs, replays, outputs)), strict=True
+            ):
+                unshard(block.sharded, (b,))
+                with replay.replay():
+                    used = [sides[i] for i in block.sides]
+                    addend, _ = _run_branch(root, block, a, used, cast)
+                    rebuilt = subtract(b, addend, grid), a
+                a, b = _undo_rearrange(root, block, output.shapes, *rebuilt)
+                reshard(block.sharded, (b,))
+                errors.append((block.name, max(relative_error(a0, a), relative_error(b0, b))))
+        return result, list(reversed(errors))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Tensor, ...]:
+    extras: tuple[Tensor, ...] = ()
+    check = call.chain.check
+    is_checked = check.is_on and not is_capturing(a.device)
+    for index, block in enumerate(call.chain.blocks):
+        tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
+        (b,) = unshard(block.sharded, (b,))
+        bound = Bound(block.bindings)
+        parameters = bound.differentiable()
+        if is_checked and (parameters or any(t.requires_grad for t in (a, b, *tensors))):
+            # The backward pass ends here: blocks before this one have nothing to train.
+            call.first, call.samples = index, check.start(a, b)
+            is_checked = False
+        a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *parameters)
+        (b,) = reshard(block.sharded, (b,))
+    return a, b, *extras
+
+
+@dataclass
+class _Call:
+    """What the blocks of one run of a chain share: no activations."""
+
+    chain: Chain
+    root: nn.Module
+    cast: torch.dtype | None
+    grid: Tensor | None
+    overlaps: bool = False
+    """In backward: is the previous block rebuilt while a block is differentiated?"""
+    first: int = 0
+    """The first block that is differentiated."""
+    samples: tuple[bool, Samples] | None = None
+    """Of what that block was given, if the reconstruction is checked."""
+    cast_copy: Tensor | None = None
+    """In forward: the latest sum in the dtype of autocast, if a kernel wrote that too."""
+    output: _Output | None = None
+    """In backward: a block's output, which the next block has just rebuilt as its input."""
+    rebuilt: _Rebuilt | None = None
+    """In backward, with overlap: the previous block, already rebuilt."""
+    cast_gradient: tuple[Tensor, Tensor] | None = None
+    """In backward: a gradient, and the same in the dtype of the branch that it enters next."""
+
+    def wants_cast(self, index: int, step: int) -> bool:
+        """Does autocast cast a block's sum for its reader, the branch of block `index + step`?"""
+        blocks, reader = self.chain.blocks, index + step
+        if self.cast is not None or not 0 <= reader < len(blocks):
+            return False
+        return blocks[reader].has_autocast_consumer and blocks[max(index, reader)].rearrange is None
+
+
+_Output = tuple[Tensor, Tensor, Tensor | None]
+"""A block's output `(b, y)`, and `b` in the dtype of autocast if a kernel wrote that too."""
+
+
+@dataclass
+class _Rebuilt:
+    """A block computed again: its input, and the graph of its branch."""
+
+    index: int
+    a: Tensor
+    b: Tensor
+    leaf: Tensor
+    """`b`, or its cast copy, as the beginning of the graph."""
+    gradient: GradientSum
+    """Of `b`: its own plus that through the branch."""
+    sides: list[Tensor]
+    """The block's side tensors in the graph."""
+    parameters: list[Tensor]
+    """Those that require a gradient, as they are in the graph."""
+    results: tuple[Tensor, ...]
+    """F(b) and the extras."""
+    cast_copy: Tensor | None
+    """`a` in the dtype of autocast, if a kernel wrote that too."""
+    stream: int = 0
+    """Of the two CUDA streams of `two_streams`, the one it was rebuilt on."""
+
+
+class _Reversible(torch.autograd.Function):
+    """One block. Only the chain's last block saves its output; others get it from the next one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        index: int,
+        sides: Sequence[Any],
+        bound: Bound,
+        a: Tensor,
+        b: Tensor,
+        *rest: Tensor,
+    ) -> Any:
+        block = call.chain.blocks[index]
+        if index == 0:
+            a, b = rounded(a, call.grid), rounded(b, call.grid)
+        replay = Replay(block.replay_context, a)
+        cast_b, call.cast_copy = call.cast_copy, None
+        with replay.record(), bound.recording_hooks():
+            b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy = _couple(
+                *(call.root, block, a, b, sides, call.cast, call.grid),
+                cast_b=cast_b,
+                with_cast=call.wants_cast(index, 1),
+            )
+        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.finish()
+        used = [sides[i] for i in block.sides]
+        count = sum(isinstance(side, Tensor) for side in used)
+        ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
+        ctx.parameters = rest[count:]
+        outputs = (b, y) if block is call.chain.blocks[-1] else ()
+        ctx.save_for_backward(*outputs, *rest[:count])
+        return b, y, *extras
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
+        call: _Call = ctx.call
+        rebuilt, call.rebuilt = call.rebuilt, None
+        if rebuilt is None or rebuilt.index != ctx.index:
+            saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
+            if ctx.index == len(call.chain.blocks) - 1:
+                ctx.outputs = saved[:2]
+                grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
+            rebuilt = _rebuild(ctx, saved, call.output)
+        call.output = None
+        known_cast, call.cast_gradient = call.cast_gradient, None
+        is_cast = known_cast is not None and known_cast[0] is grad_y
+        grads = known_cast[1] if known_cast and is_cast else grad_y, *grad_extras
+        with two_streams(grad_y.device, call.overlaps) as streams:
+            previous = _previous_block(ctx) if call.overlaps else None
+            if previous is not None:
+                with streams.on(1 - rebuilt.stream):
+                    output = _previous_output(ctx, rebuilt)
+                    saved = previous.saved_tensors
+                    call.rebuilt = _rebuild(previous, saved, output, 1 - rebuilt.stream)
+            with streams.backward_on(rebuilt.stream):
+                grad_b, cast_grad_b, other_grads = _differentiate(ctx, rebuilt, grad_b, grads)
+                stream_grads = _before_rearrange(ctx, grad_y, grad_b)
+                if cast_grad_b is not None:
+                    call.cast_gradient = stream_grads[1], _before_rearrange(ctx, cast_grad_b)[0]
+        if ctx.index == call.first and call.samples is not None:
+            call.chain.check.finish(call.samples, *_before_rearrange(ctx, rebuilt.a, rebuilt.b))
+        if ctx.index > 0 and previous is None:
+            call.output = _previous_output(ctx, rebuilt)
+        return None, None, None, None, *stream_grads, *other_grads
+
+
+def _previous_block(node: Any) -> Any:
+    """The autograd node of the previous block, if that is differentiated too."""
+    previous = node.next_functions[0][0]
+    return previous if getattr(previous, "call", None) is node.call else None
+
+
+def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    call: _Call = node.call
+    return _undo_rearrange(call.root, call.chain.blocks[node.index], node.shapes, *tensors)
+
+
+def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
+    """A rebuilt block's input, which is the output of the previous block."""
+    b, y = _before_rearrange(node, rebuilt.a, rebuilt.b)
+    return b, y, rebuilt.cast_copy
+
+
+def _rebuild(
+    node: Any, saved: Sequence[Tensor], output: _Output | None, stream: int = 0
+) -> _Rebuilt:
+    """Rebuild a block's input from its output (PETRA, Eq. 4), keeping the graph of F.
+
+    The chain's last block has saved its output itself.
+    """
+    call: _Call = node.call
+    bound: Bound = node.bound
+    block = call.chain.blocks[node.index]
+    bound.check(block.name)
+    tensors = list(saved)
+    if block is call.chain.blocks[-1]:
+        output, tensors = (tensors[0], tensors[1], None), tensors[2:]
+    assert output is not None
+    b, y, cast_b = output
+    needs = node.needs_input_grad[6:]
+    sides = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
+    next_side = iter(sides)
+    used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
+    stand_ins = bound.stand_ins()
+    parameters = [stand_ins.get(id(p), p) for p in node.parameters]
+    with torch.enable_grad(), bound.restored(stand_ins), node.replay.replay():
+        source = (b if cast_b is None else cast_b).detach()
+        leaf = _cast_like_reader(source, block, call.cast).requires_grad_()
+        gradient = GradientSum()
+        # A view: module hooks (those of torch's FlopCounterMode) fail on a leaf in `autograd.grad`.
+        addend, extras = _run_branch(
+            call.root, block, gradient.attach(leaf.view_as(leaf)), used, call.cast
+        )
+        with torch.no_grad():
+            wants_cast = call.wants_cast(node.index, -1)
+            a, copy = add_or_subtract(y, addend.detach(), call.grid, True, wants_cast)
+    results = addend, *extras
+    return _Rebuilt(node.index, a, b, leaf, gradient, sides, parameters, results, copy, stream)
+
+
+def _cast_like_reader(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
+    """`b` in the dtype in which F reads it.
+
+    Its gradient then comes in that dtype, and is converted to float32 only when it is added.
+    """
+    if cast is None:
+        return as_read(b) if block.has_autocast_consumer else b
+    return b.to(cast) if b.dtype == torch.float32 else b
+
+
+def _differentiate(
+    node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grads: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Differentiate F: the gradient of `b` (also cast, if known), and of sides and parameters."""
+    inputs = [*(t for t in rebuilt.sides if t.requires_grad), *rebuilt.parameters]
+    pairs = zip(rebuilt.results, grads, strict=True)
+    seeded = [(out, seed.to(out.dtype)) for out, seed in pairs if out.requires_grad]
+    input_grads: Sequence[Tensor | None] = [None] * len(inputs)
+    cast_grad_b: Tensor | None = None
+    if seeded:
+        outputs, seeds = zip(*seeded, strict=True)
+        reader_dtype = getattr(_previous_block(node), "addend_dtype", None)
+        rebuilt.gradient.begin(grad_b, reader_dtype)
+        with gradient_hooks_silenced(rebuilt.parameters):
+            through_branch, *input_grads = torch.autograd.grad(
+                outputs, [rebuilt.leaf, *inputs], seeds, allow_unused=True
+            )
+        grad_b, cast_grad_b = rebuilt.gradient.finish(through_branch)
+    remaining = iter(input_grads)
+    side_grads = [next(remaining) if t.requires_grad else None for t in rebuilt.sides]
+    return grad_b, cast_grad_b, [*side_grads, *remaining]

@@ -1,0 +1,30 @@
+"""Segment graphs as Python functions of `(root, *inputs)`."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+__all__ = ["compile_graph", "source_of"]
+
+_counter = itertools.count()
+
+
+def source_of(graph: fx.Graph) -> str:
+    """The generated code of a graph, with the original module names."""
+    return graph.python_code("self").src.strip()
+
+
+def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """A function from a graph; tracebacks show the generated lines under the segment's name."""
+    code = graph.python_code("self")
+    filename = f"<revcompile {name} {next(_counter)}>"
+    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
+    namespace = dict(code.globals)
+    exec(compile(code.src, filename, "exec"), namespace)
+    function: Callable[..., Any] = namespace["forward"]
+    return function

@@ -1,0 +1,360 @@
+"""A rewired model as an ordinary `nn.Module` that trains without storing activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
+from revcompile.ir.ops import attribute
+from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
+from revcompile.ir.weight_expansion import WeightExpansion, grow
+from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
+from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.coupling import Block, Chain
+from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.runtime.reversible.guards import Cases, Recapture
+from revcompile.runtime.reversible.hooks import (
+    ShardedModule,
+    reshard,
+    sharded_modules,
+    unshard,
+)
+from revcompile.runtime.reversible.inlined_modules import Inlined
+from revcompile.runtime.reversible.original import Original, OriginalSurface
+from revcompile.runtime.reversible.overlap import Overlap
+from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
+from revcompile.runtime.reversible.reconstruction import Tolerance
+from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
+
+__all__ = ["Reversible"]
+
+_RESERVED = frozenset(
+    {
+        "rewired",
+        "tolerance",
+        "reversible",
+        "check_every",
+        "overlap",
+        "inversion_errors",
+        "inlined_hooks",
+        "summary",
+        "rewired_tensors",
+        "_original",
+        "_cases",
+        "_plans",
+        "_inlined",
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An opaque segment's code, or a chain."""
+
+    run: Callable[..., Any] | Chain
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    drop: tuple[str, ...]
+    """Values that are not read afterwards."""
+    bindings: tuple[Bindings, ...]
+    """What its graphs read of the module tree."""
+    sharded: tuple[ShardedModule, ...] = ()
+    """Of an opaque segment: FSDP2 modules that its layers belong to."""
+
+
+def _is_outdated(step: _Step) -> bool:
+    return any(bindings.change() is not None for bindings in step.bindings)
+
+
+class Reversible(OriginalSurface):
+    """Runs a `Rewired` model. Parameters and buffers keep the original's names.
+
+    In training mode with gradients on, chains of couplings keep only their output; in eval mode
+    or under `no_grad` everything is a plain forward.
+
+    Args:
+        rewired: the model after rewiring; its root's parameters and buffers become this module's.
+        tolerance: the largest relative error of a rebuilt input; "auto": by the dtype of the
+            streams; None: no check.
+        overlap: whether a block is rebuilt while the next one is differentiated.
+
+    Raises:
+        InputError: the model has a member of a name that this module needs itself.
+    """
+
+    def __init__(
+        self,
+        rewired: Rewired,
+        tolerance: Tolerance = None,
+        overlap: Overlap = Overlap.OFF,
+    ) -> None:
+        super().__init__()
+        root = rewired.root
+        taken = _RESERVED & {*root._modules, *root._parameters, *root._buffers}
+        if taken:
+            raise InputError(
+                f"reversify: {rewired.name} has a member called {sorted(taken)[0]!r}, a name the "
+                "reversible module needs for itself; rename it in the model"
+            )
+        for name, child in root._modules.items():
+            self.add_module(name, child)
+        for name, parameter in root._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, buffer in root._buffers.items():
+            persistent = name not in root._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent=persistent)
+        for name, value in root.__dict__.items():
+            if name not in self.__dict__ and isinstance(value, Tensor):
+                self.register_buffer(name, value, persistent=False)
+        self.training = root.training
+        self.__dict__["rewired"] = replace(rewired, root=self)
+        self.__dict__["tolerance"] = tolerance
+        self.__dict__["reversible"] = True
+        self.__dict__["check_every"] = 50
+        self.__dict__["overlap"] = overlap
+        self.__dict__["_plans"] = {}
+        self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
+        self.__dict__["_inlined"] = Inlined(rewired, self)
+        self.__dict__["_cases"] = Cases(self.rewired)
+        self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
+
+    rewired: Rewired
+    tolerance: Tolerance
+    """Of the reconstruction, relative; "auto": by the dtype of the streams; None: no check."""
+    reversible: bool
+    """Set to False to run chains as plain operations: the reference with stored activations."""
+    check_every: int
+    """Every call checks the reconstruction; every `check_every`-th waits for a GPU's result."""
+    overlap: Overlap
+    """Is a block rebuilt while the next one is differentiated? Read at the first call."""
+    _plans: dict[int, tuple[_Step, ...]]
+    _inlined: Inlined
+    _cases: Cases
+
+    def on_new_case(self, recapture: Recapture) -> None:
+        """Set how to capture the model for a call that breaks a guard; without, that raises."""
+        self._cases.recapture = recapture
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model with the original's calling convention."""
+        rewired, values = self._case(args, kwargs)
+        body, out_spec = rewired.body, rewired.signature.out_spec
+        if rewired.eval_body is not None and not self.training:
+            body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
+        values = self._run(body, values)
+        flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
+        return pytree.tree_unflatten(flat, out_spec)
+
+    @property
+    def inlined_hooks(self) -> tuple[str, ...]:
+        """Modules whose hooks were traced with their forward, and do not run any more."""
+        return self._inlined.hooked
+
+    def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
+        """Forward and back through every chain: each block's relative reconstruction error."""
+        errors: list[tuple[str, float]] = []
+        rewired, values = self._case(args, kwargs)
+        with torch.no_grad():
+            self._run(rewired.body, values, errors)
+        return errors
+
+    def rewired_tensors(self) -> dict[int, str]:
+        """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name."""
+        bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
+        branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
+        names = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
+        for name, value in TreeReads(branches, self).tensors():
+            names.setdefault(id(value), name)
+        return names
+
+    def _case(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Rewired, dict[str, Any]]:
+        """The graph whose guards hold for a call, and its inputs."""
+        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
+        return self._cases.matching(self, values, args, kwargs), values
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Capturing anew needs the original's class, which pickle finds by its name or not at all.
+        recapture = self._cases.recapture if self._original.is_importable else None
+        cases = Cases(self.rewired, recapture)
+        return {**self.__dict__, "_plans": {}, "_cases": cases}
+
+    def _run(
+        self,
+        body: Body,
+        values: dict[str, Any],
+        errors: list[tuple[str, float]] | None = None,
+    ) -> dict[str, Any]:
+        stores_nothing = self.reversible and self.training and torch.is_grad_enabled()
+        for step in self._plan(body):
+            inputs = [values[name] for name in step.inputs]
+            if isinstance(step.run, Chain):
+                a, b, cast, own_dtype = _float32_streams(inputs[0], inputs[1])
+                del inputs[:2]
+                if errors is not None:
+                    (a, b, *extras), of_blocks = step.run.inspect(self, a, b, inputs, cast)
+                    errors += of_blocks
+                else:
+                    run = step.run.reversible if stores_nothing else step.run.plain
+                    for name in step.drop:
+                        values.pop(name, None)
+                    a, b, *extras = run(self, a, b, inputs, cast)
+                if own_dtype is not None:
+                    a, b = a.to(own_dtype), b.to(own_dtype)
+                outputs: Sequence[Any] = (a, b, *extras)
+            else:
+                for name in step.drop:
+                    values.pop(name, None)
+                inputs = list(unshard(step.sharded, tuple(inputs)))
+                outputs = reshard(step.sharded, tuple(step.run(self, *inputs)))
+            del inputs
+            values.update(zip(step.outputs, outputs, strict=True))
+        return values
+
+    def _plan(self, body: Body) -> tuple[_Step, ...]:
+        """The body's steps, compiled on first use, and again when modules or their hooks change."""
+        self._inlined.check()
+        key = id(body)
+        steps = self._plans.get(key)
+        if steps is None or any(map(_is_outdated, steps)):
+            steps = self._plans[key] = self._steps(body)
+        return steps
+
+    def _steps(self, body: Body) -> tuple[_Step, ...]:
+        return _steps(body, self)
+
+
+def _float32_streams(
+    a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, torch.dtype | None, torch.dtype | None]:
+    """Residual streams in float32, whatever the branches compute in: bfloat16 streams drift.
+
+    Also returns the dtype that branches are to be given, and the one that the streams are to be
+    cast back to; under autocast both are None.
+    """
+    if a.dtype not in LOW_PRECISION:
+        return a, b, None, None
+    own_dtype = None if is_autocasting(a.device) else a.dtype
+    return a.float(), b.float(), own_dtype, own_dtype
+
+
+def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
+    """Group couplings into chains, compile everything, and find each value's last reader."""
+    runs = _chains(body)
+    last_use: dict[str, int] = {}
+    for index, run in enumerate(runs):
+        for segment in run:
+            for name in segment.inputs:
+                last_use[name] = index
+    returned = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
+    steps: list[_Step] = []
+    for index, run in enumerate(runs):
+        first = run[0]
+        if isinstance(first, Opaque):
+            inputs, outputs = first.inputs, first.outputs
+            graph = fuse_bn_relu(match_dtypes(first.graph), root)
+            code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
+            bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
+            sharded = _sharded(bindings[0])
+        else:
+            couplings = [s for s in run if isinstance(s, Coupling)]
+            sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
+            inputs, sharded = (*first.streams_in, *sides), ()
+            outputs = couplings[-1].outputs
+            position = {name: i for i, name in enumerate(sides)}
+            blocks = tuple(_block(c, root, position) for c in couplings)
+            bindings = tuple(block.bindings for block in blocks)
+            has_convolutions = any(convolves(c.branch, root) for c in couplings)
+            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
+        drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned)
+        steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))
+    return tuple(steps)
+
+
+def _side_names(coupling: Coupling) -> tuple[str, ...]:
+    return (*coupling.sides, *(coupling.rearrange.sides if coupling.rearrange else ()))
+
+
+def _chains(body: Body) -> list[list[Coupling | Opaque]]:
+    """Runs of couplings whose streams only the next coupling reads; other segments alone."""
+    readers: dict[str, int] = {}
+    for segment in body.segments:
+        for name in segment.inputs:
+            readers[name] = readers.get(name, 0) + 1
+    for leaf in body.result:
+        if isinstance(leaf, Live):
+            readers[leaf.name] = readers.get(leaf.name, 0) + 1
+    runs: list[list[Coupling | Opaque]] = []
+    for segment in body.segments:
+        previous = runs[-1][-1] if runs else None
+        if (
+            isinstance(segment, Coupling)
+            and isinstance(previous, Coupling)
+            and previous.streams_out == segment.streams_in
+            and not previous.extras
+            and all(readers.get(name, 0) == 1 for name in previous.streams_out)
+        ):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs
+
+
+def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
+    bindings = Bindings(coupling.branch, root)
+    rearrange = coupling.rearrange
+    return Block(
+        name=coupling.name,
+        branch=compile_graph(_prepared(coupling.branch, root), coupling.name),
+        sides=tuple(position[name] for name in coupling.sides),
+        rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
+        undo_rearrange=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,
+        has_extras=bool(coupling.extras),
+        rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
+        bindings=bindings,
+        sharded=_sharded(bindings),
+        replay_context=_replay_context(list(bindings.modules)),
+        has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
+    )
+
+
+def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
+    """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
+    return sharded_modules((*bindings.enclosing.items(), *bindings.modules.items()))
+
+
+def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A branch as it runs, with the rewrites for mixed precision."""
+    return fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
+
+
+def _replay_context(modules: Sequence[nn.Module]) -> ReplayContext:
+    norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
+    others = [m for m in modules if not isinstance(m, _BatchNorm)]
+    buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
+    return ReplayContext(norms, StatefulBuffers(buffers))
+
+
+def _grow_state_dict(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
+) -> None:
+    """Let a state dict of the original load: enlarge the tensors that rewiring enlarged."""
+    assert isinstance(module, Reversible)
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    grown: dict[str, Tensor] = {}
+    for name, (source, how) in module.rewired.weight_expansions.items():
+        have, original = state.get(prefix + name), state.get(prefix + source)
+        fits = have is not None and have.shape == own[name].shape
+        if original is not None and (not fits or how is WeightExpansion.REVIVE_ZERO_INIT):
+            grown[prefix + name] = grow(original, how)
+    state.update(grown)

@@ -1,0 +1,442 @@
+"""The original model's attributes and methods, on the module that was made from it.
+
+Plain attributes of the original (`config`, `pretrained_cfg`, `num_classes`) are attributes of the
+module itself. A method of the original (`no_weight_decay`, `get_classifier`) runs on a view: an
+instance of the original's class that shares the module's `__dict__`, so that it sees the module's
+parameters and sets the module's attributes, and `super()` works in it.
+
+A method must not apply rewired weights to data by another path than the module's `forward`: that is
+another function than the one that is trained. No list of names decides this: while a method runs,
+every tensor operation is checked. Nor may it add, replace or remove modules and parameters: the
+module's programs were made for those it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError, OriginalMethodError
+
+__all__ = ["Original", "OriginalSurface"]
+
+# -- what methods of the original may not do ------------------------------------------------------
+
+
+_LAYERS: Final = frozenset(
+    (
+        *("linear", "bilinear", "embedding", "embedding_bag", "multi_head_attention_forward"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"),
+    )
+)
+"""Functions that apply a weight to data."""
+
+_CHECKPOINTING_FLAGS: Final = frozenset(("gradient_checkpointing", "grad_checkpointing"))
+"""Attributes by which transformers and timm switch activation checkpointing on."""
+
+_suspended: ContextVar[bool] = ContextVar("suspended", default=False)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Allow everything, while the module itself runs."""
+    token = _suspended.set(True)
+    try:
+        yield
+    finally:
+        _suspended.reset(token)
+
+
+_AUGMENTED: Final = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
+)
+"""Methods of augmented assignments."""
+
+
+class watched(TorchFunctionMode):
+    """Refuses operations that apply rewired weights to data.
+
+    Computing with the module's own parameters and buffers alone is allowed (norms, counts,
+    averages), and so are single numbers and operations in place, which optimizers and initialisers
+    use. Whatever else a method is given, or makes itself, is data.
+    """
+
+    def __init__(self, call: str, rewired: Callable[[], dict[int, str]], module: nn.Module) -> None:
+        super().__init__()
+        self._call, self._find_rewired, self._module = call, rewired, module
+        self._rewired: dict[int, str] = {}
+        self._state: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _suspended.get():
+            return func(*args, **kwargs)
+        if not self._state:
+            self._rewired = self._find_rewired()
+            tensors = (*self._module.parameters(), *self._module.buffers())
+            self._state = {id(tensor): tensor for tensor in tensors}
+        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        weights = [self._rewired[id(tensor)] for tensor in read if id(tensor) in self._rewired]
+        data = [t for t in read if id(t) not in self._state and t.dim() > 0]
+        name = str(getattr(func, "__name__", ""))
+        if weights and not _is_in_place(name) and (data or name in _LAYERS):
+            raise OriginalMethodError(_other_path(self._call, weights[0]))
+        result = func(*args, **kwargs)
+        if read and not data:
+            self._add_state(result, weights)
+        return result
+
+    def _add_state(self, result: Any, weights: list[str]) -> None:
+        """The result of weights alone counts as a weight (a transposed one, a slice)."""
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0 and id(leaf) not in self._state:
+                self._state[id(leaf)] = leaf
+                if weights:
+                    self._rewired[id(leaf)] = weights[0]
+
+
+def _is_in_place(name: str) -> bool:
+    """Does a function of torch write to its tensor: `add_`, `w[i] = x`, `w += x`, `w.data = x`?"""
+    if name.endswith("__"):
+        return name in ("__setitem__", "__set__") or name in _AUGMENTED
+    return name.endswith("_")
+
+
+def _other_path(call: str, weight: str) -> str:
+    name = call.rpartition(".")[2]
+    return (
+        f"{call} computes with {weight} as the original model does, but the block that weight is "
+        "in was rewired: it has two streams now, and the result would not be of the function that "
+        f"is trained. Call the model as a whole, net(...). If you need what {name} returns, write "
+        f"a module whose forward calls {name}, and make that reversible"
+    )
+
+
+# -- changes of the structure ---------------------------------------------------------------------
+
+
+@contextmanager
+def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
+    """Undo and refuse changes of the modules and parameters."""
+    before, contents = _structure(module), _Contents(module)
+    flags = _flags(module)
+    try:
+        yield
+    except BaseException:
+        if _difference(before, _structure(module)) is not None:
+            contents.restore()
+        raise
+    changed = _difference(before, _structure(module))
+    flag = next((name for name in _flags(module) if name not in flags), None)
+    if changed is not None:
+        contents.restore()
+        raise OriginalMethodError(
+            f"{call} changes {changed}, and the reversible model was made for the modules and "
+            "parameters the original had; they were restored. Call it on the original model, and "
+            "make the result reversible"
+        )
+    if flag is not None:
+        contents.restore()
+        raise OriginalMethodError(
+            f"{call} sets {flag}, which would have no effect: reversible blocks keep no "
+            "activations that checkpointing could save, and everything else runs as captured. "
+            "Leave the call out; summary() says which blocks are reversible"
+        )
+
+
+def _structure(module: nn.Module) -> dict[str, object]:
+    """Modules and parameters by name, and the shapes of buffers."""
+    modules = module.named_modules(remove_duplicate=False)
+    structure: dict[str, object] = {name: inner for name, inner in modules if name}
+    structure |= dict(module.named_parameters(remove_duplicate=False))
+    buffers = module.named_buffers(remove_duplicate=False)
+    return structure | {name: buffer.shape for name, buffer in buffers}
+
+
+def _difference(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        if isinstance(new, torch.Size) and (old is None or old == new):  # a new buffer is harmless
+            continue
+        if old is not new:
+            return f"{name} ({_described(old)} became {_described(new)})"
+    return None
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a parameter of shape {tuple(value.shape)}"
+    if isinstance(value, torch.Size):
+        return f"a buffer of shape {tuple(value)}"
+    return "nothing" if value is None else type(value).__name__
+
+
+class _Contents:
+    """A shallow copy of all attributes of all modules, and of containers and configs among them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        seen: set[int] = set()
+        for inner in module.modules():
+            self._tables.append((vars(inner), dict(vars(inner))))
+            for value in vars(inner).values():
+                if isinstance(value, (dict, list, set)):
+                    self._containers[id(value)] = value, copy.copy(value)
+                elif _is_record(value) and id(value) not in seen:
+                    seen.add(id(value))
+                    self._tables.append((vars(value), dict(vars(value))))
+
+    def restore(self) -> None:
+        for table, held in self._tables:
+            table.clear()
+            table.update(held)
+        for value, held in self._containers.values():
+            if isinstance(value, list):
+                value[:] = held
+            else:
+                value.clear()
+                value.update(held)
+
+
+def _is_record(value: object) -> bool:
+    """Is it an object with plain attributes, like a configuration?"""
+    plain = not isinstance(value, (nn.Module, Tensor, type)) and not callable(value)
+    return plain and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _flags(module: nn.Module) -> list[str]:
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, inner in module.named_modules()
+        for name, value in vars(inner).items()
+        if value is True and name in _CHECKPOINTING_FLAGS
+    ]
+
+
+# -- attributes and methods -----------------------------------------------------------------------
+
+
+_OWN: Final = frozenset(vars(nn.Module()))
+"""What every module keeps in its `__dict__`."""
+
+
+class Original:
+    """The class of the model a module was made from, and its plain attributes.
+
+    `plain` names those that the module itself has now. `hidden` are attributes whose names the
+    module needs for itself, and methods bound to the original: only methods of the original see
+    them.
+    """
+
+    def __init__(
+        self, kind: type[nn.Module] | None, plain: frozenset[str], hidden: Mapping[str, Any]
+    ) -> None:
+        self.kind = kind
+        self.plain = plain
+        self.hidden = dict(hidden)
+
+    @classmethod
+    def adopted_by(cls, module: nn.Module, root: nn.Module, reserved: frozenset[str]) -> Original:
+        """Make the root's plain attributes the module's own."""
+        plain: set[str] = set()
+        hidden: dict[str, Any] = {}
+        for name, value in vars(root).items():
+            if name in _OWN or isinstance(value, Tensor) or name == "forward":
+                continue
+            if isinstance(value, types.MethodType) and value.__self__ is root:
+                hidden[name] = value.__func__
+            elif name in reserved or hasattr(type(module), name):
+                hidden[name] = value
+            else:
+                module.__dict__[name] = value
+                plain.add(name)
+        return cls(type(root), frozenset(plain), hidden)
+
+    def overrides(self, name: str) -> bool:
+        """Does the original's class override a method of `nn.Module`?"""
+        return self.kind is not None and getattr(self.kind, name) is not getattr(nn.Module, name)
+
+    def view(self, module: nn.Module) -> nn.Module:
+        """The module as an instance of the original's class."""
+        view: nn.Module = object.__new__(self._view_class)
+        object.__setattr__(view, "_revcompile_module", module)
+        object.__setattr__(view, "__dict__", module.__dict__)
+        return view
+
+    @functools.cached_property
+    def _view_class(self) -> Any:
+        kind = self.kind
+        assert kind is not None
+        members: dict[str, Any] = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__slots__": ("_revcompile_module",),  # not in __dict__, which is the module's
+            "forward": _forward,
+            **{name: _hidden(name) for name in self.hidden},
+        }
+        return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(members))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
+        return Original(self.kind, self.plain, copy.deepcopy(self.hidden, memo))
+
+    def __reduce__(self) -> Any:
+        # A class that pickle cannot find by name is left out: the module runs without it.
+        return Original, (self.kind if self.is_importable else None, self.plain, self.hidden)
+
+    @property
+    def is_importable(self) -> bool:
+        return self.kind is not None and _is_importable(self.kind)
+
+
+def _is_importable(kind: type) -> bool:
+    imported: Any = sys.modules.get(kind.__module__)
+    for step in kind.__qualname__.split("."):
+        imported = getattr(imported, step, None)
+    return imported is kind
+
+
+def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
+    """`self(...)` in a method of the original runs the module: the path that is trained."""
+    try:
+        module = view._revcompile_module
+    except AttributeError:  # a fresh instance, from `type(self)(...)` in a method
+        return super(type(view), view).forward(*args, **kwargs)
+    with suspended():
+        return module.forward(*args, **kwargs)
+
+
+def _hidden(name: str) -> property:
+    def read(view: Any) -> Any:
+        value = view._revcompile_module._original.hidden[name]
+        return types.MethodType(value, view) if isinstance(value, types.FunctionType) else value
+
+    def write(view: Any, value: Any) -> None:
+        view._revcompile_module._original.hidden[name] = value
+
+    return property(read, write)
+
+
+class OriginalSurface(nn.Module):
+    """A module with the attributes and methods of the model it was made from."""
+
+    _original: Original
+
+    def rewired_tensors(self) -> dict[int, str]:
+        """Parameters and buffers that are used differently than in the original: id -> name."""
+        raise NotImplementedError
+
+    def is_of_original(self, name: str) -> bool:
+        """Is it a plain attribute or a method of the original's own, not one of every module?"""
+        original = self._original
+        if name.startswith("_") or name in _OWN or hasattr(nn.Module, name):
+            return False
+        return name in original.plain or (
+            original.kind is not None and hasattr(original.kind, name)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules")
+        if (
+            modules is not None and name in modules
+        ):  # fast path: generated code reads these in every call
+            return modules[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None or original.kind is None or name.startswith("__"):
+                raise
+        return _of_original(self, original, name)
+
+    def __dir__(self) -> list[str]:
+        original = self.__dict__.get("_original")
+        names: set[str] = {*super().__dir__()}  # type: ignore[no-untyped-call]
+        return sorted(names | {*(dir(original.kind) if original is not None else ())})
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode as the original does: some models keep parts in eval mode."""
+        original = self.__dict__.get("_original")
+        if original is None or not original.overrides("train"):
+            return super().train(mode)
+        original.view(self).train(mode)
+        return self
+
+
+def _of_original(module: OriginalSurface, original: Original, name: str) -> Any:
+    assert original.kind is not None
+    view = original.view(module)
+    call = f"{original.kind.__name__}.{name}"
+    missing = object()
+    member = inspect.getattr_static(type(view), name, missing)
+    if member is missing:
+        if not original.overrides("__getattr__"):
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        with watched(call, module.rewired_tensors, module):
+            return _for_user(module, view, call, type(view).__getattr__(view, name))
+    if not hasattr(member, "__get__"):
+        return member
+    with watched(call, module.rewired_tensors, module):
+        return _for_user(module, view, call, member.__get__(view, type(view)))
+
+
+def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:
+    """A result for the user: never the view itself, nor an unwatched method of it."""
+    if value is view:
+        return module
+    if isinstance(value, types.MethodType) and value.__self__ is view:
+        return _method(module, view, call, value)
+    if isinstance(value, types.GeneratorType):
+        return _items(module, view, call, value)
+    return value
+
+
+def _method(
+    module: OriginalSurface, view: nn.Module, call: str, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with structure_unchanged(call, module), watched(call, module.rewired_tensors, module):
+            try:
+                result = method(*args, **kwargs)
+            except InputError as error:
+                raise OriginalMethodError(_other_arguments(call, error)) from error
+        return _for_user(module, view, call, result)
+
+    return run
+
+
+def _other_arguments(call: str, error: InputError) -> str:
+    return (
+        f"{call} calls the model with arguments it was not captured for. {error}\n"
+        f"Call net(...) with arguments like the example's instead of {call.rpartition('.')[2]}"
+    )
+
+
+def _items(
+    module: OriginalSurface, view: nn.Module, call: str, generator: Iterator[Any]
+) -> Iterator[Any]:
+    """A generator whose body is watched, though it runs after the method has returned."""
+    while True:
+        with structure_unchanged(call, module), watched(call, module.rewired_tensors, module):
+            try:
+                item = next(generator)
+            except StopIteration:
+                return
+        yield _for_user(module, view, call, item)

@@ -1,0 +1,129 @@
+"""Two CUDA streams for a chain's backward pass: rebuild a block while the next is differentiated.
+
+Rebuilding a block needs the rebuilt input of the next block, which is known before that block's
+gradient is (PaReprop, Sec. 3.3). Autograd differentiates an operation on the stream it ran on, so a
+block is rebuilt and differentiated on one stream, and blocks alternate:
+
+    stream 0   rebuild 3 | differentiate 3 | rebuild 1       | differentiate 1
+    stream 1             | rebuild 2       | differentiate 2 | rebuild 0       | ...
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import InputError
+from revcompile.runtime.reversible.replay import is_capturing
+
+__all__ = ["Overlap", "TwoStreams", "two_streams"]
+
+SMALL: Final = 2**25
+"""Elements of a residual stream above which a block's kernels fill a large GPU on their own."""
+
+
+class Overlap(enum.Enum):
+    """Is a block rebuilt while the next one is differentiated?
+
+    That uses what small kernels leave idle of a GPU, and holds the graphs of two blocks instead of
+    one. `AUTO` does it where the step is captured as a CUDA graph and kernels are small: without
+    capture, small kernels take longer to launch than to run.
+    """
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+    @staticmethod
+    def parse(choice: Overlap | str) -> Overlap:
+        """Accept the enum or its value.
+
+        >>> Overlap.parse("on")
+        <Overlap.ON: 'on'>
+        """
+        try:
+            return Overlap(choice)
+        except ValueError:
+            known = ", ".join(repr(c.value) for c in Overlap)
+            raise InputError(f"overlap: expected one of {known}, got {choice!r}") from None
+
+    def applies_to(self, stream: Tensor) -> bool:
+        if self is Overlap.AUTO:
+            return is_capturing(stream.device) and stream.numel() <= SMALL
+        return self is Overlap.ON
+
+
+class TwoStreams:
+    """The caller's CUDA stream, number 0, and a side stream, number 1; none on other devices."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._streams: tuple[torch.cuda.Stream, ...] = ()
+        if device is not None and device.type == "cuda":
+            own = torch.cuda.current_stream(device)
+            self._streams = own, _side_stream(own)
+
+    def wait(self, number: int) -> None:
+        """Let a stream wait for all that the other has been given."""
+        if self._streams:
+            self._streams[number].wait_stream(self._streams[1 - number])
+
+    def on(self, number: int) -> AbstractContextManager[Any]:
+        if not self._streams or number == 0:
+            return nullcontext()
+        return torch.cuda.stream(self._streams[1])
+
+    def backward_on(self, number: int) -> AbstractContextManager[Any]:
+        """Around `torch.autograd.grad` on a stream."""
+        if not self._streams or number == 0:
+            return nullcontext()
+        return _differentiating_on(self._streams[1])
+
+
+@contextmanager
+def two_streams(device: torch.device, overlaps: bool = True) -> Iterator[TwoStreams]:
+    """Two streams that run concurrently inside the context, if `overlaps` and on CUDA.
+
+    Before and after it everything is in order on the caller's stream, so whoever sees a gradient
+    (accumulation, hooks, DDP, a capture of a CUDA graph) needs not know of the side stream. That
+    also makes `Tensor.record_stream` unnecessary: before a stream writes to memory that was freed
+    on it, it has waited for the other one, as long as what both read is held to the end.
+    """
+    streams = TwoStreams(device if overlaps else None)
+    streams.wait(1)
+    try:
+        yield streams
+    finally:
+        streams.wait(0)
+
+
+@functools.cache
+def _side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each stream of the caller: only that one reads what the side stream allocates."""
+    return torch.cuda.Stream(stream.device)
+
+
+_has_warned = False
+
+
+@contextmanager
+def _differentiating_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Compute gradients on another stream than the one they are accumulated on, without a warning.
+
+    Torch warns of that once in a process; here it is intended.
+    """
+    global _has_warned
+    with torch.cuda.stream(stream):
+        if _has_warned:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+            yield
+        _has_warned = True

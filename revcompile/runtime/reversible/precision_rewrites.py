@@ -1,0 +1,204 @@
+"""Rewrites of a segment's graph for mixed precision.
+
+    cast_down       a layer norm writes the dtype that autocast would cast its result to anyway
+    fuse_bn_relu    a batch norm and the ReLU that alone reads it become one call
+    match_dtypes    operations that demand two tensors of one dtype get them
+
+None of them changes a bit of the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from revcompile.ir.module_tree import casts_input
+from revcompile.ir.ops import as_read, matching
+from revcompile.kernels.batch_norm import bn_relu
+from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
+
+__all__ = ["cast_down", "fuse_bn_relu", "match_dtypes"]
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+# -- cast_down ------------------------------------------------------------------------------------
+
+_MOVING_METHODS: Final = frozenset(
+    ("contiguous", "flatten", "permute", "reshape", "roll", "transpose", "view")
+)
+_MOVING_FUNCTIONS: Final[frozenset[Any]] = frozenset(
+    (torch.flatten, torch.permute, torch.reshape, torch.roll, torch.transpose)
+)
+_METADATA: Final = ("shape", "ndim", "device")
+
+
+def cast_down(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A copy of a graph whose layer norms give low precision where all readers want that.
+
+    Autocast lets norms return float32 and casts the result for each linear layer. Where operations
+    that only move elements (windows, rolls, padding) are in between, a cast before those lets them,
+    and their gradients, move half the bytes. Moving elements commutes with rounding.
+    """
+    copy = _copied(graph)
+    for node in list(copy.nodes):
+        if _is_layer_norm(node, root) and _is_only_read_cast(node, root):
+            if any(map(_only_moves_elements, node.users)):
+                _cast_result(node)
+            _use_cast_down_kernel(node, root)
+    return copy
+
+
+def _is_layer_norm(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        return isinstance(root.get_submodule(str(node.target)), nn.LayerNorm)
+    return node.op == "call_function" and node.target is F.layer_norm
+
+
+def _cast_result(node: fx.Node) -> None:
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(as_read, (node,))
+    node.replace_all_uses_with(cast, lambda user: user is not cast)
+
+
+def _use_cast_down_kernel(node: fx.Node, root: nn.Module) -> None:
+    """Call our layer norm, which writes low precision itself where there is a kernel for that."""
+    if node.op == "call_function":
+        node.target = layer_norm
+    elif len(node.args) == 1 and is_layer_norm(root.get_submodule(str(node.target))):
+        with node.graph.inserting_before(node):
+            layer = node.graph.create_node("get_attr", node.target)
+            norm = node.graph.call_function(call_layer_norm, (layer, node.args[0]))
+        node.replace_all_uses_with(norm)
+        node.graph.erase_node(node)
+
+
+def _is_only_read_cast(node: fx.Node, root: nn.Module) -> bool:
+    """Does autocast cast a value for all its readers, directly or once its elements are moved?"""
+    readers = [user for user in node.users if not _reads_metadata(user)]
+    return bool(readers) and all(
+        casts_input(user, node, root)
+        or (_only_moves_elements(user) and user.args[0] is node and _is_only_read_cast(user, root))
+        for user in readers
+    )
+
+
+def _reads_metadata(user: fx.Node) -> bool:
+    if user.op == "call_method":
+        return user.target in ("size", "dim")
+    return user.op == "call_function" and user.target is getattr and user.args[1] in _METADATA
+
+
+def _only_moves_elements(user: fx.Node) -> bool:
+    if user.op == "call_method":
+        return user.target in _MOVING_METHODS
+    if user.op != "call_function":
+        return False
+    if user.target is F.pad:
+        settings: dict[str, Any] = dict(zip(("mode", "value"), user.args[2:], strict=False))
+        settings |= user.kwargs
+        return settings.get("mode", "constant") == "constant" and settings.get("value") in (None, 0)
+    return user.target in _MOVING_FUNCTIONS
+
+
+# -- fuse_bn_relu ---------------------------------------------------------------------------------
+
+_RELU_FUNCTIONS: Final = (F.relu, torch.relu)
+
+
+def fuse_bn_relu(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A copy of a graph in which batch norms are joined with the ReLU that alone reads them."""
+    copy = _copied(graph)
+    for node in list(copy.nodes):
+        relu = next(iter(node.users), None)
+        if relu and len(node.users) == 1 and _is_batch_norm(node, root) and _is_relu(relu, root):
+            _join(node, relu)
+    return copy
+
+
+def _is_batch_norm(node: fx.Node, root: nn.Module) -> bool:
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return False
+    layer = root.get_submodule(str(node.target))
+    return type(layer) is nn.BatchNorm2d and "forward" not in vars(layer)
+
+
+def _is_relu(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        layer = root.get_submodule(str(node.target))
+        return type(layer) is nn.ReLU and "forward" not in vars(layer)
+    return node.op == "call_function" and node.target in _RELU_FUNCTIONS
+
+
+def _join(norm: fx.Node, relu: fx.Node) -> None:
+    graph = norm.graph
+    with graph.inserting_before(relu):
+        layers = [
+            graph.create_node("get_attr", node.target) if node.op == "call_module" else None
+            for node in (norm, relu)
+        ]
+        both = graph.call_function(bn_relu, (*layers, norm.args[0]))
+    relu.replace_all_uses_with(both)
+    graph.erase_node(relu)
+    graph.erase_node(norm)
+
+
+# -- match_dtypes ---------------------------------------------------------------------------------
+
+_SOURCE_ARGUMENT: Final = {
+    "index_add": (3, "source"),
+    "index_copy": (3, "source"),
+    "index_put": (2, "values"),
+    "index_reduce": (3, "source"),
+    "masked_scatter": (2, "source"),
+    "scatter": (3, "src"),
+    "scatter_add": (3, "src"),
+    "scatter_reduce": (3, "src"),
+}
+"""Position and keyword of the argument that must have the dtype of the first one."""
+
+
+def match_dtypes(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph whose scatters get tensors of one dtype under autocast.
+
+    Residual streams are float32 where the original model's may be in low precision. Most operations
+    accept both; these raise. The graph itself is returned if it has none of them.
+    """
+    if not any(_operation(node) in _SOURCE_ARGUMENT for node in graph.nodes):
+        return graph
+    copy = _copied(graph)
+    for node in list(copy.nodes):
+        if _operation(node) in _SOURCE_ARGUMENT:
+            _match_source(node)
+    return copy
+
+
+def _operation(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target).removesuffix("_")
+    target: Any = node.target
+    name = str(getattr(target, "__name__", "")) if node.op == "call_function" else ""
+    return name.partition(".")[0].removesuffix("_")
+
+
+def _match_source(node: fx.Node) -> None:
+    position, keyword = _SOURCE_ARGUMENT[_operation(node)]
+    arguments: list[Any] = list(node.args)
+    first = arguments[0] if arguments else node.kwargs.get("input")
+    source = arguments[position] if len(arguments) > position else node.kwargs.get(keyword)
+    if not isinstance(first, fx.Node) or not isinstance(source, fx.Node):
+        return
+    with node.graph.inserting_before(node):
+        matched = node.graph.call_function(matching, (source, first))
+    if len(arguments) > position:
+        arguments[position] = matched
+        node.args = tuple(arguments)
+    else:
+        node.kwargs = {**node.kwargs, keyword: matched}

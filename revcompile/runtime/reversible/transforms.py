@@ -1,0 +1,75 @@
+"""Differentiation by other means than one backward pass, which is all that a chain supports.
+
+Under `torch.func` and forward-mode AD (`is_transformed`) chains run as plain operations with stored
+activations, which every transform can differentiate. Differentiating a backward pass that has
+already happened is an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from revcompile.errors import InputError
+
+__all__ = ["differentiable_once", "is_transformed"]
+
+_ADVICE: Final = (
+    "set net.reversible = False before the forward pass: chains then store their activations and "
+    "can be differentiated by any means"
+)
+
+
+def is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Decorate the backward of an autograd function: differentiating its gradients is an error.
+
+    Otherwise they would be constants to a gradient penalty, silently. They count as functions of
+    the given gradients and of `ctx.outputs`, if the backward sets those.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch._C._are_functorch_transforms_active():
+            raise InputError(
+                "a backward pass through a reversible chain cannot be run inside a torch.func "
+                f"transform; {_ADVICE}"
+            )
+        with torch.no_grad():
+            result = backward(ctx, *grads)
+        outputs = ctx.__dict__.pop("outputs", ())  # a reference cycle: they hold the node and ctx
+        return _refusing(result, (*grads, *outputs)) if torch.is_grad_enabled() else result
+
+    return run
+
+
+def _refusing(gradients: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients as functions of their sources that cannot be differentiated."""
+    tensors = [i for i, gradient in enumerate(gradients) if isinstance(gradient, Tensor)]
+    leaves = [gradients[i].detach().requires_grad_() for i in tensors]
+    known = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
+    replaced = dict(zip(tensors, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
+    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(gradients))
+
+
+class _Refusing(torch.autograd.Function):
+    """The identity on the first `count` tensors, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.clone() if t.is_sparse else t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise InputError(
+            "a gradient through a reversible chain is differentiated a second time "
+            f"(create_graph=True), but a chain is rebuilt for one backward pass only; {_ADVICE}"
+        )

@@ -1,0 +1,1 @@
+"""One stage's numerics: programs, stored activations, weights, updates."""

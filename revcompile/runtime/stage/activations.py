@@ -1,0 +1,199 @@
+"""How a stage that is not reversible stores its inputs until backward.
+
+Unchanged; in fewer bits, so that backward computes with rounded values; or in the host's memory.
+The last stage, and methods with one micro-batch in the pipeline at a time, have nothing in flight
+while other micro-batches pass, and store inputs unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
+from revcompile.schedule import Keep, Order
+
+__all__ = ["ActivationStore", "Buffers", "BuffersLike", "Scaled", "buffers_of"]
+
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_STATE_KEYS: Final = ({"values"}, {"values", "scale"}, {"away"})
+"""Keys of the dicts by which a checkpoint describes a compressed or offloaded tensor."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The dtype (None: their own) and the place in which inputs are stored until backward.
+
+    Only float32 is compressed.
+    """
+
+    dtype: torch.dtype | None = None
+    offload: bool = False
+    """Store them in the host's memory; on the CPU this does nothing."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *_DTYPES):
+            raise InputError(
+                f"buffers={self.dtype}; use torch.bfloat16, torch.float16, torch.float8_e4m3fn, "
+                '"offload" or None (as they are)'
+            )
+
+    def __str__(self) -> str:
+        kind = "as they are" if self.dtype is None else f"in {str(self.dtype).split('.')[1]}"
+        if not self.offload:
+            return kind
+        return "on the host" if self.dtype is None else f"{kind} on the host"
+
+    @property
+    def bytes_each(self) -> int | None:
+        """Bytes on the device for an element of a stored float32 input; None: unchanged."""
+        if self.offload:
+            return 0
+        return self.dtype.itemsize if self.dtype is not None else None
+
+
+BuffersLike = torch.dtype | Literal["offload"] | Buffers | None
+"""Accepted by `buffers=`."""
+
+
+def buffers_of(given: BuffersLike) -> Buffers:
+    """The settings for a value of `buffers=`.
+
+    >>> buffers_of(torch.bfloat16).bytes_each, buffers_of("offload").bytes_each
+    (2, 0)
+    """
+    if isinstance(given, Buffers):
+        return given
+    if given == "offload":
+        return Buffers(offload=True)
+    return Buffers(given)
+
+
+class Scaled(NamedTuple):
+    """A float8 tensor, and the factor that its elements were divided by."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def compress(value: Tensor, dtype: torch.dtype) -> Tensor | Scaled:
+    """A float32 tensor in fewer bits; float8 is scaled so that the largest element fits exactly.
+
+    >>> compress(torch.tensor([7.0, -0.5]), torch.float8_e4m3fn).values.float()
+    tensor([448., -32.])
+    """
+    if dtype is not torch.float8_e4m3fn:
+        return value.to(dtype)
+    limits = torch.finfo(torch.float32)
+    scale = (value.abs().amax() / torch.finfo(dtype).max).clamp(min=limits.tiny)
+    return Scaled((value / scale).to(dtype), scale)
+
+
+def decompress(value: Tensor | Scaled) -> Tensor:
+    return value.values.float() * value.scale if isinstance(value, Scaled) else value.float()
+
+
+class ActivationStore:
+    """Stores and loads what one stage keeps of the micro-batches in flight."""
+
+    def __init__(self, program: StageProgram, settings: Buffers) -> None:
+        self._settings, self._kept = settings, program.kept
+        self._names = _inputs_kept(program) if settings != Buffers() else frozenset()
+        self._is_first = program.index == 0
+        self.pool: PinnedPool | None = None
+        """The host memory for offloaded inputs, from the first one on."""
+
+    @property
+    def offloads(self) -> bool:
+        return self._settings.offload
+
+    def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values that a forward pass keeps, compressed and offloaded as configured."""
+        if not self._names:
+            return kept
+        pairs = zip(self._kept, kept, strict=True)
+        return tuple(self._store(v) if name in self._names else v for name, v in pairs)
+
+    def _store(self, value: Any) -> Any:
+        # Single numbers stay unchanged: a grid must be exact.
+        if not isinstance(value, Tensor) or value.numel() < 2 or not value.is_floating_point():
+            return value
+        dtype = self._settings.dtype
+        small = compress(value, dtype) if dtype and value.dtype == torch.float32 else value
+        pool = self._pool_for(value.device)
+        return small if pool is None else pool.put(small)
+
+    def _pool_for(self, device: torch.device) -> PinnedPool | None:
+        if self._settings.offload and self.pool is None and device.type == "cuda":
+            # The caller may write into the first stage's batch once the step is over.
+            self.pool = PinnedPool(device, waits=self._is_first)
+        return self.pool
+
+    def load(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Stored values as a backward pass computes with them."""
+        if not self._names:
+            return kept
+        pairs = zip(self._kept, kept, strict=True)
+        return tuple(self._load(v) if name in self._names else v for name, v in pairs)
+
+    def _load(self, value: Any) -> Any:
+        if isinstance(value, OffloadedTensor):
+            assert self.pool is not None
+            value = self.pool.take(value)
+        return (
+            decompress(value) if isinstance(value, Scaled) or self._is_compressed(value) else value
+        )
+
+    def _is_compressed(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype == self._settings.dtype
+
+    def prefetch(self, kept: tuple[Any, ...]) -> None:
+        """Start to copy back what the next backward pass will load."""
+        if self.pool is not None:
+            for value in kept:
+                if isinstance(value, OffloadedTensor):
+                    self.pool.bring(value)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state(self, kept: tuple[Any, ...]) -> list[Any]:
+        """Stored values as tensors, and dicts that say how they are stored."""
+        pairs = zip(self._kept, kept, strict=True)
+        return [self._state_of(v) if name in self._names else v for name, v in pairs]
+
+    def _state_of(self, value: Any) -> Any:
+        if isinstance(value, OffloadedTensor):
+            assert self.pool is not None
+            return {"away": self._state_of(self.pool.look(value))}
+        if isinstance(value, Scaled):
+            return value._asdict()
+        return {"values": value} if self._is_compressed(value) else value
+
+    def load_state(self, saved: list[Any], device: torch.device) -> tuple[Any, ...]:
+        """Stored values from a `state`, perhaps of another machine, for a stage on this device."""
+        return tuple(self._from_state(value, device) for value in saved)
+
+    def _from_state(self, value: Any, device: torch.device) -> Any:
+        if not isinstance(value, dict) or value.keys() not in _STATE_KEYS:
+            return value
+        if "away" not in value:
+            small = Scaled(**value) if "scale" in value else value["values"]
+            return small if value["values"].dtype == self._settings.dtype else decompress(small)
+        offloaded, pool = self._from_state(value["away"], device), self._pool_for(device)
+        if pool is not None:
+            return pool.put(offloaded)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), offloaded)
+
+
+def _inputs_kept(program: StageProgram) -> frozenset[str]:
+    """Inputs that backward computes with again, and that are in flight for a while."""
+    if program.index == program.stages - 1 or program.method.order is Order.LOCKED:
+        return frozenset()
+    read = (name for unit in program.units if unit.keep is Keep.INPUT for name in unit.inputs)
+    return frozenset(read) & frozenset(program.kept)

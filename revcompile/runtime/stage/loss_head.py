@@ -1,0 +1,151 @@
+"""The loss at the end of the pipeline: any function of the model's output and a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.ir.types import Live, Rewired
+
+__all__ = ["Loss", "LossHead", "described"]
+
+Loss = Callable[[Any, Any], Tensor]
+"""A scalar from the model's output and a target (any pytrees)."""
+
+
+class LossHead:
+    """Computes the loss of a micro-batch and its gradient with respect to the outputs."""
+
+    def __init__(self, rewired: Rewired, loss: Loss, autocast: torch.dtype | None, last: int):
+        if not callable(loss):
+            raise InputError(
+                f"loss: expected a function of (output, target), got {type(loss).__name__}; "
+                "write e.g. loss=torch.nn.functional.cross_entropy"
+            )
+        if isinstance(loss, type):
+            raise InputError(f"loss: got the class {loss.__name__}; write loss={loss.__name__}()")
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise InputError(
+                "loss: it has parameters of its own, which no stage would train; make them part "
+                "of the model (let its forward return what the loss needs)"
+            )
+        self.loss, self.autocast, self.last = loss, autocast, last
+        self._result = rewired.body.result
+        self._spec = rewired.signature.out_spec
+        self.targets: dict[int, Any] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self.check_finite = True
+        self.scale: float | None = None
+        """Factor of the last loss."""
+
+    def __call__(
+        self, microbatch: int, outputs: Mapping[str, Any], scale: float | None = None
+    ) -> dict[str, Tensor | None]:
+        """The gradients of `scale` times the loss with respect to the outputs.
+
+        The loss itself and the output are stored in `losses` and `outputs`.
+        """
+        target = self.targets.pop(microbatch)
+        leaves = {
+            name: value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+            if isinstance(value, Tensor)
+            else value
+            for name, value in outputs.items()
+        }
+        with torch.enable_grad():
+            output = self.assembled(leaves)
+            loss = self._evaluate(microbatch, output, target)
+            inputs = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
+            if not loss.requires_grad:
+                raise InputError(
+                    "loss: its value does not depend on the model's output, so there is nothing "
+                    "to train; do not detach the output or return a plain number"
+                )
+            self.scale = scale
+            seed = None if scale is None else torch.full_like(loss, scale)
+            try:
+                grads = torch.autograd.grad(loss, list(inputs.values()), seed, allow_unused=True)
+            except RuntimeError as error:
+                raise InputError(
+                    f"loss, micro-batch {microbatch}: its gradient could not be computed: {error}\n"
+                    "Return the loss without calling backward() on it, and compute it with "
+                    "differentiable operations. Nothing was changed by this step."
+                ) from error
+        self.losses[microbatch] = loss.detach()
+        self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+        return dict(zip(inputs, grads, strict=True))
+
+    def assembled(self, outputs: Mapping[str, Any]) -> Any:
+        """The model's return value from the last stage's outputs."""
+        flat = [outputs[r.name] if isinstance(r, Live) else r for r in self._result]
+        return pytree.tree_unflatten(flat, self._spec)
+
+    def _evaluate(self, microbatch: int, output: Any, target: Any) -> Tensor:
+        loss = self.evaluate(output, target, f"micro-batch {microbatch}")
+        if self.check_finite and not bool(torch.isfinite(loss)):
+            raise NonFiniteError(
+                f"stage {self.last}, micro-batch {microbatch}: the loss is "
+                f"{float(loss.detach())}. Nothing was changed by this step; look at the data of "
+                "this micro-batch, or lower the learning rate",
+                stage=self.last,
+                microbatch=microbatch,
+            )
+        return loss
+
+    def evaluate(self, output: Any, target: Any, where: str) -> Tensor:
+        """The loss, or an error that describes its arguments."""
+        device = next((t.device for t in pytree.tree_leaves(output) if isinstance(t, Tensor)), None)
+        kind = device.type if device is not None else "cpu"
+        try:
+            with torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
+                loss = self.loss(output, target)
+        except Exception as error:
+            raise InputError(
+                f"loss, {where}: it raised {type(error).__name__}: {error}\n"
+                f"  output: {described(output)}\n  target: {described(target)}\n"
+                f"Nothing was changed by this step; {_remedy(target)}"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise InputError(
+                f"loss, {where}: expected a scalar tensor, got {described(loss)}; reduce it, "
+                "e.g. with .mean()"
+            )
+        if loss.is_complex():
+            raise InputError(
+                f"loss, {where}: expected a real number, got {described(loss)}; of complex numbers "
+                "take .abs() or .real first"
+            )
+        return loss.reshape(())
+
+
+def _remedy(target: Any) -> str:
+    if target is None:
+        return "it was given no target: call trainer.step(x, y), or use a loss that needs none."
+    return "check that the target fits the output."
+
+
+def described(value: Any) -> str:
+    """A pytree as text, with dtype and shape in place of each tensor."""
+
+    def show(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            return _Shown(f"{dtype}{list(leaf.shape)}")
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # a NumPy array, for instance
+            return _Shown(f"{type(leaf).__name__} {leaf.dtype}{list(leaf.shape)}")
+        return leaf
+
+    return repr(pytree.tree_map(show, value))
+
+
+class _Shown(str):
+    """Text that prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)

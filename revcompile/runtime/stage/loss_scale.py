@@ -1,0 +1,173 @@
+"""Loss scaling for float16, while micro-batches are in flight.
+
+The last stage multiplies a micro-batch's loss by the scale of that moment, and the scale is sent
+back with the gradients: every stage divides its parameters' gradients by it before it accumulates
+them. So accumulated gradients are right whatever happened to the scale between two micro-batches of
+one update, or while they were in flight.
+
+    forward messages    carry the least scale that overflowed at the stages before, unless reported
+    backward messages   carry the scale of the micro-batch's loss
+
+A micro-batch whose gradient overflows at a stage is left out there and, as a void message, at the
+stages before it; the later stages have used theirs already. The last stage learns of it by forward
+messages. A stage's actions have a fixed order, so this depends on no timing and needs no message of
+its own. One incident causes many reports, since all micro-batches in flight had the same scale: the
+last stage reacts to reports whose scale is not above its present one, and then backs off below all
+of them; the others belong to an incident it has reacted to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import InputError
+from revcompile.schedule import Method, Order
+
+__all__ = ["LossScale", "Scaling", "loss_scale_of", "scaling_of", "unscaled"]
+
+LOWEST: Final = 2.0**-16
+"""An overflow at this scale is not the scale's fault: it is an error."""
+_HIGHEST: Final = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled: the settings of torch.amp.GradScaler, with its defaults.
+
+    Without `dynamic` the scale is constant, and a gradient that is not finite is an error.
+
+    >>> LossScale(init_scale=1024.0).growth_interval
+    2000
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    """Updates of the last stage without an overflow, after which the scale grows."""
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        problems = [
+            (not LOWEST < self.init_scale < _HIGHEST, f"init_scale={self.init_scale}", "2**16"),
+            (not self.growth_factor > 1, f"growth_factor={self.growth_factor}", "2.0"),
+            (not 0 < self.backoff_factor < 1, f"backoff_factor={self.backoff_factor}", "0.5"),
+            (self.growth_interval < 1, f"growth_interval={self.growth_interval}", "2000"),
+        ]
+        for is_wrong, got, usual in problems:
+            if is_wrong:
+                raise InputError(f"LossScale: {got} cannot work; torch's is {usual}")
+
+
+def loss_scale_of(
+    given: LossScale | float | Literal["dynamic"] | None, autocast: torch.dtype | None
+) -> LossScale | None:
+    """The settings for a value of `loss_scale=`; None: the loss is not scaled.
+
+    >>> loss_scale_of(None, torch.float16) == loss_scale_of("dynamic", None) == LossScale()
+    True
+    >>> loss_scale_of(None, torch.bfloat16)
+    >>> loss_scale_of(256.0, None).dynamic
+    False
+    """
+    if given is None:
+        return LossScale() if autocast is torch.float16 else None
+    if isinstance(given, LossScale):
+        return given
+    if given == "dynamic":
+        return LossScale()
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return LossScale(init_scale=float(given), dynamic=False)
+    raise InputError(
+        f'loss_scale={given!r}; use "dynamic", a number, a LossScale(...), or None: dynamic with '
+        "autocast=torch.float16, none otherwise"
+    )
+
+
+@dataclass
+class Scaling:
+    """State of one stage: overflows to report; at the last stage, the scale itself."""
+
+    settings: LossScale
+    scale: float
+    """Factor of the next loss."""
+    good: int = 0
+    """Updates since the scale last changed."""
+    overflow: float = math.inf
+    """The least scale that has overflowed and was not reported yet."""
+    skipped: int = 0
+    """Micro-batches whose gradient overflowed at this stage."""
+
+    def overflowed(self, scale: float | None) -> bool:
+        """A gradient is not finite; can the scale of its loss be the reason?"""
+        if scale is None or not self.settings.dynamic or scale <= LOWEST:
+            return False
+        self.skipped += 1
+        self.record_overflow(scale)
+        return True
+
+    def record_overflow(self, scale: float | None) -> None:
+        """A gradient overflowed at this scale, here or at a stage before."""
+        if scale is not None:
+            self.overflow = min(self.overflow, scale)
+
+    def take_overflow(self) -> float | None:
+        """The overflow to report to the next stage, once."""
+        overflow, self.overflow = self.overflow, math.inf
+        return None if math.isinf(overflow) else overflow
+
+    def next_scale(self) -> float:
+        """At the last stage: the scale of the loss about to be computed."""
+        overflow = self.take_overflow()
+        if overflow is not None and overflow <= self.scale:
+            self.scale, self.good = max(overflow * self.settings.backoff_factor, LOWEST), 0
+        return self.scale
+
+    def updated(self) -> None:
+        self.good += 1
+        if self.settings.dynamic and self.good == self.settings.growth_interval:
+            grown = self.scale * self.settings.growth_factor
+            self.scale, self.good = grown if grown < _HIGHEST else self.scale, 0
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "settings"}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state; start anew without one, or if the scale is fixed."""
+        start = Scaling(self.settings, self.settings.init_scale).state_dict()
+        loaded = start | dict(state or {}) if self.settings.dynamic else start
+        for name, value in loaded.items():
+            setattr(self, name, value)
+
+
+def scaling_of(settings: LossScale | None, method: Method) -> Scaling | None:
+    """The initial state of a stage; None: the loss is not scaled."""
+    if settings is None:
+        return None
+    if method.order is Order.SYNTHETIC:
+        raise InputError(
+            f"loss_scale: {method.name!r} predicts gradients, which are not scaled; use "
+            "autocast=torch.bfloat16, or another method"
+        )
+    return Scaling(settings, settings.init_scale)
+
+
+def unscaled(gradients: Mapping[str, Tensor | None], scale: float) -> dict[str, Tensor | None]:
+    """Gradients of the unscaled loss, as new tensors.
+
+    >>> unscaled({"w": torch.tensor([8.0]), "b": None}, 4.0)
+    {'w': tensor([2.]), 'b': None}
+    """
+    scaled = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    if not scaled:
+        return dict(gradients)
+    divided = torch._foreach_div(list(scaled.values()), scale)
+    return {**gradients, **dict(zip(scaled, divided, strict=True))}

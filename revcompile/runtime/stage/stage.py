@@ -1,0 +1,478 @@
+"""One stage's numerics: run its programs, store what is in flight, accumulate its gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.ir import ops
+from revcompile.ir.module_tree import device_of_model
+from revcompile.ir.program import StageProgram
+from revcompile.ir.stage_ops import is_seeded_elsewhere, mix, recording
+from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.runtime.reversible.precision_rewrites import cast_down, match_dtypes
+from revcompile.runtime.reversible.reconstruction import relative_error
+from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers
+from revcompile.runtime.stage.activations import ActivationStore, Buffers
+from revcompile.runtime.stage.loss_scale import unscaled
+from revcompile.runtime.stage.program_facts import (
+    ModuleGuard,
+    outlives_updates,
+    parameters_of,
+    stateful_candidates,
+    statistics_move_early,
+    statistics_of,
+)
+from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree, overlaps
+from revcompile.runtime.stage.weights import (
+    CastWeights,
+    ParameterSlots,
+    WeightCopy,
+    at_versions,
+    castable_parameters,
+)
+from revcompile.schedule import Weights
+
+__all__ = ["InFlight", "Observer", "Programs", "Stage"]
+
+
+Programs = tuple[Callable[..., Any], Callable[..., Any]]
+"""A stage's forward and backward programs."""
+
+
+@dataclass
+class InFlight:
+    """What a stage stores of one micro-batch between its forward and its backward pass."""
+
+    kept: tuple[Any, ...]
+    """Values that the backward program takes, as `ActivationStore` stores them."""
+    weights: Mapping[str, Tensor] | None = None
+    """Stashed weights of the forward pass, if the method uses those in backward."""
+    buffers: list[BufferSnapshot] = field(default_factory=list)
+    versions: tuple[int, ...] = ()
+    """Autograd versions of `kept`, to notice in-place writes."""
+    original: Mapping[str, Tensor] = field(default_factory=dict)
+    """The stage's inputs, if the error of rebuilding them is to be measured."""
+    parameter_versions: tuple[int, ...] = ()
+    """Autograd versions of the parameters that its graph has saved by reference."""
+
+
+class Observer(Protocol):
+    """Is called after each pass of a stage; it changes nothing."""
+
+    def forwarded(self, stage: Stage, microbatch: int) -> None:
+        """A stage has run a micro-batch."""
+        ...
+
+    def differentiated(
+        self, stage: Stage, microbatch: int, gradients: Mapping[str, Tensor | None]
+    ) -> None:
+        """A stage has a micro-batch's gradient, which is about to be accumulated."""
+        ...
+
+
+class Stage:
+    """Runs a `StageProgram` on the modules of `root`.
+
+    Results depend on the order of calls, on `seed` and on the micro-batches' numbers, never on
+    time or on the global random state, which is left unchanged.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        root: nn.Module,
+        *,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        replicas: Sequence[str] = (),
+        check_finite: bool = True,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self.program = program
+        self.root = root
+        self.seed = mix(seed, program.index)
+        self.autocast = autocast
+        self.check_finite = check_finite
+        self.activations = ActivationStore(program, buffers or Buffers())
+        self.parameters = parameters_of(program, root)
+        self.module_guard = ModuleGuard(program, root, self.parameters, replicas)
+        self._slots = ParameterSlots(root, self.parameters)
+        for name in replicas:
+            original = self.parameters[name]
+            self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
+        self.replica_weights: Mapping[str, Tensor] | None = (
+            dict(self.parameters) if replicas else None
+        )
+        """What its modules compute with, if not with the parameters they have."""
+        if replicas:
+            self.replica_weights = dict(self.parameters)
+        self._stash = WeightCopy() if program.method.weights is Weights.STASHED else None
+        self.is_stashing = self._stash is not None
+        """Does a forward pass stash its weights? Not in captured steps, which do it themselves."""
+        names = castable_parameters(program, root, self.parameters) if autocast else []
+        self.cast_weights = CastWeights(self.parameters, names, autocast)
+        self._random = any(unit.random for unit in program.units)
+        self._stateful = StatefulBuffers(stateful_candidates(program, root))
+        self._early_statistics = (
+            statistics_of(program, root) if statistics_move_early(program) else []
+        )
+        graphs = [program.forward, program.backward]
+        if autocast is not None:
+            graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
+        self._generated = (
+            compile_graph(graphs[0], f"stage {program.index} forward"),
+            compile_graph(graphs[1], f"stage {program.index} backward"),
+        )
+        self._forward, self._backward = self._generated
+        self.device: torch.device | None = None
+        """Where it computes; None: where its parameters are."""
+        self.observers: Sequence[Observer] = ()
+        self.in_flight: dict[int, InFlight] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.accumulates_in_place = False
+        """May accumulated gradients be overwritten, as no rollback will need them?"""
+        self.reconstruction: dict[int, float] = {}
+        """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
+
+    def run_with(self, programs: Programs | None) -> None:
+        """Run these programs, which compute the same, instead of the generated ones (None)."""
+        self._forward, self._backward = programs or self._generated
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def forward(
+        self, microbatch: int, inputs: Mapping[str, Any], *, measure: bool = False
+    ) -> dict[str, Any]:
+        """Run a micro-batch; what its backward pass needs is stored here until then."""
+        program = self.program
+        self.module_guard.check()
+        weights = self.stashed_weights()
+        values = [inputs[port.name] for port in program.inputs]
+        snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
+        with self._program_context(weights, microbatch):
+            outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
+            kept = self.activations.store(kept)
+        self.in_flight[microbatch] = InFlight(
+            kept=kept,
+            weights=weights,
+            buffers=self._stateful.changed(snapshots, identities),
+            versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+            original={name: inputs[name] for name in program.sends_back} if measure else {},
+            parameter_versions=tuple(p._version for p in self._saved_by_reference()),
+        )
+        for observer in self.observers:
+            observer.forwarded(self, microbatch)
+        return dict(zip((port.name for port in program.outputs), outputs, strict=True))
+
+    def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run in the modules' present mode; nothing is stored or changed."""
+        values = [inputs[port.name] for port in self.program.inputs]
+        with self._program_context(None, 0):
+            outputs, _ = self._forward(self.root, self.seed, *values)
+        return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
+
+    def drop(self, microbatch: int) -> None:
+        """Forget a micro-batch that will have no backward pass."""
+        self.in_flight.pop(microbatch, None)
+
+    def statistics(self) -> list[Tensor]:
+        slots = statistics_of(self.program, self.root)
+        buffers = (module._buffers[name] for module, name in slots)
+        return [buffer for buffer in buffers if buffer is not None]
+
+    def snapshot(self) -> list[BufferSnapshot]:
+        """Copies of the buffers that a micro-batch can change before its first update."""
+        statistics = (BufferSnapshot.of(*slot) for slot in self._early_statistics)
+        return [*(s for s in statistics if s is not None), *self._stateful.snapshot()]
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def backward(
+        self,
+        microbatch: int,
+        values: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        scale: float | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+        """Rebuild or recompute, and differentiate; returns values and gradients of the inputs.
+
+        The gradient of the parameters is divided by `scale`, by which the given gradients are
+        multiplied, and accumulated.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; nothing was accumulated.
+        """
+        original = self.in_flight[microbatch].original
+        rebuilt, input_grads, own_grads = self.differentiate(microbatch, values, gradients)
+        if self.check_finite:
+            self._check_finite(microbatch, own_grads, input_grads, scale)
+        if scale is not None:
+            own_grads = unscaled(own_grads, scale)
+        for observer in self.observers:
+            observer.differentiated(self, microbatch, own_grads)
+        self.accumulate(own_grads, input_grads)
+        if original:
+            errors = [
+                relative_error(original[name], rebuilt[name])
+                for name in original
+                if isinstance(rebuilt[name], Tensor)
+                and (rebuilt[name].is_floating_point() or rebuilt[name].is_complex())
+            ]
+            self.reconstruction[microbatch] = max(errors, default=0.0)
+        return rebuilt, input_grads
+
+    def differentiate(
+        self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
+    ) -> tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Tensor | None]]:
+        """Values and gradients of the inputs, and gradients of the parameters, not accumulated."""
+        program, held = self.program, self.in_flight.pop(microbatch)
+        self._check_unwritten(microbatch, held)
+        kept, held.kept = self.activations.load(held.kept), ()  # frees what is stored
+        arguments = (
+            *kept,
+            *(values[name] for name in program.needs_back),
+            *(gradients.get(name) for name in program.outputs_with_grad),
+        )
+        for following in itertools.islice(self.in_flight.values(), 1):
+            self.activations.prefetch(following.kept)
+        with (
+            self._program_context(held.weights, microbatch),
+            self._stateful.replay(held.buffers),
+            self._naming_microbatch(microbatch),
+            at_versions(self._saved_by_reference(), held.parameter_versions),
+        ):
+            returned, of_inputs, of_parameters = self._backward(
+                self.root, mix(self.seed, microbatch), *arguments
+            )
+        dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
+        own_grads = self.cast_weights.to_weight_dtype(
+            dict(zip(program.parameters, dense, strict=True))
+        )
+        input_grads = dict(zip(program.inputs_with_grad, of_inputs, strict=True))
+        return dict(zip(program.sends_back, returned, strict=True)), input_grads, own_grads
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The accumulated gradient (a sum over micro-batches), which is then reset."""
+        gradients, self.gradients = self.gradients, {}
+        return gradients
+
+    def updated(self) -> None:
+        """The parameters have changed."""
+        if self._stash is not None:
+            self._stash.invalidate()
+
+    def ages(self) -> dict[int, int]:
+        """For every micro-batch in flight: how many updates its stashed weights are old."""
+        if self._stash is None:
+            return dict.fromkeys(self.in_flight, 0)
+        versions = {id(held.weights): None for held in reversed(self.in_flight.values())}
+        first = 0 if self._stash.is_current(next(iter(versions), 0)) else 1
+        order = {version: first + age for age, version in enumerate(versions)}
+        return {microbatch: order[id(held.weights)] for microbatch, held in self.in_flight.items()}
+
+    def stashed_weights(self) -> Mapping[str, Tensor] | None:
+        """A copy of the weights for a forward pass now, if the method stashes them."""
+        stash = self._stash if self.is_stashing else None
+        return stash.current(self.parameters) if stash is not None else None
+
+    def stashed(self) -> int:
+        """How many copies of its parameters the stage has."""
+        versions = {id(held.weights) for held in self.in_flight.values() if held.weights}
+        return len(versions)
+
+    def accumulate(
+        self, gradients: dict[str, Tensor | None], input_grads: Mapping[str, Tensor | None]
+    ) -> None:
+        """Add gradients to the accumulated ones; out of place where a rollback may follow.
+
+        Each is freed as soon as it is added: `gradients` is empty afterwards. Autograd may return
+        one tensor twice (`p + q`), also as the gradient of an input, or one whose elements share
+        memory; what is accumulated is the stage's own.
+        """
+        used = {g.untyped_storage()._cdata for g in input_grads.values() if g is not None}
+        for name in tuple(gradients):
+            gradient = gradients.pop(name)
+            if gradient is None:
+                continue
+            if name in self.gradients and self.accumulates_in_place:
+                gradient = self.gradients[name].add_(gradient)
+            elif name in self.gradients:
+                gradient = self.gradients[name] + gradient
+            elif gradient.untyped_storage()._cdata in used or overlaps(gradient):
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            used.add(gradient.untyped_storage()._cdata)
+            self.gradients[name] = gradient
+
+    def _check_finite(
+        self,
+        microbatch: int,
+        own_grads: Mapping[str, Tensor | None],
+        input_grads: Mapping[str, Any],
+        scale: float | None,
+    ) -> None:
+        every = {**input_grads, **own_grads}
+        gradients = {n: g for n, g in every.items() if g is not None and g.numel()}
+        if not gradients:
+            return
+        finite = all_finite(list(gradients.values()))
+        bad = [name for name, ok in zip(gradients, finite, strict=True) if not ok]
+        if not bad:
+            return
+        of_parameters = [name for name in bad if name in own_grads]
+        where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        lower = "the learning rate" if scale is None else f"the loss scale ({scale:g})"
+        raise NonFiniteError(
+            f"stage {self.program.index}, micro-batch {microbatch}: the gradient of {where}{more} "
+            f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
+            "gradients, or look at this batch",
+            stage=self.program.index,
+            microbatch=microbatch,
+        )
+
+    def _check_unwritten(self, microbatch: int, held: InFlight) -> None:
+        for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):
+            if isinstance(value, Tensor) and value._version != version:
+                raise InputError(
+                    f"stage {self.program.index}: {name} of micro-batch {microbatch} was written "
+                    "to while it was in flight; hand the trainer a fresh tensor for each step"
+                )
+
+    @contextmanager
+    def _naming_microbatch(self, microbatch: int) -> Iterator[None]:
+        """Say in autograd's own error about in-place writes which micro-batch it was."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise InputError(
+                f"stage {self.program.index}: what its graph of micro-batch {microbatch} has saved "
+                "was written to while it was in flight; hand the trainer a fresh tensor for each "
+                "step"
+            ) from error
+
+    def _saved_by_reference(self) -> tuple[Tensor, ...]:
+        """Parameters that graphs in flight have saved by reference, and that updates change.
+
+        Backward uses their latest values (PETRA, Eq. 5): activations are the forward pass's,
+        parameters are not. What the forward pass computed from parameters is an activation.
+        """
+        if not self.outlives_updates:
+            return ()
+        return tuple(
+            (self.cast_weights.current() or self.replica_weights or self.parameters).values()
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop all micro-batches and gathered gradients."""
+        self.in_flight.clear()
+        self.gradients = {}
+
+    def reset(self, seed: int) -> None:
+        """Start anew: other parameters were loaded, and random numbers come from another seed."""
+        self.clear()
+        self.seed = mix(seed, self.program.index)
+        self.reconstruction.clear()
+        self.updated()
+
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
+        # Micro-batches between two updates share one version of the weights: saved once.
+        stashed = {
+            id(flight.weights): flight.weights
+            for flight in self.in_flight.values()
+            if flight.weights is not None
+        }
+        numbers = {key: number for number, key in enumerate(stashed)}
+        names = {id(module): name for name, module in self.root.named_modules()}
+        return {
+            "gradients": copy(self.gradients),
+            "versions": [copy(dict(version)) for version in stashed.values()],
+            "in_flight": [
+                [
+                    microbatch,
+                    {
+                        "kept": copy(self.activations.state(flight.kept)),
+                        "version": numbers.get(id(flight.weights)),
+                        "buffers": [
+                            [f"{names[id(saved.module)]}:{saved.name}", copy(saved.copy)]
+                            for saved in flight.buffers
+                        ],
+                    },
+                ]
+                for microbatch, flight in self.in_flight.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.gradients = clone_tree(dict(state["gradients"]))
+        versions = [
+            {n: t.clone().requires_grad_(self.parameters[n].requires_grad) for n, t in v.items()}
+            for v in state["versions"]
+        ]
+        for microbatch, saved in state["in_flight"]:
+            kept = self.activations.load_state(clone_tree(list(saved["kept"])), self._device())
+            self.in_flight[microbatch] = InFlight(
+                kept=kept,
+                weights=versions[saved["version"]] if saved["version"] is not None else None,
+                buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
+                versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+            )
+
+    def _snapshot_of(self, path: str, contents: Tensor) -> BufferSnapshot:
+        """The saved contents of the buffer at `module.path:name`."""
+        owner, _, name = path.rpartition(":")
+        module = self.root.get_submodule(owner)
+        buffer = module._buffers[name]
+        assert buffer is not None
+        return BufferSnapshot(module, name, buffer, contents.clone())
+
+    # -- context ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _program_context(
+        self, weights: Mapping[str, Tensor] | None, microbatch: int
+    ) -> Iterator[None]:
+        """Around a program: weights, autocast and random state; global state is restored."""
+        frozen = ops.statistics_frozen
+        with ExitStack() as stack:
+            device = self._device()
+            if self._random and not is_seeded_elsewhere():
+                devices = [device] if device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.no_grad())
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(device.type, self.autocast))
+            if weights is None:
+                weights = self.cast_weights.current() or self.replica_weights
+            if weights is not None:
+                stack.enter_context(self._slots.filled(weights))
+            try:
+                recording(False)
+                yield
+            finally:
+                ops.statistics_frozen = frozen
+
+    def _device(self) -> torch.device:
+        first = next(iter(self.parameters.values()), None)
+        return self.device or (device_of_model(self.root) if first is None else first.device)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Do its layers change buffers in every call? Known once it has run."""
+        return not self._stateful.is_empty
+
+    @property
+    def outlives_updates(self) -> bool:
+        return outlives_updates(self.program)

@@ -1,0 +1,77 @@
+"""Tensors: are their elements finite, do they overlap in memory; copies of nested values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "TreeCopy",
+    "all_finite",
+    "clone_preserving_strides",
+    "clone_tree",
+    "detach_tree",
+    "overlaps",
+]
+
+TreeCopy = Callable[[Any], Any]
+"""How a `state_dict` copies nested values: `clone_tree`, or `detach_tree` to share memory."""
+
+
+def all_finite(tensors: list[Tensor]) -> list[bool]:
+    """For each tensor: are all its elements finite? Waits for the device once.
+
+    A finite sum proves it in one fast pass; a sum may overflow, so then the elements are tested. On
+    a GPU the largest elements of all tensors are found by one kernel.
+    """
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    if tensors[0].is_cuda:
+        largest = torch._foreach_norm(tensors, float("inf"))
+        return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()
+    sums = torch.isfinite(torch.stack([tensor.sum().double() for tensor in tensors])).tolist()
+    return [
+        fine or bool(torch.isfinite(tensor).all())
+        for fine, tensor in zip(sums, tensors, strict=True)
+    ]
+
+
+def clone_preserving_strides(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, gaps included.
+
+    >>> half = torch.zeros(2, 6)[:, :3]
+    >>> half.clone().stride(), clone_preserving_strides(half).stride()
+    ((3, 1), (6, 1))
+    """
+    plain = tensor.detach()
+    if plain.layout is not torch.strided or overlaps(plain):
+        return plain.clone()
+    copy = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
+    return copy.copy_(plain)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Do elements share memory, as those of an expanded tensor do?
+
+    >>> overlaps(torch.zeros(1, 3).expand(2, 3)), overlaps(torch.zeros(4, 6)[:, ::2])
+    (True, False)
+    """
+    span = 1  # elements that the dimensions of smaller strides cover
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += stride * (size - 1)
+    return False
+
+
+def clone_tree(tree: Any) -> Any:
+    """Nested values with a clone of every tensor, strides included."""
+    return pytree.tree_map_only(Tensor, clone_preserving_strides, tree)
+
+
+def detach_tree(tree: Any) -> Any:
+    """Nested values that share memory with the originals: to be read before training goes on."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach(), tree)

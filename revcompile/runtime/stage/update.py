@@ -1,0 +1,349 @@
+"""A stage's optimizer: any of torch's, built for the stage's own parameters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.runtime.stage.tensors import TreeCopy
+
+__all__ = [
+    "COUNTERS",
+    "OptimizerFactory",
+    "ParamGroups",
+    "ScheduleFactory",
+    "Updater",
+    "counts_on_device",
+    "state_copies",
+]
+
+COUNTERS: Final = ("step", "mu_product")
+"""Entries of an optimizer's state that are on the CPU whatever the parameter's device."""
+_BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")
+"""Attributes of schedules with a value for each parameter group."""
+_OF_SCHEDULES: Final = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
+)
+"""Keys that schedules and parameter names add to parameter groups."""
+
+OptimizerFactory = Callable[[Any], Optimizer]
+"""Makes an optimizer from a list of parameters, or of parameter groups."""
+ScheduleFactory = Callable[[Any], LRScheduler]
+"""Makes the learning-rate schedule of an optimizer, which is stepped at every update."""
+ParamGroups = Callable[[list[tuple[str, nn.Parameter]]], Iterable[Mapping[str, Any]]]
+"""Makes torch's parameter groups from a stage's named parameters."""
+
+
+class Updater:
+    """Applies accumulated gradients to the parameters of a stage, or of its gradient predictor."""
+
+    def __init__(
+        self,
+        where: str,
+        parameters: Mapping[str, Tensor],
+        factory: OptimizerFactory,
+        *,
+        groups: ParamGroups | None = None,
+        lr_schedule: ScheduleFactory | None = None,
+        delay: float = 0.0,
+    ) -> None:
+        self.where = where
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p  # type: ignore[misc]
+            for name, p in parameters.items()
+            if p.requires_grad
+        }
+        self.optimizer = self._build(factory, groups) if self.parameters else None
+        if self.optimizer is not None and hasattr(self.optimizer, "delay"):  # as ours have
+            self.optimizer.delay = delay
+        self.lr_schedule = None
+        if lr_schedule is not None and self.optimizer is not None:
+            try:
+                self.lr_schedule = lr_schedule(self.optimizer)
+            except Exception as error:
+                raise InputError(
+                    f"lr_schedule, {self.where}: it raised {type(error).__name__}: {error}; it is "
+                    "given the stage's optimizer"
+                ) from error
+            self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        schedule = self.lr_schedule
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise InputError(
+                f"lr_schedule, {self.where}: ReduceLROnPlateau needs a metric at every step, but "
+                "schedules are stepped at every update; use one that counts updates"
+            )
+        if not hasattr(schedule, "step"):
+            raise InputError(
+                f"lr_schedule, {self.where}: expected a function from an optimizer to a "
+                f"torch.optim.lr_scheduler, got {_kind(schedule)} from it; write e.g. "
+                "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
+            )
+
+    def _build(self, factory: OptimizerFactory, groups: ParamGroups | None) -> Optimizer:
+        advice = "write e.g. optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)"
+        if isinstance(factory, Optimizer) or not callable(factory):
+            raise InputError(
+                "optimizer: expected a function from a list of parameters to an optimizer (every "
+                f"stage builds its own), got {_kind(factory)}; {advice}"
+            )
+        named = list(self.parameters.items())
+        given: Any = [p for _, p in named]
+        if groups is not None:
+            given = self._grouped(groups, named)
+        try:
+            optimizer = factory(given)
+        except Exception as error:
+            raise InputError(
+                f"optimizer, {self.where}: the factory raised {type(error).__name__}: {error}; it "
+                f"was given {'parameters' if groups is None else 'what param_groups= returned'}"
+            ) from error
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(
+                f"optimizer, {self.where}: expected a torch.optim.Optimizer from the factory, "
+                f"got {_kind(optimizer)}; {advice}"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InputError(
+                f"optimizer, {self.where}: {_kind(optimizer)} computes the loss several times an "
+                f"update, which a pipeline cannot; use another one, {advice}"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise InputError(
+                f"optimizer, {self.where}: SparseAdam takes sparse gradients alone, but a stage "
+                f"accumulates dense ones; use another one, {advice}"
+            )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = {id(p): name for name, p in named}
+        if held != own.keys():
+            missing = [name for i, name in own.items() if i not in held]
+            what = f"it lacks {missing[0]}" if missing else "it holds parameters of other places"
+            raise InputError(
+                f"optimizer, {self.where}: the optimizer must hold exactly the stage's "
+                f"{len(own)} parameters, but {what}; pass on all that the factory is given"
+                + ("" if groups is None else ", and let param_groups= return every parameter once")
+            )
+        return optimizer
+
+    def _grouped(
+        self, groups: ParamGroups, named: list[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
+        advice = (
+            "return a list of dicts, e.g. lambda named: [{'params': [p for _, p in named], "
+            "'weight_decay': 0.0}]"
+        )
+        try:
+            returned = groups(named)
+        except Exception as error:
+            raise InputError(
+                f"param_groups, {self.where}: it raised {type(error).__name__}: {error}; it is "
+                f"given a stage's [(name, parameter), ...]; {advice}"
+            ) from error
+        as_list = list(returned) if isinstance(returned, Iterable) else None
+        if as_list is None or not all(isinstance(group, Mapping) for group in as_list):
+            raise InputError(
+                f"param_groups, {self.where}: expected parameter groups, got {_kind(returned)}; "
+                f"{advice}"
+            )
+        return [dict(group) for group in as_list]
+
+    def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
+        """One update with the gradients times `scale`, and a step of the schedule."""
+        if self._update(gradients, scale) and self.lr_schedule is not None:
+            self.lr_schedule.step()
+
+    def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> bool:
+        """Step the optimizer; False if there is nothing to update."""
+        if self.optimizer is None:
+            return False
+        own = [gradients[name] for name in self.parameters if name in gradients]
+        if not own:
+            return False
+        if scale is not None:
+            torch._foreach_mul_(own, scale.to(own[0].device))
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
+        self.optimizer.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return True
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the first parameter group that has parameters."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        lr = next((group.get("lr") for group in groups if group["params"]), None)
+        return None if lr is None else float(lr)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self, copy: TreeCopy | None = None) -> dict[str, Any]:
+        """Optimizer state by parameter name, the groups' settings, and the schedule's state."""
+        copy = copy or _copy
+        if self.optimizer is None:
+            return {"state": {}, "groups": [], "lr_schedule": None}
+        names = {id(p): name for name, p in self.parameters.items()}
+        state = {
+            names[id(p)]: {k: copy(v) for k, v in values.items()}
+            for p, values in self.optimizer.state.items()
+        }
+        groups = [
+            {k: copy(v) for k, v in group.items() if k != "params"}
+            | {"params": [names[id(p)] for p in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        schedule = self.lr_schedule.state_dict() if self.lr_schedule is not None else None
+        return {"state": state, "groups": groups, "lr_schedule": _plain(schedule)}
+
+    def load_state_dict(
+        self, states: Mapping[str, Any], settings: Mapping[str, Any], schedule: Any
+    ) -> None:
+        """Load states and group settings by parameter name, from stages cut in any way."""
+        if self.optimizer is None:
+            return
+        self.optimizer.state.clear()
+        names = {id(p): name for name, p in self.parameters.items()}
+        for group in self.optimizer.param_groups:
+            group.update(self._saved_settings(group, settings) or {})
+            on_device = counts_on_device(group)
+            for parameter in group["params"]:
+                if names[id(parameter)] in states:
+                    self.optimizer.state[parameter] = {
+                        key: value.to(parameter.device, copy=True)
+                        if isinstance(value, Tensor) and (key not in COUNTERS or on_device)
+                        else _copy(value)
+                        for key, value in states[names[id(parameter)]].items()
+                    }
+        if self.lr_schedule is not None and schedule is not None:
+            self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
+
+    def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
+        """Settings that the optimizer needs and saved groups lack, or the other way round."""
+        if self.optimizer is None:
+            return
+        for group in self.optimizer.param_groups:
+            saved = self._saved_settings(group, settings)
+            if saved is None:
+                continue
+            missing = self.optimizer.defaults.keys() - saved.keys()
+            extra = saved.keys() - group.keys() - _OF_SCHEDULES
+            if missing or extra:
+                what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
+                yield (
+                    f"{self.where} has {_kind(self.optimizer)}, but the state is of another "
+                    f"optimizer (it {what})"
+                )
+                return
+
+    def _saved_settings(
+        self, group: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """The settings with which the group's parameters were saved.
+
+        If they were in several groups, by another cut into stages: those of the group whose initial
+        learning rate is that of this one.
+        """
+        names = {id(p): name for name, p in self.parameters.items()}
+        each = (settings.get(names[id(p)]) for p in group["params"])
+        saved = [entry for entry in each if entry is not None]
+        same_lr = [entry for entry in saved if _initial_lr(entry) == _initial_lr(group)]
+        chosen = next(iter(same_lr or saved), None)
+        return chosen and {key: _copy(value) for key, value in chosen.items() if key != "params"}
+
+
+def _initial_lr(group: Mapping[str, Any]) -> Any:
+    return group.get("initial_lr", group.get("lr"))
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Are the counters of a group's parameters on their device, as capturable kernels need them?
+
+    >>> counts_on_device({"lr": 0.1, "capturable": False, "fused": True})
+    True
+    """
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def state_copies(
+    parameters: Mapping[str, Tensor], factory: OptimizerFactory, groups: ParamGroups | None
+) -> float:
+    """Bytes of optimizer state per byte of parameters.
+
+    Measured: one step on parameters of the same names and dimensions, but of a few elements. State
+    counts if it has the shape of its parameter.
+
+    >>> weights = {"weight": torch.zeros(300, 200, requires_grad=True)}
+    >>> state_copies(weights, lambda p: torch.optim.SGD(p, lr=0.1), None)
+    0.0
+    >>> state_copies(weights, lambda p: torch.optim.AdamW(p), None)
+    2.0
+    """
+    small = {
+        name: nn.Parameter(torch.zeros([min(size, 3) for size in p.shape], dtype=p.dtype))
+        for name, p in parameters.items()
+        if p.requires_grad
+    }
+    updater = Updater("memory_budget=", small, factory, groups=groups)
+    updater.apply({name: torch.zeros_like(p) for name, p in small.items()})
+    state = updater.optimizer.state if updater.optimizer is not None else {}
+    state_bytes = parameter_bytes = 0
+    for name, parameter in small.items():
+        size = parameters[name].numel()
+        alike = [
+            value
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and key not in COUNTERS
+        ]
+        state_bytes += size * sum(value.element_size() for value in alike)
+        parameter_bytes += size * parameter.element_size()
+    return state_bytes / parameter_bytes if parameter_bytes else 0.0
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _copy(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value)
+
+
+def _plain(value: Any) -> Any:
+    """A schedule's state without entries that cannot be saved (functions, counters)."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if type(value) is not dict:
+        return _copy(value)
+    return {key: _plain(entry) for key, entry in value.items() if _is_plain(entry)}
+
+
+def _fitted(state: Mapping[str, Any], schedule: Any) -> dict[str, Any]:
+    """A saved schedule's state for this one, which may have other parameter groups."""
+    groups = schedule.optimizer.param_groups
+    own = {name: copy.copy(getattr(schedule, name, None)) for name in _BY_GROUP}
+    own["base_lrs"] = list(map(_initial_lr, groups))
+    if len(state.get("_last_lr", groups)) != len(groups):
+        own |= {"_last_lr": [group["lr"] for group in groups], "lr_lambdas": [None] * len(groups)}
+    fitted = {**copy.deepcopy(dict(state)), **{k: v for k, v in own.items() if k in state}}
+    if "_schedulers" in fitted:
+        pairs = zip(state["_schedulers"], schedule._schedulers, strict=True)
+        fitted["_schedulers"] = [_fitted(inner, own) for inner, own in pairs]
+    return fitted
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return True
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | Tensor | None)

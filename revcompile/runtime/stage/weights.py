@@ -1,0 +1,189 @@
+"""Weights that a stage computes with instead of the parameters in its modules.
+
+    stashed             a copy of the parameters as they were in a micro-batch's forward pass
+    in low precision    made once per update, where autocast would cast them again in every call
+
+`ParameterSlots` lets the modules read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.ir.module_tree import TreeReads, is_cast
+from revcompile.ir.program import StageProgram
+from revcompile.schedule import Order, Weights
+
+__all__ = [
+    "CastWeights",
+    "ParameterSlots",
+    "WeightCopy",
+    "at_versions",
+    "castable_parameters",
+    "detached_copies",
+]
+
+# -- stashed weights ------------------------------------------------------------------------------
+
+
+class ParameterSlots:
+    """Every entry of a module tree that holds one of the given parameters."""
+
+    def __init__(self, root: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._slots = [
+            (module._parameters, attribute, names[id(parameter)])
+            for module in root.modules()
+            for attribute, parameter in module._parameters.items()
+            if id(parameter) in names
+        ]
+
+    @contextmanager
+    def filled(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the modules read `values`, by parameter name, instead."""
+        before = [owner[attribute] for owner, attribute, _ in self._slots]
+        for owner, attribute, name in self._slots:
+            owner[attribute] = values[name]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for (owner, attribute, _), value in zip(self._slots, before, strict=True):
+                owner[attribute] = value
+
+
+class WeightCopy:
+    """A copy of the parameters, made when they are first used after an update."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, Tensor] | None = None
+
+    def current(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The present parameters, as tensors that no optimizer updates."""
+        if self._current is None:
+            self._current = detached_copies(parameters)
+        return self._current
+
+    def is_current(self, weights: int) -> bool:
+        """Is this the id of what `current` returns now?"""
+        return self._current is not None and id(self._current) == weights
+
+    def invalidate(self) -> None:
+        """The parameters have changed: copy them again when they are next used."""
+        self._current = None
+
+
+def detached_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that no optimizer updates."""
+    return {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in weights.items()}
+
+
+@contextmanager
+def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Iterator[None]:
+    """Differentiate graphs made when the tensors had these versions, with their present values.
+
+    Autograd saves parameters (and views of them) by reference, and refuses to use those that were
+    written to since. PETRA intends that: backward uses the latest weights. So their version
+    counters are set back inside the context.
+
+    >>> weight, x = torch.tensor([2.0], requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> y, version = x * weight, weight._version
+    >>> with torch.no_grad():
+    ...     _ = weight.add_(1)
+    >>> with at_versions((weight,), (version,)):
+    ...     torch.autograd.grad(y, x)
+    (tensor([3.]),)
+    """
+    now = tuple(tensor._version for tensor in tensors)
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter(tensors, now)
+
+
+# -- weights in low precision ---------------------------------------------------------------------
+
+
+class CastWeights:
+    """Copies of some of a stage's weights in the dtype in which autocast uses them.
+
+    In-place changes of a weight are noticed by its version counter, but not those through `.data`.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
+    ) -> None:
+        self._parameters, self._names, self._dtype = parameters, tuple(names), dtype
+        self._copies: dict[str, Tensor] = {}
+        self._fresh_for: list[tuple[int, int]] = []
+
+    def current(self) -> dict[str, Tensor] | None:
+        """All parameters, cast where that is possible; None if it is for none."""
+        self.refresh_if_changed()
+        return {**self._parameters, **self._copies} if self._names else None
+
+    def refresh(self) -> None:
+        if not self._names:
+            return
+        masters = [self._parameters[name] for name in self._names]
+        if not self._copies:
+            for name, master in zip(self._names, masters, strict=True):
+                copy = torch.empty_like(master, dtype=self._dtype, requires_grad=False)
+                self._copies[name] = copy.requires_grad_(master.requires_grad)
+        copies = [tensor.detach() for tensor in self._copies.values()]
+        torch._foreach_copy_(copies, [master.detach() for master in masters])
+        self.mark_fresh()
+
+    def refresh_if_changed(self) -> None:
+        """Copy the weights again if they were updated, loaded or averaged since."""
+        if self._fresh_for != self._versions():
+            self.refresh()
+
+    def mark_fresh(self) -> None:
+        """The copies agree with the weights as these are now."""
+        self._fresh_for = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        weights = (self._parameters[name] for name in self._names)
+        return [(weight._version, weight.data_ptr()) for weight in weights]
+
+    def to_weight_dtype(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Gradients of the copies, converted to the dtype of the weights themselves."""
+        cast = {n: g for n, g in gradients.items() if g is not None and n in self._copies}
+        if not cast:
+            return dict(gradients)
+        converted = [
+            torch.empty_like(gradient, dtype=self._parameters[name].dtype)
+            for name, gradient in cast.items()
+        ]
+        torch._foreach_copy_(converted, list(cast.values()))
+        return {**gradients, **dict(zip(cast, converted, strict=True))}
+
+
+def castable_parameters(
+    program: StageProgram, root: nn.Module, parameters: Mapping[str, Tensor]
+) -> list[str]:
+    """Float32 parameters that only layers read which autocast casts them for.
+
+    None where weights may change while graphs or copies of them are in flight.
+    """
+    method = program.method
+    if method.weights is Weights.STASHED or method.order in (Order.GPIPE, Order.ONE_F_ONE_B):
+        return []
+    reads = TreeReads(program.forward, root)
+    casting = {id(module) for module in reads.called.values() if is_cast(module)}
+    readers: dict[int, set[int]] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            readers.setdefault(id(parameter), set()).add(id(module))
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name not in reads.targets
+        and parameter.dtype == torch.float32
+        and readers.get(id(parameter), {-1}) <= casting
+    ]

@@ -1,0 +1,106 @@
+"""Builds the executor of a stage: its numerics, its optimizer, its tied weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.stage.gradient_predictor import GradientPredictor
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.loss_scale import scaling_of
+from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.update import OptimizerFactory, Updater
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.schedule import Order, Tie
+
+__all__ = ["build_executor", "choose_cpu_matmul"]
+
+
+def build_executor(
+    program: StageProgram,
+    model: nn.Module,
+    ties: Mapping[Tie, tuple[str, ...]],
+    optimizer: OptimizerFactory,
+    settings: Settings,
+    transport: Transport,
+    *,
+    seed: int,
+    delay: float,
+    loss_head: LossHead | None,
+    skip_on_error: bool,
+) -> StageExecutor:
+    """The executor of one stage.
+
+    Args:
+        program: what the stage runs.
+        model: the module that holds its parameters.
+        ties: parameters that two stages share, by the pair of stages.
+        optimizer: builds the stage's optimizer.
+        settings: how to train.
+        transport: carries messages to other stages.
+        seed: for the stage's random numbers.
+        delay: by how many updates its gradients are late, on average.
+        loss_head: computes the loss; for the last stage only.
+        skip_on_error: skip a micro-batch whose forward pass fails, instead of raising at once.
+    """
+    index = program.index
+    owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
+    holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
+    replicas = [name for names in owners.values() for name in names]
+    stage = Stage(
+        program,
+        model,
+        seed=seed,
+        autocast=settings.autocast,
+        replicas=replicas,
+        check_finite=settings.check_finite,
+        buffers=settings.buffers,
+    )
+    stage.accumulates_in_place = skip_on_error  # nothing is rolled back
+    own = {n: p for n, p in stage.parameters.items() if n not in replicas}
+    updater = Updater(
+        f"stage {index}",
+        own,
+        optimizer,
+        groups=settings.param_groups,
+        lr_schedule=settings.lr_schedule,
+        delay=delay,
+    )
+    gradient_predictor = None
+    if program.method.order is Order.SYNTHETIC and loss_head is None:
+        gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
+    return StageExecutor(
+        stage,
+        updater,
+        transport,
+        loss_head=loss_head,
+        gradient_predictor=gradient_predictor,
+        clip_grad_norm=settings.clip_grad_norm,
+        tied_owners=owners,
+        tied_replicas=holders,
+        skip_on_error=skip_on_error,
+        scaling=scaling_of(settings.loss_scale, program.method),
+    )
+
+
+def choose_cpu_matmul(dtype: torch.dtype | None) -> None:
+    """Let torch choose its CPU matmul for `dtype` now, not in the middle of training.
+
+    On a CPU without bf16 instructions the first bf16 matmul of some size makes torch switch
+    oneDNN off for the whole process, and float32 convolutions and products round differently from
+    then on. Ranks would meet that first product at different moments, or never, and no longer
+    equal a run in one process.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    operand = torch.ones(64, 64, dtype=dtype)
+    with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it does what is wanted here
+        F.linear(operand, operand)

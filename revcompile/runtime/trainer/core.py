@@ -1,0 +1,462 @@
+"""What every trainer has: stages to run, data to load, metrics, traces and checkpoints.
+
+StagedModel.trainer(...) --> LocalTrainer         all stages in this process
+                         --> DistributedTrainer   the stages of one rank
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.stage_ops import mix
+from revcompile.runtime.checkpoint import until_signal
+from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
+from revcompile.runtime.executor.trace import Trace
+from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.loss_head import Loss, LossHead
+from revcompile.runtime.stage.tensors import TreeCopy
+from revcompile.runtime.stage.update import OptimizerFactory
+from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
+from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
+from revcompile.runtime.trainer.gradient_probes import Probe
+from revcompile.runtime.trainer.inputs import InputBinder, Planned, warn_if_larger_than_planned
+from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.state import (
+    FORMAT,
+    check_entries,
+    check_in_flight,
+    continue_counting,
+    is_same_pipeline,
+    load_model,
+    load_scaling,
+    load_updaters,
+    segment_names,
+    stages_with_graphs,
+)
+from revcompile.schedule import Schedule, delay, mean_delay
+
+Batch = TypeVar("Batch")
+
+__all__ = ["Trainer"]
+
+
+class Trainer(ABC):
+    """Trains a staged model; `net.trainer(...)` makes one.
+
+    `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
+    moment, `save` and `load` write and read checkpoints.
+
+    Args:
+        model: holds the parameters.
+        partition: the model's stages.
+        programs: what each stage runs.
+        optimizer: builds the optimizer of a stage from its parameters.
+        loss: of the model's output and a target.
+        settings: how to train.
+        transport: carries messages between the stages.
+        device: where inputs and targets go.
+        stages: the numbers of the stages in this process.
+        rank: this process.
+        replica: its copy of the pipeline.
+        replicas: how many copies there are.
+    """
+
+    skip_on_error: ClassVar[bool] = False
+    """Is a micro-batch whose forward pass fails skipped by all stages, instead of rolled back?"""
+
+    def __init__(
+        self,
+        model: Reversible,
+        partition: Partition,
+        programs: Sequence[StageProgram],
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        settings: Settings,
+        *,
+        transport: Transport,
+        device: torch.device,
+        stages: Sequence[int],
+        rank: int = 0,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        self.model, self.partition, self.settings = model, partition, settings
+        self.programs = tuple(programs)
+        self.transport: Transport = transport
+        self.rank = rank
+        self.replica = replica
+        """Which copy of the pipeline this is: it trains on its own part of the data."""
+        self.replicas = replicas
+        self.is_first = 0 in stages
+        """Does this process need inputs?"""
+        self.is_last = len(programs) - 1 in stages
+        """Does this process need targets, and know the loss?"""
+        dtypes = dict.fromkeys([settings.autocast, *(p.dtype for p in model.parameters())])
+        for dtype in dtypes:
+            choose_cpu_matmul(dtype)
+        method, count, accumulate = programs[0].method, len(programs), settings.accumulate
+        self.schedule = Schedule(method, count, accumulate, partition.ties)
+        self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
+        self.binder = InputBinder(partition, device)
+        self.loss_head = LossHead(partition.rewired, loss, settings.autocast, count - 1)
+        self.loss_head.check_finite = settings.check_finite
+        self.executors = [self._build(programs[stage], optimizer) for stage in stages]
+        self.scheduler = LocalScheduler(self.executors)
+        self._stop_reason: str | None = None
+        self._trace: Trace | None = None
+        self._samples, self._started = 0, time.perf_counter()
+        self.memory_plan: Planned | None = None
+        """What each stage keeps under a memory budget, if there is one."""
+        self.metrics: Metrics | None = None
+        """What the last step returned."""
+
+    def _build(self, program: StageProgram, optimizer: OptimizerFactory) -> StageExecutor:
+        stages, accumulate = len(self.programs), self.settings.accumulate
+        return build_executor(
+            program,
+            self.model,
+            self.partition.ties,
+            optimizer,
+            self.settings,
+            self.transport,
+            seed=self.stage_seed,
+            delay=mean_delay(program.method, stages, program.index, accumulate),
+            loss_head=self.loss_head if program.index == stages - 1 else None,
+            skip_on_error=self.skip_on_error,
+        )
+
+    # -- training -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def step(self, inputs: Any = None, target: Any = None) -> Metrics:
+        """Train on one micro-batch: `trainer.step(x, y)`.
+
+        Args:
+            inputs: what the model takes: a tensor, a tuple of positional arguments, or a dict of
+                keyword arguments.
+            target: what the loss takes as its second argument.
+
+        Returns:
+            The metrics of this micro-batch.
+        """
+
+    def flush(self) -> None:
+        """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""
+        self._drain()
+        self._raise_failures()
+
+    def _drain(self) -> None:
+        self._sync_stages()
+        self._set_train_mode()
+        self._finish(self.scheduler.own(self.schedule.drain()))
+
+    def _sync_stages(self) -> None:
+        """Make the stages hold everything that is in flight, for whoever reads it there."""
+        self._check_usable()
+
+    def _measure(self, microbatch: int) -> None:
+        """Have reconstruction errors measured in this step, if it is time."""
+        for executor in self.executors:
+            executor.measured = {microbatch} if self._is_measured(microbatch) else set()
+
+    def _is_measured(self, microbatch: int) -> bool:
+        every = self.settings.measure_every
+        return every is not None and microbatch % every == 0
+
+    def _set_train_mode(self) -> None:
+        if not self.model.training:
+            self.model.train()
+
+    def _finish(self, actions: Any) -> None:
+        with self._stop_on_error():
+            self.scheduler.finish(actions)
+
+    @contextmanager
+    def _stop_on_error(self) -> Iterator[None]:
+        """Around what cannot be rolled back: after a failure there this trainer is unusable."""
+        try:
+            yield
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def _stop(self, error: BaseException) -> None:
+        self._stop_reason = f"{type(error).__name__}: {error}"
+
+    def _check_usable(self) -> None:
+        if self._stop_reason is not None:
+            raise TrainerStoppedError(
+                f"this trainer stopped in the middle of a step ({self._stop_reason}); build a new "
+                "one and load its last state_dict"
+            )
+
+    def _failures(self) -> list[NonFiniteError]:
+        """Bad gradients that have become known since the last step."""
+        return [error for executor in self.executors for error in executor.take_failures()]
+
+    def _raise_failures(self) -> None:
+        for failure in self._failures():
+            raise failure
+
+    # -- evaluation and diagnostics -----------------------------------------------------------
+
+    @abstractmethod
+    def evaluate(
+        self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
+    ) -> Evaluation:
+        """Means over a loader of `(inputs, target)`, in eval mode; training is not affected.
+
+        Args:
+            loader: batches of `(inputs, target)`.
+            metrics: functions of `(output, target)` that return a mean over the batch, by name.
+
+        Returns:
+            Mean loss and metrics over all samples.
+        """
+
+    def watch(self) -> Probe:
+        """Compare the gradients of the next micro-batch, stage by stage (PETRA, Appendix B).
+
+        The probe is filled in by the steps (or the flush) that follow; `probe.report` is there
+        once `probe.complete`. Training is not affected. Only in one process.
+        """
+        self._needs_one_process("watch", "run in one process to compare gradients stage by stage")
+
+    def _metrics(self, microbatch: int, samples: int) -> Metrics:
+        if self.memory_plan is not None:
+            warn_if_larger_than_planned(self.memory_plan, samples)
+        errors = {}
+        for executor in self.executors:
+            for measured in list(executor.stage.reconstruction):
+                errors[executor.index] = executor.stage.reconstruction.pop(measured)
+        self._samples += samples
+        elapsed = max(time.perf_counter() - self._started, 1e-9)
+        scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
+        return Metrics(
+            microbatch=microbatch,
+            samples=samples,
+            delays=self.delays,
+            updates=self.schedule.updates,
+            lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
+            throughput=self._samples / elapsed,
+            loss_tensor=self.loss_head.losses.pop(microbatch, None),
+            output=self.loss_head.outputs.pop(microbatch, None),
+            reconstruction=errors,
+            loss_scale=self.loss_head.scale,
+            skipped=sum(scaling.skipped for scaling in scalings),
+        )
+
+    def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:
+        """Record what every stage does from now on, as a Chrome trace with a row for each.
+
+        Write `with trainer.trace("run.json"): ...`, or `trainer.trace("run.json", steps=20)` and
+        go on training. Open the file at ui.perfetto.dev. Meanwhile steps run action by action,
+        not captured. Every rank calls it; rank 0 writes the file.
+        """
+        if self._trace is not None:
+            raise InputError(f"trainer.trace: already at work on {self._trace.path}; stop() it")
+        self._sync_stages()
+        name = f"{self.partition.rewired.name}, {self.programs[0].method.name}"
+        self._trace = Trace(self, path, steps, name)
+        return self._trace
+
+    def _trace_step(self) -> None:
+        if self._trace is not None:
+            self._trace.stepped()
+
+    def untraced(self) -> None:
+        """Called by a trace that has ended."""
+        self._trace = None
+
+    @abstractmethod
+    def everyone(self, value: Any) -> Sequence[Any]:
+        """The plain values of all processes, by rank. Every rank calls it."""
+
+    # -- data ---------------------------------------------------------------------------------
+
+    @property
+    def stage_seed(self) -> int:
+        """The seed of the stages' random numbers: copies of the pipeline drop other elements."""
+        seed = self.settings.seed
+        return mix(seed, self.replica) if self.replica else seed
+
+    def loader(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        epoch: int = 0,
+        skip: int = 0,
+        **options: Any,
+    ) -> Loader:
+        """An epoch of `(inputs, target)` in an order that the trainer's seed and the epoch fix.
+
+        The ranks of one pipeline get the same batches; ranks that need no data read none.
+
+        Args:
+            data: a dataset, which is shuffled, or a DataLoader of your own, of which dataset,
+                batch size, sampling, collation and workers are taken over. Its order is drawn
+                anew from the seed, so that all ranks agree.
+            batch_size: samples a batch; a DataLoader's own if not given.
+            epoch: every epoch has another order, so make a new loader for each.
+            skip: batches to skip, because a resumed run has had them already.
+            options: those of torch's DataLoader.
+        """
+        return make_loader(
+            data,
+            batch_size,
+            BatchSelection(self.settings.seed, epoch, self.replica, self.replicas, skip),
+            needed=self.is_first or self.is_last,
+            **options,
+        )
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The current parameters of this process under their original names."""
+        return {name: p for name, p in self.model.named_parameters() if not p.is_meta}
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
+        """Write a checkpoint beside the older ones in a folder. Every rank calls it.
+
+        It holds exactly this moment, micro-batches in flight included: saving changes nothing in
+        the training, and a run that loads it continues to the bit, on any number of ranks with the
+        same stages and method. Methods that keep graphs cannot be saved with micro-batches in
+        flight: those need `drain`, unless they have just updated (`gpipe`, `1f1b`).
+
+        Whatever interrupts a save, the checkpoints before it stay whole. If one rank cannot write,
+        all raise, there is no new checkpoint, and training can go on.
+
+        Args:
+            folder: where checkpoints are; all ranks must see it.
+            keep: how many of the newest checkpoints stay.
+            drain: flush first, which trains on with what is in flight and empties the pipeline:
+                that checkpoint loads into other stages and methods too.
+
+        Returns:
+            The path of the new checkpoint.
+        """
+        self._sync_stages()
+        if drain:
+            self._flush_to_save()
+        self._check_savable()
+        return self._write_checkpoint(folder, keep)
+
+    def _flush_to_save(self) -> None:
+        self.flush()
+
+    @abstractmethod
+    def _write_checkpoint(self, folder: str | Path, keep: int) -> Path: ...
+
+    @abstractmethod
+    def load(self, place: str | Path) -> None:
+        """Continue from a checkpoint, or from the newest one in a folder. Every rank calls it.
+
+        With micro-batches in flight it needs the stages and method it was saved with, after
+        `save(..., drain=True)` any; otherwise it is refused and nothing is changed, on any rank.
+        The random generators of torch and Python continue too, if there are as many ranks.
+        """
+
+    def save_on_signal(
+        self, folder: str | Path, loader: Iterable[Batch], *, keep: int = 2, drain: bool = False
+    ) -> Iterator[Batch]:
+        """The loader's batches; after a SIGTERM the current step ends, is saved, and exits (143).
+
+        Write `for x, y in trainer.save_on_signal(folder, loader): trainer.step(x, y)`. Methods
+        that keep graphs are drained first. On several ranks it is enough that one gets the signal.
+        """
+
+        def save() -> Path:
+            has_graphs = bool(stages_with_graphs(self.programs, self.schedule))
+            return self.save(folder, keep=keep, drain=drain or has_graphs)
+
+        return self._until_signal(loader, save)
+
+    def _until_signal(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
+        return until_signal(loader, save)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue exactly from here, micro-batches in flight included.
+
+        Only in one process; on ranks use `save`.
+        """
+        self._needs_one_process(
+            "state_dict",
+            "no rank has the whole state; use trainer.save(folder), which every rank calls, or "
+            "net.module().state_dict() for the weights",
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; one with nothing in flight fits other stages too.
+
+        Only in one process; on ranks use `load`.
+        """
+        self._needs_one_process(
+            "load_state_dict", "use trainer.load(folder), which every rank calls"
+        )
+
+    def _needs_one_process(self, method: str, advice: str) -> NoReturn:
+        raise InputError(f"trainer.{method}: {advice}")
+
+    def _check_savable(self) -> None:
+        """Refuse what no checkpoint can hold. All ranks come to the same result."""
+        graphs = stages_with_graphs(self.programs, self.schedule)
+        if graphs:
+            raise InputError(
+                f"trainer.state_dict: stage {graphs[0]} keeps graphs of micro-batches in flight, "
+                "which cannot be saved; call trainer.flush() first, or "
+                "trainer.save(folder, drain=True)"
+            )
+
+    def _state(self, weights: Mapping[str, Any], copy: TreeCopy) -> dict[str, Any]:
+        """The states of this process's stages; `weights` are entries of the model's state dict."""
+        optimizers = [executor.updater.state_dict(copy) for executor in self.executors]
+        return {
+            "format": FORMAT,
+            "cuts": segment_names(self.partition),
+            "seed": self.settings.seed,
+            "replicas": self.replicas,
+            "model": copy(dict(weights)),
+            "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
+            "groups": [group for o in optimizers for group in o["groups"]],
+            "lr_schedules": [o["lr_schedule"] for o in optimizers],
+            "schedule": self.schedule.state(),
+            "stages": [executor.state_dict(copy) for executor in self.executors],
+            "messages": self.transport.state_dict(copy),
+        }
+
+    def _check_fits(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that this trainer cannot continue from; nothing is changed."""
+        check_entries(state, self.model, (executor.updater for executor in self.executors))
+        same = is_same_pipeline(state, self.partition, self.programs, self.schedule)
+        check_in_flight(state, same, self.schedule, self.replicas)
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Load a state that fits."""
+        same = is_same_pipeline(state, self.partition, self.programs, self.schedule)
+        saved = Schedule.load(state["schedule"])
+        self.schedule = saved if same else continue_counting(self.schedule, saved)
+        self.settings = replace(self.settings, seed=state["seed"])
+        load_model(self.model, state["model"])
+        load_updaters(self.executors, state, same)
+        self.transport.load_state_dict(state["messages"] if same else ())
+        weights = dict(self.model.named_parameters())
+        for executor in self.executors:
+            executor.reset(self.stage_seed, weights)
+            if same:
+                executor.load_state_dict(state["stages"][executor.index])
+        if not same:
+            load_scaling(self.executors, state)

@@ -1,0 +1,376 @@
+"""How good is a method's gradient? PETRA's Appendix B, and Features Replay's sufficient direction.
+
+A probe watches one micro-batch and compares, stage by stage, three gradients of its loss:
+
+    method       what the stage's backward pass adds to its gathered gradient
+    delayed      backprop with the parameters each stage had when it forwarded the micro-batch
+    end-to-end   backprop with the parameters w^t that all stages have when the stage differentiates
+
+w^t is that of the papers, where all stages update at the end of a tick t. Here a tick is a step of
+the schedule, within which the stages of one process run one after another: so stage i counts as it
+is just before it differentiates the micro-batch that is its own in the tick. Of tied parameters
+each stage's own contribution is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.ir import stage_ops
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.weights import WeightCopy
+from revcompile.schedule import Order, delay, window
+
+__all__ = ["GradientReport", "Probe", "Similarity", "StageGradients"]
+
+Gradients = Mapping[str, Tensor | None]
+Weights = Mapping[str, Tensor]
+
+
+# -- what is reported -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Two gradients x and y: `<x, y> / |x| |y|` and `|x| / |y|` (PETRA, Appendix B)."""
+
+    cosine: float
+    norm_ratio: float
+
+
+@dataclass(frozen=True)
+class StageGradients:
+    """One stage's three gradients compared, over all its parameters together."""
+
+    stage: int
+    delay: int
+    method_vs_delayed: Similarity
+    method_vs_end_to_end: Similarity
+    delayed_vs_end_to_end: Similarity
+    sigma: float
+    """`<end-to-end, method> / |end-to-end|^2`."""
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """A probe's result. Numbers of a stage without trainable parameters are nan.
+
+    `sigma` is the constant of Features Replay's Assumption 1, "there exists a constant sigma > 0
+    such that <grad f(w^t), E[sum_k g_k^t]> >= sigma |grad f(w^t)|^2" (Eq. 8), as this micro-batch
+    alone gives it: the largest one that satisfies it.
+    """
+
+    method: str
+    microbatch: int
+    stages: tuple[StageGradients, ...]
+    sigma: float
+
+    def __str__(self) -> str:
+        pairs = ("method : delayed", "method : end-to-end", "delayed : end-to-end")
+        lines = [
+            f"{self.method}, micro-batch {self.microbatch}: cosine and norm ratio of gradients",
+            f"{'stage':>5} {'delay':>5}" + "".join(f" {pair:>20}" for pair in pairs) + "   sigma",
+        ]
+        for row in self.stages:
+            columns = (row.method_vs_delayed, row.method_vs_end_to_end, row.delayed_vs_end_to_end)
+            cells = "".join(f" {c.cosine:11.4f} {c.norm_ratio:8.4f}" for c in columns)
+            lines.append(f"{row.stage:5} {row.delay:5}{cells} {row.sigma:7.4f}")
+        return "\n".join([*lines, f"sigma over all stages: {self.sigma:.4f}"])
+
+
+# -- record -------------------------------------------------------------------------------------
+
+
+class Probe:
+    """Observes one micro-batch; training goes on, unchanged to the bit.
+
+    `trainer.watch()` makes one. Until the micro-batch is back at the first stage, parameters are
+    copied: at most one copy of the model a stage during a flush, one copy during a step. The model
+    runs once more for every stage, and once for the delayed gradients. The loss is called as
+    often: one that keeps state would notice, and one that draws random numbers draws others.
+    """
+
+    def __init__(
+        self,
+        microbatch: int,
+        stages: Sequence[Stage],
+        loss_head: LossHead,
+        accumulate: int,
+    ) -> None:
+        self.microbatch = microbatch
+        self.lost = False
+        """Was the micro-batch left out of an update (not finite)? Then there is no report."""
+        self._stages = tuple(stages)
+        method, count = stages[0].program.method, len(stages)
+        self._method = method.name
+        delayed = method.order is Order.CONTINUOUS
+        self._behind = [
+            window(method, count, j, accumulate) - 1 if delayed else 0 for j in range(count)
+        ]
+        self._delays = [delay(method, count, j, accumulate) for j in range(count)]
+        self._backprop = _Backprop(self._stages, loss_head)
+        self._delayed: list[Gradients] | None = None
+        self._compared: dict[int, _Products] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._data: tuple[Mapping[str, Any], Any] | None = None
+        self._forwarded: dict[int, Weights] = {}
+        self._buffers: dict[int, list[BufferSnapshot]] = {}
+        self._of_method: dict[int, Gradients] = {}
+        self._current: dict[int, dict[int, Weights]] = {j: {} for j in range(len(self._stages))}
+        """For each stage, the parameters w^t that its end-to-end gradient is taken at."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self._compared) == len(self._stages)
+
+    @property
+    def over(self) -> bool:
+        return self.complete or self.lost
+
+    @property
+    def report(self) -> GradientReport:
+        """The comparison, once the probe is complete."""
+        if self.lost:
+            raise InputError(
+                f"probe: micro-batch {self.microbatch} was left out of an update because a "
+                "gradient was not finite; watch another one"
+            )
+        if not self.complete:
+            missing = [j for j in range(len(self._stages)) if j not in self._compared]
+            raise InputError(
+                f"probe: micro-batch {self.microbatch} has not been seen at stages {missing} yet; "
+                "call trainer.step with more micro-batches, or trainer.flush, until probe.complete"
+            )
+        products = [self._compared[j] for j in range(len(self._stages))]
+        return GradientReport(
+            method=self._method,
+            microbatch=self.microbatch,
+            stages=tuple(p.compared(j, self._delays[j]) for j, p in enumerate(products)),
+            sigma=_ratio(sum(p.method_e2e for p in products), sum(p.e2e_e2e for p in products)),
+        )
+
+    # -- called by the trainer and its stages -------------------------------------------------
+
+    def fed(self, microbatch: int, inputs: Mapping[str, Any], target: Any) -> None:
+        """A micro-batch is about to enter. Its tensors are copied: the caller may reuse them."""
+        if microbatch == self.microbatch:
+            self._data = pytree.tree_map_only(
+                Tensor, lambda t: t.detach().clone(), (dict(inputs), target)
+            )
+
+    def rolled_back(self, microbatch: int) -> None:
+        """A micro-batch's step has failed; the next one gets its number."""
+        if microbatch == self.microbatch:
+            self._begin()
+
+    def forwarded(self, stage: Stage, microbatch: int) -> None:
+        """A stage has run a micro-batch."""
+        if microbatch == self.microbatch:
+            index = stage.program.index
+            self._forwarded[index] = _weights(stage)
+            self._buffers[index] = stage.in_flight[microbatch].buffers
+
+    def differentiated(self, stage: Stage, microbatch: int, gradients: Gradients) -> None:
+        """A stage has a micro-batch's gradient, and has not been updated with it."""
+        index = stage.program.index
+        if index not in self._buffers:
+            return
+        if microbatch == self.microbatch:
+            self._of_method[index] = {
+                name: None if g is None else g.detach().clone() for name, g in gradients.items()
+            }
+        elif microbatch > self.microbatch and index not in self._of_method:
+            self.lost = True
+        self._save_weights(index, microbatch)
+
+    def _save_weights(self, index: int, microbatch: int) -> None:
+        """Copy the weights of stage `index` for every stage whose tick it has just reached."""
+        version: Weights | None = None
+        for stage, current in self._current.items():
+            tick = self.microbatch + self._behind[stage]
+            # >=: before the pipeline is full, and after skipped micro-batches, some never come.
+            if index not in current and microbatch >= tick - self._behind[index]:
+                version = _weights(self._stages[index]) if version is None else version
+                current[index] = version
+
+    def compare(self, drained: bool) -> None:
+        """A step or a flush is over: compare what is complete by now."""
+        if self._data is None or len(self._buffers) < len(self._stages):
+            return
+        if self._delayed is None:
+            weights = [self._forwarded[j] for j in range(len(self._stages))]
+            self._delayed = self._run(weights, range(len(self._stages)))
+            self._forwarded.clear()
+        if drained:
+            for index in range(len(self._stages)):
+                self._save_weights(index, self.microbatch + max(self._behind))
+            self.lost |= len(self._of_method) < len(self._stages)
+        for stage in [j for j in self._of_method if self._is_ready(j)]:
+            current = self._current.pop(stage)
+            (end_to_end,) = self._run([current[i] for i in range(len(self._stages))], [stage])
+            self._compared[stage] = _Products.of(
+                self._of_method[stage], self._delayed[stage], end_to_end
+            )
+
+    def _is_ready(self, stage: int) -> bool:
+        return stage not in self._compared and len(self._current[stage]) == len(self._stages)
+
+    def _run(self, weights: Sequence[Weights], stages: Sequence[int]) -> list[Gradients]:
+        assert self._data is not None
+        return self._backprop(self.microbatch, *self._data, weights, self._buffers, stages)
+
+
+def _weights(stage: Stage) -> Weights:
+    return WeightCopy().current(stage.parameters)
+
+
+def _ratio(x: float, y: float) -> float:
+    return x / y if y else math.nan
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Inner products of one stage's three gradients."""
+
+    method: float
+    delayed: float
+    e2e_e2e: float
+    method_delayed: float
+    method_e2e: float
+    delayed_e2e: float
+
+    @classmethod
+    def of(cls, method: Gradients, delayed: Gradients, end_to_end: Gradients) -> _Products:
+        return cls(
+            _dot(method, method),
+            _dot(delayed, delayed),
+            _dot(end_to_end, end_to_end),
+            _dot(method, delayed),
+            _dot(method, end_to_end),
+            _dot(delayed, end_to_end),
+        )
+
+    def compared(self, stage: int, delay: int) -> StageGradients:
+        return StageGradients(
+            stage,
+            delay,
+            _similarity(self.method_delayed, self.method, self.delayed),
+            _similarity(self.method_e2e, self.method, self.e2e_e2e),
+            _similarity(self.delayed_e2e, self.delayed, self.e2e_e2e),
+            _ratio(self.method_e2e, self.e2e_e2e),
+        )
+
+
+def _dot(x: Gradients, y: Gradients) -> float:
+    pairs = [(g, y.get(name)) for name, g in x.items()]
+    products = [
+        (a.double() * b.double()).sum() for a, b in pairs if a is not None and b is not None
+    ]
+    return float(torch.stack(products).sum()) if products else 0.0
+
+
+def _similarity(dot: float, x: float, y: float) -> Similarity:
+    """From an inner product and two squared norms."""
+    return Similarity(_ratio(dot, math.sqrt(x) * math.sqrt(y)), _ratio(math.sqrt(x), math.sqrt(y)))
+
+
+# -- plain backprop -------------------------------------------------------------------------------
+
+
+class _Backprop:
+    """The stages' own forward programs under one autograd graph, with any parameters.
+
+    The programs are what training runs: same order of operations, same masks. Parameters, buffers
+    and random state are as before afterwards.
+    """
+
+    def __init__(self, stages: Sequence[Stage], loss_head: LossHead) -> None:
+        self.stages, self.loss_head = stages, loss_head
+        self.runs = [_differentiable(stage.program) for stage in stages]
+
+    def __call__(
+        self,
+        microbatch: int,
+        inputs: Mapping[str, Any],
+        target: Any,
+        weights: Sequence[Weights],
+        buffers: Mapping[int, list[BufferSnapshot]],
+        chosen: Sequence[int],
+    ) -> list[Gradients]:
+        """The parameter gradients of the chosen stages, where every stage has its `weights`."""
+        leaves = [
+            (position, name, tensor)
+            for position, index in enumerate(chosen)
+            for name, tensor in weights[index].items()
+            if tensor.requires_grad
+        ]
+        gradients: list[dict[str, Tensor | None]] = [{} for _ in chosen]
+        if not leaves:
+            return list(gradients)
+        devices = dict.fromkeys(tensor.device for _, _, tensor in leaves if tensor.is_cuda)
+        values = dict(inputs)
+        with torch.random.fork_rng(list(devices)):
+            for stage, run, own in zip(self.stages, self.runs, weights, strict=True):
+                with_grad = stage.program.index >= min(chosen)
+                values |= _forward(stage, run, microbatch, values, own, buffers, with_grad)
+            with torch.enable_grad():
+                output = self.loss_head.assembled(values)
+                loss = self.loss_head.evaluate(output, target, f"probe of micro-batch {microbatch}")
+            grads = torch.autograd.grad(loss, [t for _, _, t in leaves], allow_unused=True)
+        for (position, name, _), grad in zip(leaves, grads, strict=True):
+            gradients[position][name] = grad
+        return list(gradients)
+
+
+def _forward(
+    stage: Stage,
+    run: Callable[..., Any],
+    microbatch: int,
+    values: Mapping[str, Any],
+    weights: Weights,
+    buffers: Mapping[int, list[BufferSnapshot]],
+    with_grad: bool,
+) -> dict[str, Any]:
+    program = stage.program
+    inputs = [values[port.name] for port in program.inputs]
+    with (
+        stage._program_context(weights, microbatch),  # running statistics are frozen in here
+        stage._stateful.replay(buffers[program.index]),
+        torch.set_grad_enabled(with_grad),
+    ):
+        outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *inputs)
+    return dict(zip((port.name for port in program.outputs), outputs, strict=True))
+
+
+_CUTS: Final = (stage_ops.leaf, stage_ops.detached)
+
+
+def _differentiable(program: StageProgram) -> Callable[..., Any]:
+    """The forward program as one autograd graph, without the cuts between its units."""
+    graph = fx.Graph()
+    outputs, _ = graph.graph_copy(program.forward, {})  # type: ignore[misc]
+    graph.output(outputs)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _CUTS:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.op == "call_function" and node.target is stage_ops.recording:
+            graph.erase_node(node)
+    return compile_graph(graph, f"stage {program.index} probe")

@@ -1,0 +1,131 @@
+"""Micro-batches bound to the model's signature, moved to its device, and checked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition
+from revcompile.ir.types import TensorType
+from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.guards import GuardChecker
+from revcompile.runtime.stage.loss_head import described
+
+__all__ = ["InputBinder", "Planned", "split_batch", "split_call", "warn_if_larger_than_planned"]
+
+
+class Planned(Protocol):
+    """A memory plan, as far as a trainer reads it."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch."""
+        ...
+
+
+def warn_if_larger_than_planned(plan: Planned, samples: int) -> None:
+    if samples > plan.batch_size:
+        warnings.warn(
+            f"memory_budget=: planned for micro-batches of {plan.batch_size} samples, but one has "
+            f"{samples} and takes more memory; give batch_size={samples} beside memory_budget=",
+            stacklevel=4,
+        )
+
+
+class InputBinder:
+    """Turns what `trainer.step` is given into the arguments of the model's stages."""
+
+    def __init__(self, partition: Partition, device: torch.device) -> None:
+        self._partition, self.device = partition, device
+        self._guards = GuardChecker(partition.rewired.guards)
+
+    def prepare(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
+        """Inputs by argument name, on the device, and such that every guard holds."""
+        return self.check_guards(self.bind(self.to_device(inputs, where), where), where)
+
+    def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
+        """Inputs by the names of the model's arguments; not moved."""
+        args, kwargs = split_call(inputs)
+        rewired = self._partition.rewired
+        try:
+            values = bind(rewired.signature, rewired.name, args, kwargs)
+        except InputError as error:
+            raise InputError(
+                f"{where}: {error}\n  inputs: {described(inputs)}\n{_how_to_call(where, inputs)}"
+            ) from error
+        if self.count_samples(values) == 0:
+            raise InputError(
+                f"{where}: the batch has no samples ({described(inputs)}); leave it out"
+            )
+        return values
+
+    def check_guards(self, values: dict[str, Any], where: str = "trainer.step") -> dict[str, Any]:
+        """The inputs unchanged, if every guard holds for them: stages have one graph only."""
+        rewired = self._partition.rewired
+        problem = self._guards.failing(rewired.root, values)
+        if problem is not None:
+            raise problem.error(
+                f"{where}: {rewired.name}",
+                "Stages are compiled for one case: feed inputs of the captured form (pad them to "
+                "the sizes of the example), undo the change, or call petrafy with an example of "
+                "this case.",
+            )
+        return values
+
+    def to_device(self, tree: Any, where: str = "trainer.step") -> Any:
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.is_meta and self.device.type != "meta":
+                raise InputError(
+                    f"{where}: got a tensor on the meta device, which has no values "
+                    f"({described(tree)}); feed data from the CPU or a GPU"
+                )
+            return tensor.to(self.device, non_blocking=True)
+
+        return pytree.tree_map_only(Tensor, move, tree)
+
+    def count_samples(self, values: Mapping[str, Any]) -> int:
+        """The size of the dimension that grows with the batch."""
+        for name, value in values.items():
+            kind = self._partition.types.get(name)
+            if isinstance(kind, TensorType) and len(kind.shape) == value.dim():
+                for step, size in zip(kind.per_sample, value.shape, strict=True):
+                    if step:
+                        return int(size) // step
+        return next((len(value) for value in values.values() if value.dim()), 1)
+
+
+def split_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, from a tensor, a tuple or a dict."""
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs,), {}
+
+
+def _how_to_call(where: str, inputs: Any) -> str:
+    takes = "`inputs` is what the model's forward takes: a tensor, a tuple of positional arguments "
+    takes += "or a dict of keyword arguments"
+    if where != "trainer.step":
+        return f"Of a batch (inputs, target), {takes}."
+    if isinstance(inputs, tuple | list) and len(inputs) == 2:
+        return f"Call trainer.step(x, y), not trainer.step((x, y)); {takes}."
+    if isinstance(inputs, dict):
+        return f"Call trainer.step(inputs, target) with the targets taken out of the dict; {takes}."
+    return f"Call trainer.step(inputs, target); {takes}."
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Inputs and target of what a loader yields."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InputError(
+        f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"
+    )

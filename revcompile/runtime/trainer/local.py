@@ -1,0 +1,218 @@
+"""The trainer of a single process, which holds all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from revcompile.errors import InputError, NonFiniteError, RevcompileError
+from revcompile.ir.module_tree import device_of_model
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.runtime.checkpoint import load_training, save_training, set_generators
+from revcompile.runtime.checkpoint.codec import located
+from revcompile.runtime.executor.captured import GraphRunner
+from revcompile.runtime.executor.transaction import Transaction
+from revcompile.runtime.executor.transport import InProcess
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.loss_head import Loss, described
+from revcompile.runtime.stage.tensors import clone_tree, detach_tree
+from revcompile.runtime.stage.update import OptimizerFactory
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.gradient_probes import Probe
+from revcompile.runtime.trainer.inputs import split_batch, split_call
+from revcompile.runtime.trainer.metrics import (
+    Evaluation,
+    Metric,
+    Metrics,
+    RunningMeans,
+    check_loader,
+    eval_mode,
+)
+from revcompile.runtime.trainer.settings import Settings
+
+__all__ = ["LocalTrainer"]
+
+
+class LocalTrainer(Trainer):
+    """Trains all stages of a model in this process.
+
+    A step that fails changes nothing. Only where a gradient turns out bad after later stages have
+    used it is the micro-batch left out of the updates still to come. Captured steps (see
+    `Backend`) leave bad micro-batches out everywhere, and report them some steps later.
+    """
+
+    transport: InProcess
+
+    def __init__(
+        self,
+        model: Reversible,
+        partition: Partition,
+        programs: Sequence[StageProgram],
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        settings: Settings,
+    ) -> None:
+        super().__init__(
+            model,
+            partition,
+            programs,
+            optimizer,
+            loss,
+            settings,
+            transport=InProcess(len(programs)),
+            device=device_of_model(model),
+            stages=range(len(programs)),
+        )
+        self.probes: list[Probe] = []
+        for executor in self.executors:
+            executor.stage.observers = self.probes
+        self.runner = GraphRunner(
+            settings.backend,
+            self.executors,
+            self.loss_head,
+            self.schedule,
+            check_finite=settings.check_finite,
+        )
+
+    def everyone(self, value: Any) -> Sequence[Any]:
+        return [value]
+
+    # -- training -----------------------------------------------------------------------------
+
+    def step(self, inputs: Any = None, target: Any = None) -> Metrics:
+        self._check_usable()
+        self._set_train_mode()
+        if (metrics := self._captured_step(inputs, target)) is not None:
+            return metrics
+        values = self.binder.prepare(inputs)
+        microbatch, samples = self.schedule.injected, self.binder.count_samples(values)
+        transaction = Transaction(self.schedule, self.executors, self.transport, self.loss_head)
+        self.executors[0].inputs[microbatch] = values
+        self.loss_head.targets[microbatch] = self.binder.to_device(target)
+        for probe in self.probes:
+            probe.fed(microbatch, values, self.loss_head.targets[microbatch])
+        self._measure(microbatch)
+        try:
+            remaining = self.scheduler.forward(self.schedule.inject())
+            transaction.backward(remaining)
+        except BaseException as error:
+            self.schedule = transaction.rollback()
+            for probe in self.probes:
+                probe.rolled_back(microbatch)
+            if isinstance(error, RevcompileError) or not isinstance(error, Exception):
+                raise
+            raise self._explained(error, values) from error
+        self._finish(remaining)
+        self.metrics = self._metrics(microbatch, samples)
+        self._advance_probes()
+        self.runner.observe((values, target))
+        self._trace_step()
+        self._raise_failures()
+        return self.metrics
+
+    def _captured_step(self, inputs: Any, target: Any) -> Metrics | None:
+        """The step as a replay of a captured one; None if it has to run action by action."""
+        if not self.runner.is_on:
+            return None
+        values = self.binder.check_guards(self.binder.bind(inputs))
+        microbatch = self.schedule.injected
+        is_observed = bool(self.probes or self._trace) or self._is_measured(microbatch)
+        with self._stop_on_error():
+            outcome = self.runner.step(
+                self.schedule, self.transport, (values, target), allowed=not is_observed
+            )
+        if outcome is None:
+            return None
+        self.runner.observe((values, target))
+        self.loss_head.losses[microbatch] = outcome.loss
+        self.loss_head.outputs[microbatch] = outcome.output
+        self.metrics = self._metrics(microbatch, self.binder.count_samples(values))
+        self._raise_failures()
+        return self.metrics
+
+    def _drain(self) -> None:
+        super()._drain()
+        self._advance_probes(drained=True)
+
+    def _sync_stages(self) -> None:
+        super()._sync_stages()
+        self.runner.leave(self.schedule, self.transport)
+
+    def _failures(self) -> list[NonFiniteError]:
+        return [*self.runner.failures(), *super()._failures()]
+
+    def _explained(self, error: Exception, values: Mapping[str, Any]) -> InputError:
+        expected = ", ".join(map(str, self.programs[0].inputs))
+        got = ", ".join(f"{name}: {described(value)}" for name, value in values.items())
+        return InputError(
+            f"trainer.step: the model failed on this micro-batch: {type(error).__name__}: {error}\n"
+            f"  captured with: {expected}\n  got:           {got}\n"
+            "Nothing was changed by this step; feed inputs of the captured form (any batch size)."
+        )
+
+    # -- evaluation and diagnostics -----------------------------------------------------------
+
+    def evaluate(
+        self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
+    ) -> Evaluation:
+        means = RunningMeans(metrics)
+        with eval_mode(self.model, self.settings.autocast):
+            for number, batch in enumerate(check_loader(loader)):
+                self._evaluate_batch(f"evaluation, batch {number}", batch, means)
+        return means.evaluation()
+
+    def _evaluate_batch(self, where: str, batch: Any, means: RunningMeans) -> None:
+        inputs, target = self.binder.to_device(split_batch(batch), where)
+        samples = self.binder.count_samples(self.binder.bind(inputs, where))
+        args, kwargs = split_call(inputs)
+        try:
+            output = self.model(*args, **kwargs)
+        except RevcompileError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{where}: the model failed on it: {type(error).__name__}: {error}\n"
+                f"  inputs: {described(inputs)}"
+            ) from error
+        means.add(self.loss_head.evaluate(output, target, where), output, target, samples)
+
+    def watch(self) -> Probe:
+        self._sync_stages()
+        stages = [executor.stage for executor in self.executors]
+        probe = Probe(self.schedule.injected, stages, self.loss_head, self.settings.accumulate)
+        self.probes.append(probe)
+        return probe
+
+    def _advance_probes(self, drained: bool = False) -> None:
+        for probe in tuple(self.probes):
+            self.probes.remove(probe)  # for good, if it fails
+            probe.compare(drained)
+            if not probe.over:
+                self.probes.append(probe)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        self._sync_stages()
+        self._check_savable()
+        return self._state(self.model.state_dict(), clone_tree)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.runner.leave(self.schedule, self.transport)
+        self._check_fits(state)
+        self._load_state(state)
+        self.runner.clear()
+        self.probes.clear()
+        self._stop_reason = None
+
+    def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
+        state = self._state(self.model.state_dict(), detach_tree)
+        stages = [executor.index for executor in self.executors]
+        return save_training(folder, state, self.model, stages, keep=keep)
+
+    def load(self, place: str | Path) -> None:
+        checkpoint, state = load_training(place, device_of_model(self.model))
+        with located(f"trainer.load: {checkpoint.path}"):
+            self.load_state_dict(state)
+        set_generators(state["rng"])

@@ -1,0 +1,145 @@
+"""What training and evaluation report, and what an evaluation needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.errors import InputError
+from revcompile.ir.module_tree import device_of_model
+
+__all__ = ["Evaluation", "Metric", "Metrics", "RunningMeans", "check_loader", "eval_mode"]
+
+
+class Metric(Protocol):
+    """A mean over a batch, from the model's output and the target."""
+
+    def __call__(self, output: Any, target: Any, /) -> float | Tensor: ...
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a step reports. Reading `loss` waits for the device."""
+
+    microbatch: int
+    samples: int
+    delays: tuple[int, ...]
+    updates: tuple[int, ...]
+    lr: float | None
+    throughput: float
+    """Samples a second since the trainer was made."""
+    loss_tensor: Tensor | None = field(default=None, repr=False)
+    output: Any = field(default=None, repr=False)
+    reconstruction: Mapping[int, float] = field(default_factory=dict)
+    """Relative error of each stage's rebuilt input, when measured in this step."""
+    loss_scale: float | None = None
+    """The factor of the loss before it was differentiated, where it is known."""
+    skipped: int = 0
+    """Micro-batches that overflowed at a stage of this process and were left out, so far."""
+
+    @property
+    def loss(self) -> float:
+        """The micro-batch's loss; nan on ranks that do not know it."""
+        return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+
+    def __repr__(self) -> str:
+        loss = "None" if self.loss_tensor is None else f"{self.loss:.6g}"
+        return (
+            f"Metrics(microbatch={self.microbatch}, loss={loss}, lr={self.lr}, "
+            f"delays={self.delays}, updates={self.updates}, samples={self.samples}, "
+            f"throughput={self.throughput:.4g})"
+        )
+
+    def __str__(self) -> str:
+        rate = "" if self.lr is None else f", lr {self.lr:g}"
+        return (
+            f"micro-batch {self.microbatch}: loss {self.loss:.4g}{rate}, gradients late by "
+            f"{self.delays}, {self.throughput:,.0f} samples/s"
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over all samples of a loader."""
+
+    loss: float
+    samples: int
+    metrics: Mapping[str, float]
+
+
+def _mean(name: str, metric: Metric, output: Any, target: Any) -> float:
+    try:
+        return float(metric(output, target))
+    except Exception as error:
+        raise InputError(
+            f"trainer.evaluate: metric {name!r} raised {type(error).__name__}: {error}; it is a "
+            "function of (output, target) and returns one number, the mean over the batch"
+        ) from error
+
+
+class RunningMeans:
+    """Loss and metrics summed over batches, each weighted by its samples."""
+
+    def __init__(self, metrics: Mapping[str, Metric] | None) -> None:
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise InputError(
+                "trainer.evaluate: metrics= is a dict of names and functions of (output, target), "
+                f"got {type(metrics).__name__}"
+            )
+        self._metrics = dict(metrics or {})
+        if "loss" in self._metrics:
+            raise InputError(
+                'trainer.evaluate: the name "loss" is taken; call the metric otherwise'
+            )
+        self.sums: dict[str, float] = {"loss": 0.0, **dict.fromkeys(self._metrics, 0.0)}
+        self.samples = 0
+
+    def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
+        self.sums["loss"] += float(loss) * samples
+        for name, metric in self._metrics.items():
+            self.sums[name] += _mean(name, metric, output, target) * samples
+        self.samples += samples
+
+    def join(self, sums: Mapping[str, float], samples: int) -> None:
+        """Add the sums of another process."""
+        for name in self.sums:
+            self.sums[name] += sums.get(name, 0.0)
+        self.samples += samples
+
+    def evaluation(self) -> Evaluation:
+        if not self.samples:
+            raise InputError("trainer.evaluate: the loader is empty")
+        means = {name: total / self.samples for name, total in self.sums.items()}
+        return Evaluation(means.pop("loss"), self.samples, means)
+
+
+def check_loader(loader: Any) -> Iterable[Any]:
+    """The loader, if it can be iterated over."""
+    if not isinstance(loader, Iterable):
+        raise InputError(
+            f"trainer.evaluate: expected a loader of batches (inputs, target), got {loader!r}"
+        )
+    return loader
+
+
+@contextmanager
+def eval_mode(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
+    """Eval mode without gradients; modules' modes and random generators are restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    device = device_of_model(model)
+    model.eval()
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.no_grad(),
+            torch.autocast(device.type, autocast, enabled=autocast is not None),
+        ):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

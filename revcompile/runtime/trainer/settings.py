@@ -1,0 +1,65 @@
+"""How to train, apart from what to minimise and by which optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from revcompile.errors import InputError
+from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.stage.activations import Buffers
+from revcompile.runtime.stage.loss_scale import LossScale
+from revcompile.runtime.stage.update import ParamGroups, ScheduleFactory
+from revcompile.units import is_int
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train: what `net.trainer(...)` takes besides optimizer and loss."""
+
+    accumulate: int = 1
+    lr_schedule: ScheduleFactory | None = None
+    param_groups: ParamGroups | None = None
+    autocast: torch.dtype | None = None
+    clip_grad_norm: float | None = None
+    seed: int = 0
+    check_finite: bool = True
+    measure_every: int | None = None
+    backend: Backend = Backend.AUTO
+    buffers: Buffers = field(default_factory=Buffers)
+    loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        if not is_int(self.accumulate) or self.accumulate < 1:
+            raise InputError(
+                f"accumulate={self.accumulate!r}; an update needs a whole number of micro-batches, "
+                "at least 1"
+            )
+        norm = self.clip_grad_norm
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and norm > 0):
+            raise InputError(f"clip_grad_norm={norm!r}; use a positive norm or None")
+        every = self.measure_every
+        if every is not None and not (is_int(every) and every >= 1):
+            raise InputError(f"measure_every={every!r}; use a whole number of steps, or None")
+        if not is_int(self.seed):
+            raise InputError(f"seed={self.seed!r}; use a whole number")
+        for name, given in (("lr_schedule", self.lr_schedule), ("param_groups", self.param_groups)):
+            if given is not None and not callable(given):
+                raise InputError(
+                    f"{name}: expected a function, called once a stage, got "
+                    f"{type(given).__name__}; see help(net.trainer)"
+                )
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise InputError(
+                f"autocast={self.autocast}; use torch.bfloat16, torch.float16 (with a scaled "
+                "loss) or None"
+            )
+        if self.loss_scale is not None and self.loss_scale.dynamic and not self.check_finite:
+            raise InputError(
+                "check_finite=False: a scale that follows overflows has to look for them; leave "
+                "it out, or give loss_scale= a number"
+            )

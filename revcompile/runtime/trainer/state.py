@@ -1,0 +1,159 @@
+"""What a trainer's `state_dict` must hold to be loaded, and how it moves to other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.runtime.checkpoint.weights import first_few, model_mismatches
+from revcompile.runtime.executor.stage_executor import StageExecutor, needed_in_flight
+from revcompile.runtime.stage.tensors import clone_tree
+from revcompile.runtime.stage.update import Updater
+from revcompile.schedule import Keep, Schedule
+
+__all__ = [
+    "FORMAT",
+    "check_entries",
+    "check_in_flight",
+    "continue_counting",
+    "is_same_pipeline",
+    "load_model",
+    "load_scaling",
+    "load_updaters",
+    "segment_names",
+    "stages_with_graphs",
+]
+
+FORMAT: Final = 1
+_ENTRIES: Final = (
+    *("cuts", "seed", "model", "optimizer", "groups"),
+    *("lr_schedules", "schedule", "stages", "messages"),
+)
+
+State = Mapping[str, Any]
+
+
+def segment_names(partition: Partition) -> list[list[str]]:
+    """The names of each stage's segments: where the model was cut."""
+    return [[piece.name for piece in part.pieces] for part in partition.parts]
+
+
+def stages_with_graphs(programs: Iterable[StageProgram], schedule: Schedule) -> list[int]:
+    """Stages, of all ranks, that hold autograd graphs of micro-batches in flight."""
+    return [
+        program.index
+        for program in programs
+        if schedule.outstanding[program.index]
+        and any(unit.keep is Keep.GRAPH for unit in program.units)
+    ]
+
+
+# -- does a state fit? ----------------------------------------------------------------------------
+
+
+def check_entries(state: State, model: nn.Module, updaters: Iterable[Updater]) -> None:
+    """Refuse what is no trainer's state, or that of another model or optimizer."""
+    problems = list(_mismatches(state, model, updaters))
+    if problems:
+        raise InputError(
+            f"trainer.load_state_dict: the state does not fit this trainer: {first_few(problems)}"
+        )
+
+
+def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> Iterator[str]:
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+        yield f"expected what trainer.state_dict() returns (format {FORMAT}), got {got!r}"
+        return
+    missing = [key for key in _ENTRIES if key not in state]
+    if missing:
+        yield f"it lacks the entry {missing[0]!r}; load what trainer.state_dict() returned as it is"
+        return
+    yield from model_mismatches(model, state["model"])
+    settings = _group_settings(state)
+    for updater in updaters:
+        yield from updater.misfits(settings)
+
+
+def is_same_pipeline(
+    state: State, partition: Partition, programs: Sequence[StageProgram], schedule: Schedule
+) -> bool:
+    """Were the same stages saved, with the same method and the same needs in flight?"""
+    here, saved = schedule.state(), state["schedule"]
+    if segment_names(partition) != [list(names) for names in state["cuts"]]:
+        return False
+    if any(here[key] != saved[key] for key in ("method", "accumulate", "ties")):
+        return False
+    pairs = zip(map(needed_in_flight, programs), state["stages"], strict=True)
+    return all(needed == list(stage.get("needs", needed)) for needed, stage in pairs)
+
+
+def check_in_flight(state: State, same: bool, schedule: Schedule, replicas: int) -> None:
+    """Refuse micro-batches in flight of another pipeline: only an empty one can be cut anew."""
+    saved, saved_replicas = Schedule.load(state["schedule"]), state.get("replicas", 1)
+    if not saved.idle and not (same and saved_replicas == replicas):
+        raise InputError(
+            f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
+            f"applied yet in {_described(saved, saved_replicas)}, but this trainer has "
+            f"{_described(schedule, replicas)}, cut or scheduled otherwise, or with "
+            "another budget of memory. To move between them call flush() before state_dict(), or "
+            "trainer.save(folder, drain=True); if the run that saved it is over, load it into a "
+            "trainer like that one (one process will do) and save it from there with drain=True"
+        )
+
+
+def _described(schedule: Schedule, replicas: int) -> str:
+    method = f"{schedule.method.name}, accumulate={schedule.accumulate}"
+    several = f", {replicas} copies of the pipeline" if replicas > 1 else ""
+    return f"{schedule.stages} stages ({method}{several})"
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Copy saved weights into those tensors that are in this process."""
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if not isinstance(value, Tensor):  # from a module's get_extra_state
+                owner = model.get_submodule(name.rpartition(".")[0])
+                owner.set_extra_state(clone_tree(saved[name]))
+            elif not value.is_meta:  # on the meta device: another rank's
+                value.copy_(saved[name])
+
+
+def load_updaters(executors: Iterable[StageExecutor], state: State, same: bool) -> None:
+    """Optimizers by parameter name; after a new cut, every schedule continues as the first."""
+    schedules = dict(enumerate(state["lr_schedules"]))
+    first = next((saved for saved in schedules.values() if saved is not None), None)
+    settings = _group_settings(state)
+    for executor in executors:
+        schedule = schedules[executor.index] if same else first
+        executor.updater.load_state_dict(state["optimizer"], settings, schedule)
+
+
+def load_scaling(executors: Iterable[StageExecutor], state: State) -> None:
+    """After a new cut: the last stage takes over the scale and what was still to be reported."""
+    saved = [stage["scaling"] for stage in state["stages"] if stage.get("scaling") is not None]
+    for executor in executors:
+        if saved and executor.scaling is not None and executor.loss_head is not None:
+            overflow = min(scaling["overflow"] for scaling in saved)
+            executor.scaling.load_state_dict(saved[-1] | {"overflow": overflow})
+
+
+def continue_counting(schedule: Schedule, saved: Schedule) -> Schedule:
+    """An empty schedule of these stages that counts on where another one was."""
+    plain = Schedule(schedule.method, schedule.stages, schedule.accumulate, schedule.ties).state()
+    plain["injected"] = saved.injected
+    for progress in plain["progress"]:
+        progress["updates"] = max(saved.updates)
+    return Schedule.load(plain)
+
+
+def _group_settings(state: State) -> dict[str, Any]:
+    return {name: group for group in state["groups"] for name in group["params"]}

@@ -1,0 +1,87 @@
+"""How late a stage's gradients are: micro-batches in flight at a stage, and the delay in updates.
+
+Stage j of J stages. A micro-batch is in flight at a stage from its forward to its backward pass.
+
+    order                              in flight ("window")      delay in updates, accumulate = 1
+    1f1b   (alpha 1, never drained)    1 + (J-1-j)               J-1-j
+    paper  (alpha 2, never drained)    1 + 2(J-1-j)              2(J-1-j)
+    any alpha, never drained           1 + ceil(alpha (J-1-j))   ceil(alpha (J-1-j))
+    drained before every update        see `window`              0
+
+With `accumulate` micro-batches an update (the paper's k), the delay is that many times smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from revcompile.errors import InputError
+from revcompile.schedule.methods import Method, Order
+
+__all__ = ["check_sizes", "delay", "mean_delay", "window"]
+
+
+def window(method: Method, stages: int, stage: int, accumulate: int = 1) -> int:
+    """Most micro-batches in flight at a stage: forward done, backward not.
+
+    `gpipe` and `1f1b` drain the pipeline after `accumulate` micro-batches. DNI has one in flight,
+    but keeps its output for one more step, until the true gradient has come and the gradient
+    predictor can learn from it.
+
+    >>> from revcompile.schedule import choose
+    >>> [window(choose("petra"), 4, stage) for stage in range(4)]
+    [4, 3, 2, 1]
+    """
+    check_sizes(stages, accumulate)
+    if not 0 <= stage < stages:
+        raise InputError(f"stage={stage}, but with {stages} stages it is 0 to {stages - 1}")
+    later_stages = stages - 1 - stage
+    match method.order:
+        case Order.LOCKED | Order.SYNTHETIC:
+            return 1
+        case Order.GPIPE:
+            return accumulate
+        case Order.ONE_F_ONE_B:
+            return min(accumulate, 1 + later_stages)
+        case Order.CONTINUOUS:
+            # As a fraction of its decimal digits: 1.1 * 50 is 55, not a little more.
+            return 1 + math.ceil(Fraction(repr(float(method.alpha))) * later_stages)
+
+
+def delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> int:
+    """Most updates of a stage between forward and backward pass of one micro-batch.
+
+    >>> from revcompile.schedule import choose
+    >>> [delay(choose("petra", order="1f1b"), 4, stage) for stage in range(4)]
+    [3, 2, 1, 0]
+    >>> [delay(choose("petra", order="paper"), 4, stage) for stage in range(4)]
+    [6, 4, 2, 0]
+    """
+    return -(-_delay_in_microbatches(method, stages, stage, accumulate) // accumulate)
+
+
+def mean_delay(method: Method, stages: int, stage: int, accumulate: int = 1) -> float:
+    """The delay in updates, averaged over micro-batches.
+
+    >>> from revcompile.schedule import choose
+    >>> [mean_delay(choose("petra"), 4, stage, accumulate=2) for stage in range(4)]
+    [1.5, 1.0, 0.5, 0.0]
+    """
+    return _delay_in_microbatches(method, stages, stage, accumulate) / accumulate
+
+
+def _delay_in_microbatches(method: Method, stages: int, stage: int, accumulate: int) -> int:
+    """Micro-batches whose gradients a stage may apply between the two passes of one."""
+    # Drained orders update only when nothing is in flight, locked ones have one in flight.
+    if method.order is not Order.CONTINUOUS:
+        return 0
+    return window(method, stages, stage, accumulate) - 1
+
+
+def check_sizes(stages: int, accumulate: int) -> None:
+    """Refuse a pipeline without stages, or an update without micro-batches."""
+    if stages < 1:
+        raise InputError(f"stages={stages}; a pipeline has at least 1")
+    if accumulate < 1:
+        raise InputError(f"accumulate={accumulate}; an update needs at least 1 micro-batch")

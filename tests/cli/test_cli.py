@@ -1,0 +1,258 @@
+"""The command line: results on stdout, errors on stderr, exit codes, JSON, and help at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.cli import main, units
+
+MODEL = "test_cli:tiny"
+HERE = Path(__file__).parent
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x).tanh()
+
+
+def tiny() -> tuple[nn.Module, Tensor]:
+    """What `test_cli:tiny` gives: a model and what to call it with."""
+    return nn.Sequential(nn.Linear(3, 6), Block(), Block(), nn.Linear(6, 2)), torch.randn(2, 3)
+
+
+def unshaped() -> nn.Module:
+    return tiny()[0]
+
+
+def number() -> int:
+    return 3
+
+
+@pytest.fixture(autouse=True)
+def among_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factories are looked for from the folder a command is run in."""
+    monkeypatch.chdir(HERE)
+
+
+Called = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def called(capsys: pytest.CaptureFixture[str]) -> Called:
+    """Run a command line: exit code, stdout, stderr."""
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        try:
+            code = main(argv)
+        except SystemExit as end:  # argparse leaves so
+            code = end.code if isinstance(end.code, int) else 1
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def in_json(called: Called, *argv: str) -> Any:
+    code, out, err = called(*argv, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def test_help_needs_no_torch() -> None:
+    """Importing torch takes seconds, more than anybody waits for help."""
+    script = (
+        "import sys\nfrom revcompile.cli import main\n"
+        "try:\n    main(['plan', '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    root = Path(revcompile.__file__).parents[1]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert ended.returncode == 0 and "--devices" in ended.stdout
+
+
+def test_the_package_has_its_names_although_they_are_imported_late() -> None:
+    assert set(revcompile.__all__) <= set(dir(revcompile))
+    assert all(getattr(revcompile, name).__doc__ for name in revcompile.__all__)
+    with pytest.raises(AttributeError, match="'revcompile' has no attribute 'petraphy'"):
+        revcompile.petraphy  # noqa: B018
+
+
+def test_it_runs_as_a_module() -> None:
+    root = Path(revcompile.__file__).parents[1]
+    command = [sys.executable, "-m", "revcompile", "--version"]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, f"revcompile {revcompile.__version__}\n")
+
+
+def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
+    code, out, _ = called("--help")
+    assert code == 0 and "exit codes" in out
+    for command in ("inspect", "coverage", "draw", "plan"):
+        assert f"\n    {command}" in out
+        assert "--json" in called(command, "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["inspect", "resnt18", "--stages", "2"], "did you mean resnet18"),
+        (["inspect", "torchvision:vgg_nine", "--stages", "2"], "no model 'vgg_nine'"),
+        (["inspect", MODEL, "--stages", "99"], "num_stages=99, but Sequential has 4 pieces"),
+        (["inspect", MODEL, "--stages", "0"], "'0' is not a whole number from 1 on"),
+        (["inspect", MODEL], "--stages"),
+        (["inspect", "test_cli:nothing", "--stages", "2"], "cannot be imported"),
+        (["inspect", "no.such.module:net", "--stages", "2"], "cannot be imported"),
+        (["inspect", "test_cli:number", "--stages", "2"], "returned int"),
+        (["inspect", "test_cli:unshaped", "--stages", "2"], "example_inputs"),
+        (["inspect", MODEL, "--stages", "2", "--explain", "2.g"], "did you mean"),
+        (["inspect", MODEL, "--stages", "2", "--code", "7"], "there are stages 0 to 1"),
+        (["inspect", MODEL, "--stages", "2", "--method", "petar"], "did you mean 'petra'"),
+        (["draw", MODEL, "--stages", "2"], "nothing to draw"),
+        (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
+        (["plan", MODEL, "--devices", "4", "--link", "fast"], "'fast' is not understood"),
+        (["coverage", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
+        (["dance"], "invalid choice"),
+        ([], "COMMAND"),
+    ],
+)
+def test_what_cannot_be_done_is_told_on_stderr_without_a_traceback(
+    called: Called, argv: list[str], told: str
+) -> None:
+    code, out, err = called(*argv)
+    assert (code, out) == (2, "")
+    assert told in err and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("revcompile")
+
+
+# -- inspect --------------------------------------------------------------------------------------
+
+
+def test_inspect_prints_the_table_and_its_numbers(called: Called) -> None:
+    code, out, _ = called("inspect", MODEL, "--stages", "3", "--batch-size", "8")
+    assert code == 0 and "Sequential: 3 stages, petra, micro-batches of 8" in out
+    found = in_json(called, "inspect", MODEL, "--stages", "3", "--batch-size", "8")
+    assert [stage["delay"] for stage in found["stages"]] == [2, 1, 0]
+    assert found["stages"][-1]["sent_bytes"] == 8 * 2 * 4
+
+
+def test_inspect_shows_one_stage_one_block_and_another_order(called: Called) -> None:
+    cut = (MODEL, "--stages", "3")
+    assert "def backward(" in called("inspect", *cut, "--code", "1")[1]
+    assert "recording(True)" in called("inspect", *cut, "--code", "1", "--verbose")[1]
+    assert "FORWARD m0" in called("inspect", *cut, "--program", "1")[1]
+    assert "(a, b) -> (b, a + F(b))" in called("inspect", *cut, "--explain", "1")[1]
+    assert in_json(called, "inspect", *cut, "--program", "2")["actions"][:2] == ["RX0", "F0"]
+    paper = in_json(called, "inspect", *cut, "--order", "paper")
+    assert [stage["delay"] for stage in paper["stages"]] == [4, 2, 0]
+
+
+def test_models_of_both_libraries_take_their_own_shapes(called: Called) -> None:
+    ours = in_json(called, "coverage", "timm:resnet18")
+    theirs = in_json(called, "coverage", "torchvision:resnet18")
+    assert [s["parameters"] for s in ours["segments"]] == [
+        s["parameters"] for s in theirs["segments"]
+    ]
+
+
+# -- coverage -------------------------------------------------------------------------------------
+
+
+class Dull(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x).tanh() + self.right(x).tanh()
+
+
+def dull() -> nn.Module:
+    return Dull()
+
+
+def test_coverage_tells_what_was_found_and_what_refused(called: Called) -> None:
+    found = in_json(called, "coverage", MODEL)
+    assert [s["reversible"] for s in found["segments"]] == [False, True, True, False]
+    assert [block["path"] for block in found["found"]] == ["1", "2"]
+    code, out, _ = called("coverage", MODEL)
+    assert code == 0 and "reversible: 2 blocks" in out
+
+
+def test_a_model_without_a_reversible_block_ends_in_1(called: Called) -> None:
+    code, out, _ = called("coverage", "test_cli:dull", "--input", "3")
+    assert code == 1 and "not rewired" in out
+
+
+# -- draw, plan -----------------------------------------------------------------------------------
+
+
+def test_draw_writes_what_it_is_asked_for(called: Called, tmp_path: Path) -> None:
+    files = [tmp_path / "net.svg", tmp_path / "time.svg"]
+    argv = ("draw", MODEL, "--stages", "2", "--out", str(files[0]), "--schedule", str(files[1]))
+    assert in_json(called, *argv) == {"written": [str(file) for file in files]}
+    assert all("<svg" in file.read_text() for file in files)
+
+
+def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
+    argv = ("plan", MODEL, "--devices", "8", "--link", "10Gbps", "--latency", "1ms")
+    found = in_json(called, *argv, "--batch-size", "4")
+    assert [one["method"] for one in found["forecasts"]] == [
+        "petra",
+        "1f1b",
+        "gpipe",
+        "zero-bubble (bound)",
+    ]
+    assert {(one["stages"], one["replicas"]) for one in found["forecasts"]} == {(4, 2)}
+    code, out, _ = called(*argv)
+    assert code == 0 and "4 stages x 2 replicas on 8 devices" in out
+
+
+def test_a_plan_that_does_not_fit_ends_in_1(called: Called) -> None:
+    code, out, _ = called("plan", MODEL, "--devices", "4", "--memory-budget", "10B")
+    assert code == 1 and "too much" in out
+
+
+def test_a_plan_can_be_measured_here(called: Called) -> None:
+    argv = ("plan", MODEL, "--devices", "2", "--cost", "measured", "--methods", "petra")
+    (petra,) = in_json(called, *argv)["forecasts"]
+    assert petra["throughput"] > 0
+
+
+# -- quantities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (units.bandwidth, "100"),
+        (units.bandwidth, "100Gb"),
+        (units.seconds, "5 minutes"),
+        (units.size, "80 apples"),
+        (units.rate, "1.2.3T"),
+        (units.count, "-3"),
+        (units.shape, "3,x"),
+    ],
+)
+def test_quantities_without_a_clear_meaning_are_refused(
+    read: Callable[[str], object], text: str
+) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        read(text)

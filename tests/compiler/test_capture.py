@@ -1,0 +1,645 @@
+"""capture: the graph is the model, in both modes, at any batch size; and what it says if not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from revcompile.compiler.capture import capture, fx_frontend, make_example
+from revcompile.compiler.capture.check import Check, check_capture
+from revcompile.compiler.capture.memory import tensors_in
+from revcompile.errors import CaptureError, InputError
+from revcompile.ir.ops import store_buffer
+from revcompile.ir.types import TYPE, Captured, Frontend
+from revcompile.runtime.reversible.graph_code import compile_graph
+
+FX = functools.partial(capture, frontend=Frontend.FX)
+
+
+@functools.cache
+def caught(name: str) -> tuple[nn.Module, Captured, list[str]]:
+    """A specimen, its capture (fully checked), and what capturing changed."""
+    torch.manual_seed(0)
+    specimen = zoo.ZOO[name]
+    model = specimen.model()
+    args, kwargs = specimen.args(2), specimen.kwargs(2)
+    before = fingerprint(model, args, kwargs)
+    captured = FX(model, args, kwargs, check="full")
+    after = fingerprint(model, args, kwargs)
+    return (
+        model,
+        captured,
+        [key for key in {**before, **after} if before.get(key) != after.get(key)],
+    )
+
+
+def fingerprint(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Everything capturing must leave alone."""
+    found: dict[str, Any] = {
+        "torch's generator": torch.get_rng_state().tolist(),
+        "Python's generator": random.getstate(),
+        "NumPy's generator": np.random.get_state()[1].tolist(),
+        "the example": [t.tolist() for t in pytree.tree_leaves((args, kwargs)) if is_tensor(t)],
+    }
+    for path, module in model.named_modules():
+        found[f"{path}: mode"] = module.training
+        found[f"{path}: attributes"] = list(vars(module))
+        for name, value in vars(module).items():
+            if isinstance(value, (int, str, list, tuple, dict)):
+                found[f"{path}.{name}"] = repr(value)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[f"{name}: value"] = tensor.detach().clone().view(-1).tolist()
+        found[f"{name}: identity"] = id(tensor), tensor._version, tensor.requires_grad, tensor.grad
+    return found
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def run_captured(captured: Captured, tensors: list[Tensor]) -> Any:
+    """The capture as generated code (its own check interprets the graph)."""
+    graph, spec = captured.graph, captured.signature.out_spec
+    if not captured.root.training:
+        graph = captured.eval_graph or graph
+        spec = captured.signature.eval_out_spec or spec
+    outputs = compile_graph(graph, captured.name)(captured.root, *tensors)
+    return pytree.tree_unflatten(list(outputs), spec)
+
+
+def set_mode(module: nn.Module, like: nn.Module, training: bool) -> nn.Module:
+    modes = {path: m.training for path, m in like.named_modules()}
+    for path, m in module.named_modules():
+        m.training = training and modes[path]
+    return module
+
+
+def learned(output: Any, model: nn.Module) -> dict[str, Tensor | None]:
+    """Outputs, gradients and buffers after one backward pass."""
+    found = {f"output {i}": t.detach().clone() for i, t in enumerate(tensors_in(output))}
+    sum(t.float().square().sum() for t in tensors_in(output) if t.requires_grad).backward()
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return found | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_graph_is_the_model_at_another_batch_size(name: str, training: bool) -> None:
+    original, captured, _ = caught(name)
+    reference = set_mode(copied(original), original, training)
+    twin = dataclasses.replace(captured, root=set_mode(copied(captured.root), original, training))
+    specimen = zoo.ZOO[name]
+    torch.manual_seed(1)
+    args, kwargs = specimen.args(5), specimen.kwargs(5)
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if is_tensor(t)]
+    torch.manual_seed(2)
+    fresh_args, fresh_kwargs = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
+    expected = reference(*fresh_args, **fresh_kwargs)
+    torch.manual_seed(2)
+    actual = run_captured(twin, list(map(fresh, tensors)))
+    assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
+    expected, actual = learned(expected, reference), learned(actual, twin.root)
+    for key, want in expected.items():
+        have = actual[key]
+        if want is None or have is None:
+            assert want is have, key
+            continue
+        tolerance = 5e-2 if want.dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance, msg=key)
+
+
+def fresh(tensor: Tensor) -> Tensor:
+    """A copy that models may write into and that passes gradients."""
+    return tensor.clone().requires_grad_() * 1 if tensor.is_floating_point() else tensor.clone()
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy, also of old weight norms, which leave a computed tensor behind."""
+    memo = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if is_tensor(value) and not value.is_leaf
+    }
+    return copy.deepcopy(model, memo)
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_model_is_left_alone(name: str) -> None:
+    assert caught(name)[2] == []
+
+
+@pytest.mark.parametrize("name", zoo.REFUSED)
+def test_refused_model_is_left_alone(name: str) -> None:
+    specimen = zoo.REFUSED[name]
+    model, args = specimen.model(), specimen.args(2)
+    before = fingerprint(model, args, {})
+    with pytest.raises(CaptureError):
+        FX(model, args)
+    assert fingerprint(model, args, {}) == before
+
+
+# -- what is in the graph ------------------------------------------------------------------------
+
+
+def targets(captured: Captured, op: str) -> list[str]:
+    return [str(node.target) for node in captured.graph.find_nodes(op=op)]
+
+
+RESISTING = {
+    "BufferReassigned": "ema is a leaf module: the forward pass assigns to its buffer 'mean'",
+    "Counter": "1 is a leaf module: the forward pass counts in its attribute 'calls'",
+    "Noise": "1 is a leaf module: random numbers drawn outside the graph",
+    "AutocastRegions": "1 is a leaf module: an autocast region, which no graph can hold",
+    "CustomFunction": "1 is a leaf module: the custom autograd function Straight",
+    "DataDependentPart": "1 is a leaf module: control flow depends on the contents of a tensor",
+    "UntraceableInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
+    "BooleanIndex": "1 is a leaf module: a shape depends on the contents of a tensor",
+}
+WRITES_INPUT = "the model writes to its input x; the captured graph does not"
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_only_untraceable_modules_become_leaf_modules(name: str) -> None:
+    notes = caught(name)[1].notes
+    if name in RESISTING:
+        assert notes[0].startswith(RESISTING[name])
+    else:
+        assert notes == ((WRITES_INPUT,) if name == "WritesIntoItsInput" else ())
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in RESISTING])
+def test_graph_moves_to_another_device(name: str) -> None:
+    """The meta device stands for any: tensors left on the CPU do not mix with it."""
+    captured = caught(name)[1]
+    moved = dataclasses.replace(captured, root=copied(captured.root).to("meta"))
+    specimen = zoo.ZOO[name]
+    inputs = pytree.tree_leaves((specimen.args(2), specimen.kwargs(2)))
+    result = run_captured(moved, [t.to("meta") for t in inputs if is_tensor(t)])
+    assert {t.device.type for t in tensors_in(result)} == {"meta"}
+
+
+def test_modes_are_one_graph_unless_their_structures_differ() -> None:
+    with_two = {name for name in zoo.ZOO if caught(name)[1].eval_graph}
+    own_structure = {"AuxiliaryHead", "BufferInPlace", "ConstantsOfTheMode"}
+    aliased_in_eval_mode = {"InPlaceLayers"}
+    assert with_two == own_structure | aliased_in_eval_mode
+
+
+def test_encoder_layers_are_opened() -> None:
+    captured = caught("PreNormEncoder")[1]
+    assert "layers.1.self_attn" in targets(captured, "call_module")
+    assert "layers.1" not in targets(captured, "call_module")
+
+
+def test_a_leaf_module_in_one_mode_is_one_in_both() -> None:
+    captured = caught("UntraceableInEvalMode")[1]
+    assert captured.leaf_modules == ("1",)
+    assert "1" in targets(captured, "call_module")
+
+
+def test_own_drop_paths_become_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = []
+    real = fx_frontend.trace
+    monkeypatch.setattr(fx_frontend, "trace", lambda *a: traces.append(1) or real(*a))
+    captured = FX(zoo.OwnDropPath(), zoo.tokens(2), check="off")
+    assert captured.leaf_modules == ("skips.0", "skips.1")
+    assert len(traces) == 4
+
+
+def test_tied_parameters_stay_one() -> None:
+    root = caught("TinyGPT")[1].root
+    assert root.head.weight is root.wte.weight
+
+
+def test_batch_stays_free() -> None:
+    types = {str(node.meta[TYPE]) for node in caught("ShapeArithmetic")[1].graph.nodes}
+    assert {"float32[B, 5, 8]", "float32[3B, 2, 8]"} <= types
+
+
+def test_model_in_eval_mode_is_captured_for_both_modes() -> None:
+    captured = FX(zoo.FunctionalDropout().eval(), zoo.rows(2), check="full")
+    assert not captured.root.training
+    assert "training" in targets(captured, "get_attr")
+
+
+def test_batch_of_one_is_enough() -> None:
+    captured = FX(zoo.Mlp(), torch.randn(1, 8), check="full")
+    assert str(next(iter(captured.graph.nodes)).meta[TYPE]) == "float32[B, 8]"
+
+
+def test_batch_may_be_the_second_dimension() -> None:
+    placeholder = next(iter(caught("SequenceFirstEncoder")[1].graph.nodes))
+    assert str(placeholder.meta[TYPE]) == "float32[5, B, 8]"
+
+
+def test_batch_that_cannot_grow_is_fixed() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(2, 8).tanh()
+
+    captured = FX(Fixed(), torch.randn(2, 8), check="full")
+    assert captured.notes == ("the batch size is fixed at 2: the model fails at any other",)
+
+
+def test_meta_device_needs_no_memory() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(zoo.Mlp(4096) for _ in range(20))), torch.randn(2, 4096)
+    captured = FX(model, x)
+    assert all(p.is_meta for p in captured.root.parameters())
+    assert str(list(captured.graph.nodes)[-1].args[0][0].meta[TYPE]) == "float32[B, 4096]"
+
+
+def test_plain_tensors_become_buffers_that_are_not_saved() -> None:
+    model, captured, _ = caught("PlainTensors")
+    assert "scale" in dict(captured.root.named_buffers())
+    assert captured.root.state_dict().keys() == model.state_dict().keys()
+    assert captured.root.to(torch.float64).scale.dtype is torch.float64
+
+
+def test_named_arguments_become_placeholders() -> None:
+    signature = caught("DictInput")[1].signature
+    assert signature.labels == ("batch['x']", "batch['more'][0]")
+    assert signature.placeholders == ("batch__x", "batch__more___0")
+
+
+def test_arguments_are_labelled_as_a_user_would_write_them() -> None:
+    class Varied(nn.Module):
+        def forward(self, x: Tensor, *rest: Tensor, scale: float = 1.0, **more: Tensor) -> Tensor:
+            return sum(rest, x) * scale + more["b"]
+
+    x = torch.randn(2, 3)
+    signature = FX(Varied(), (x, x, x), {"b": x, "scale": 2.0}, check="full").signature
+    assert signature.labels == ("x", "rest[0]", "rest[1]", "b")
+    assert signature.placeholders == ("x", "rest_0", "rest_1", "b")
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_placeholders_have_the_names_of_the_signature(name: str) -> None:
+    captured = caught(name)[1]
+    for graph in (captured.graph, captured.eval_graph or captured.graph):
+        names = tuple(node.name for node in graph.find_nodes(op="placeholder"))
+        assert names == captured.signature.placeholders
+
+
+# -- leaf_modules --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [["blocks.1"], "blocks.1"])
+def test_leaf_by_path(wanted: Any) -> None:
+    captured = FX(zoo.ListLoop(), zoo.rows(2), leaf_modules=wanted)
+    assert "blocks.1" in targets(captured, "call_module")
+    assert "blocks.0" not in targets(captured, "call_module")
+
+
+def test_leaf_by_class() -> None:
+    captured = FX(zoo.ListLoop(), zoo.rows(2), leaf_modules=[zoo.Mlp])
+    assert targets(captured, "call_module") == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_leaf_by_second_name_of_a_shared_module() -> None:
+    captured = FX(zoo.SharedModule(), zoo.rows(2), leaf_modules=["second"])
+    assert targets(captured, "call_module") == ["first", "first"]
+
+
+# -- the check itself ----------------------------------------------------------------------------
+
+
+def tampered(name: str, tamper: Callable[[Any, Any], None]) -> Callable[[Check], str | None]:
+    """Check a capture after something has been done to its graph's output."""
+    model, captured, _ = caught(name)
+    graph = copy.deepcopy(captured.graph)
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        tamper(graph, output)
+    specimen = zoo.ZOO[name]
+    example = make_example(model, specimen.args(2), specimen.kwargs(2))
+    wrong = dataclasses.replace(captured, graph=graph)
+    return lambda level: check_capture(model, wrong, example, level)
+
+
+def scale_output(graph: Any, output: Any) -> None:
+    (value,) = output.args[0]
+    output.args = ((graph.call_method("mul", (value, 1.01)),),)
+
+
+def detach_output(graph: Any, output: Any) -> None:
+    (value,) = output.args[0]
+    output.args = ((graph.call_method("detach", (value,)),),)
+
+
+def forget_growth(graph: Any, output: Any) -> None:
+    (value,) = output.args[0]
+    output.args = ((graph.call_method("narrow", (value, 0, 0, 2)),),)
+
+
+def test_fast_check_sees_wrong_outputs() -> None:
+    problem = tampered("OptionalMask", scale_output)(Check.FAST)
+    assert problem == "output 0 differs by 0.01 (relative) (train mode, batch 3, seed 0)"
+
+
+def test_fast_check_sees_a_batch_size_baked_in() -> None:
+    problem = tampered("OptionalMask", forget_growth)(Check.FAST)
+    assert problem is not None and problem.startswith("output 0: expected (3, 8)")
+
+
+def test_full_check_sees_lost_gradients() -> None:
+    check = tampered("OptionalMask", detach_output)
+    assert check(Check.FAST) is None
+    assert (check(Check.FULL) or "").startswith("the gradient of input x is missing")
+
+
+def test_full_check_sees_buffers() -> None:
+    def forget(graph: Any, output: Any) -> None:
+        for node in reversed(list(graph.nodes)):
+            if node.target is store_buffer and node.args[0].target == "steps":
+                graph.erase_node(node)
+
+    problem = tampered("BufferInPlace", forget)(Check.FULL)
+    assert problem == "buffer steps differs by 1 (relative) (train mode, batch 2, seed 0)"
+    problem = tampered("BufferInPlace", forget)(Check.FAST)
+    assert problem == "buffer steps differs by 1 (relative) (train mode, batch 3, seed 0)"
+
+
+def test_fast_check_runs_eval_mode_where_the_graph_chooses() -> None:
+    def drop_always(graph: Any, output: Any) -> None:
+        for node in graph.nodes:
+            if getattr(node.target, "__name__", "") == "select":
+                node.args = (node.args[0], node.args[1], node.args[1])
+
+    problem = tampered("FunctionalDropout", drop_always)(Check.FAST)
+    assert problem is not None and "eval mode" in problem
+
+
+def test_batch_size_at_which_the_original_fails_is_not_held_against_the_graph() -> None:
+    model, captured, _ = caught("OptionalMask")
+    example = make_example(model, zoo.rows(2))
+    broken = dataclasses.replace(example, grown=(torch.randn(3, 7),))
+    assert check_capture(model, captured, broken, Check.FULL) is None
+
+
+def test_fast_check_falls_back_to_the_example_itself() -> None:
+    model, captured, _ = caught("OptionalMask")
+    graph = copy.deepcopy(captured.graph)
+    with graph.inserting_before(graph.output_node()):
+        scale_output(graph, graph.output_node())
+    wrong = dataclasses.replace(captured, graph=graph)
+    example = make_example(model, zoo.rows(2))
+    broken = dataclasses.replace(example, grown=(torch.randn(3, 7),))
+    problem = check_capture(model, wrong, broken, Check.FAST)
+    assert problem == "output 0 differs by 0.01 (relative) (train mode, batch 2, seed 0)"
+
+
+def test_check_leaves_the_generators_alone() -> None:
+    model, captured, _ = caught("Noise")
+    example = make_example(model, zoo.rows(2))
+    before = fingerprint(model, (), {})
+    check_capture(model, captured, example, Check.FULL)
+    assert fingerprint(model, (), {}) == before
+
+
+def test_check_does_not_run_on_the_users_parameters() -> None:
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((8,), 3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.clamp_(max=1.0)
+            return x * self.weight
+
+    model = Clamps()
+    captured = FX(model, zoo.rows(2), check="full")
+    assert model.weight.max() == 3.0
+    assert captured.root.weight.max() == 3.0
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def message(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught_error:
+        call()
+    return str(caught_error.value)
+
+
+def test_data_dependent_top_level_names_the_line_and_the_remedy() -> None:
+    text = message(CaptureError, lambda: FX(zoo.DataDependentTop(), zoo.rows(2)))
+    assert text.startswith("capture: DataDependentTop could not be captured.\n  1. torch.fx ")
+    assert "stopped in (top level): control flow depends on the contents of a tensor" in text
+    assert "zoo.py:" in text and "if x.sum() > 0:]" in text
+    assert "submodule of its own" in text and "leaf_modules=['its.path']" in text
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])
+def test_random_numbers_from_outside_torch_are_refused(draw: Callable[[], float]) -> None:
+    class Drop(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if draw() < 0.5 else x * 2
+
+    model = nn.Sequential(zoo.Mlp(), Drop())
+    text = message(CaptureError, lambda: FX(model, zoo.rows(2)))
+    assert "stopped in 1: the forward pass draws from the random module of Python or NumPy" in text
+    assert "Drop.forward]" in text
+    text = message(CaptureError, lambda: FX(model, zoo.rows(2), leaf_modules=["1"]))
+    assert "draws from the random module" in text
+
+
+def test_layer_drop_by_python_is_refused() -> None:
+    text = message(CaptureError, lambda: FX(zoo.PythonLayerDrop(), zoo.rows(2)))
+    assert "stopped in (top level): the forward pass draws from the random module" in text
+
+
+def test_layer_drop_by_torch_is_refused() -> None:
+    text = message(CaptureError, lambda: FX(zoo.TorchLayerDrop(), zoo.rows(2)))
+    assert "stopped in (top level): control flow depends on random numbers" in text
+
+
+def test_module_inside_is_named() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([zoo.Mlp()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner[0](x)
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner[0](y)
+
+    text = message(CaptureError, lambda: FX(Outer(), zoo.rows(2)))
+    assert "stopped in inner.0.norm: an autocast region" in text
+
+
+def test_wrong_example_shape() -> None:
+    text = message(InputError, lambda: FX(nn.Conv1d(4, 4, 1), torch.randn(2, 3, 8)))
+    assert text.startswith(
+        "capture: Conv1d fails on the example inputs themselves (input: float32[2, 3, 8]): "
+    )
+    assert "expected input[2, 3, 8] to have 4 channels, but got 3 channels instead" in text
+
+
+def test_wrong_example_dtype_deep_inside() -> None:
+    text = message(InputError, lambda: FX(zoo.TinyGPT(), torch.randn(2, 6)))
+    assert "capture: TinyGPT fails on the example inputs themselves (words: float32[2, 6])" in text
+
+
+def test_missing_example() -> None:
+    text = message(InputError, lambda: FX(zoo.Mlp()))
+    assert text == (
+        "capture: Mlp says nothing about its input (no timm default_cfg); pass "
+        "example_inputs=(tensor, ...) with a batch of 2 or more"
+    )
+
+
+def test_example_that_does_not_fit_the_signature() -> None:
+    text = message(InputError, lambda: FX(zoo.Mlp(), (torch.randn(2, 8), 3)))
+    assert text.startswith("capture: the example inputs do not fit Mlp.forward(x")
+    assert text.endswith("too many positional arguments")
+
+
+def test_example_without_tensors() -> None:
+    text = message(InputError, lambda: FX(zoo.Mlp(), (3,)))
+    assert text == "capture: no tensor among the example inputs, so there is no graph"
+
+
+def test_unknown_check() -> None:
+    text = message(InputError, lambda: FX(zoo.Mlp(), zoo.rows(2), check="thorough"))
+    assert text == "check: expected one of 'full', 'fast', 'off', got 'thorough'"
+
+
+def test_unknown_leaf_path() -> None:
+    text = message(InputError, lambda: FX(zoo.ListLoop(), zoo.rows(2), leaf_modules=["block.1"]))
+    assert text == (
+        "capture: leaf_modules names 'block.1', which the model has not; did you mean 'blocks.1'?"
+    )
+
+
+def test_whole_model_as_leaf() -> None:
+    text = message(InputError, lambda: FX(zoo.Mlp(), zoo.rows(2), leaf_modules=[zoo.Mlp]))
+    assert text == "capture: leaf_modules names the whole model, which leaves no graph"
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+
+
+def test_unregistered_dataclass_as_input() -> None:
+    class Reads(nn.Module):
+        def forward(self, batch: Batch) -> Tensor:
+            return batch.x
+
+    text = message(InputError, lambda: FX(Reads(), Batch(torch.randn(2, 8))))
+    assert text == (
+        "capture: batch is a Batch, which pytree does not know, and holds tensors; register it "
+        "first: torch.export.register_dataclass(Batch)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (torch.compile, "compiled (OptimizedModule); pass the plain model, model._orig_mod"),
+        (nn.DataParallel, "wrapped for data parallelism (DataParallel); pass the plain model"),
+    ],
+)
+def test_wrapped_model(wrap: Callable[[nn.Module], nn.Module], words: str) -> None:
+    assert words in message(InputError, lambda: FX(wrap(zoo.Mlp()), zoo.rows(2)))
+
+
+def test_scripted_part() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated
+        model = nn.Sequential(zoo.Mlp(), torch.jit.script(nn.Linear(8, 8)))
+    text = message(InputError, lambda: FX(model, zoo.rows(2)))
+    assert text == (
+        "capture: 1 is scripted, and copies of scripted modules do not train; pass the Python "
+        "module it was made from"
+    )
+
+
+def test_lazy_parameters() -> None:
+    text = message(InputError, lambda: FX(nn.LazyLinear(3), zoo.rows(2)))
+    assert text == "capture: weight has no shape yet; run the model once, then capture it"
+
+
+def test_model_that_cannot_be_copied() -> None:
+    model = zoo.Mlp()
+    model.lock = threading.Lock()
+    text = message(CaptureError, lambda: FX(model, zoo.rows(2)))
+    assert text.startswith("capture: Mlp cannot be copied with copy.deepcopy: TypeError: ")
+
+
+# -- models people use ---------------------------------------------------------------------------
+
+
+def timm_model(name: str) -> nn.Module:
+    import timm
+
+    options = {"drop_path_rate": 0.1} if name in SMALL else {}
+    model: nn.Module = timm.create_model(name, **options)
+    return model
+
+
+SMALL = ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"]
+FAMILIES = [
+    "test_byobnet",
+    "test_mambaout",
+    "test_nfnet",
+    "test_vit2",
+    "levit_128s",
+    "efficientvit_b0",
+    "convit_tiny",
+    "mobilevit_xxs",
+    "edgenext_xx_small",
+    "mobilenetv3_small_050",
+    "regnetx_002",
+    "resnetv2_18",
+    "xcit_nano_12_p8_224",
+    "ghostnet_050",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*SMALL, *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)]
+)
+def test_timm(name: str) -> None:
+    captured = FX(timm_model(name), check="full")
+    assert captured.eval_graph is None
+    assert all("autocast" in note for note in captured.notes)
+
+
+def classification_models() -> Iterable[str]:
+    from torchvision import models
+
+    return models.list_models(module=models)
+
+
+CHECKS = {"regnet_y_128gf": "off", "vit_h_14": "off", "vit_l_16": "fast", "vit_l_32": "fast"}
+"""For models of 300 M parameters and more, whose gradients would not fit beside those of others."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", classification_models())
+def test_torchvision(name: str) -> None:
+    from torchvision import models
+
+    size = 224 if name.startswith(("vit_", "swin_", "maxvit")) else 64
+    size = 299 if name == "inception_v3" else size
+    model = models.get_model(name, weights=None)
+    captured = FX(model, torch.randn(2, 3, size, size), check=CHECKS.get(name, "full"))
+    assert captured.notes == ()
+    assert (captured.eval_graph is not None) == (name in ("googlenet", "inception_v3"))

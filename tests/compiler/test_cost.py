@@ -1,0 +1,390 @@
+"""Costs of pieces: counted over fake tensors, measured, or given by the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import revcompile
+from revcompile.compiler.cost import node_flops, piece_costs, segment_costs, sum_costs
+from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
+from revcompile.errors import InputError
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment
+from revcompile.schedule import Keep
+
+WORD = 4  # bytes of a float32
+
+
+class Small(nn.Module):
+    """A linear stem, two residual blocks, a head."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, width)
+        self.f, self.g = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.f(x).tanh()
+        x = x + self.norm(self.g(x))
+        y: Tensor = self.head(x)
+        return y
+
+
+def rewired_of(model: nn.Module, *example: Tensor, **options: Any) -> Rewired:
+    return revcompile.reversify(model, example or None, check="off", **options).rewired
+
+
+def pieces_of(rewired: Rewired) -> tuple[Piece, ...]:
+    return tuple(Piece(segment) for segment in rewired.body.segments)
+
+
+def small(batch: int = 5) -> tuple[Rewired, dict[str, Cost]]:
+    rewired = rewired_of(Small(), torch.randn(batch, 3), policy="pretrained")
+    names = [segment.name for segment in rewired.body.segments]
+    return rewired, dict(zip(names, segment_costs(rewired), strict=True))
+
+
+def test_flops_parameters_and_bytes_of_a_small_model_by_hand() -> None:
+    _, found = small(batch=5)
+    assert list(found) == ["stem", "f", "g", "head"]
+    assert found["f"].flops == 2 * 5 * 8 * 8
+    assert [cost.parameters for cost in found.values()] == [3 * 8 + 8, 8 * 8 + 8, 8 * 8 + 16, 18]
+    assert all(cost.weights == cost.trained == WORD * cost.parameters for cost in found.values())
+    # what f's backward pass needs: its input, and the result of tanh
+    assert found["f"].saved == WORD * 5 * (8 + 8)
+    # g: its input, the norm's input, and the norm's mean and deviation
+    assert found["g"].saved == WORD * (5 * (8 + 8) + 2 * 8)
+    assert {cost.batch for cost in found.values()} == {5}
+
+
+def test_work_is_flops_and_bytes_moved() -> None:
+    _, found = small(batch=5)
+    # linear: reads and writes 5 x 8; tanh: the same; the coupling's sum: reads two, writes one
+    moved = WORD * 5 * 8 * (2 + 2 + 3)
+    assert found["f"].forward == found["f"].flops + FLOPS_PER_BYTE * moved
+    assert found["f"].backward == 3 * found["f"].forward
+
+
+def test_a_piece_without_flops_is_not_free() -> None:
+    model = nn.Sequential(nn.MaxPool2d(2), nn.ReLU())
+    (found,) = segment_costs(rewired_of(model, torch.randn(2, 3, 8, 8)))
+    assert found.flops == 0
+    assert found.forward > 0
+
+
+def test_a_frozen_parameter_is_held_but_not_trained() -> None:
+    model = Small()
+    model.f.weight.requires_grad_(False)
+    rewired = rewired_of(model, torch.randn(5, 3), policy="pretrained")
+    found = segment_costs(rewired)[1]
+    assert (found.weights, found.trained) == (WORD * (64 + 8), WORD * 8)
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    model = Small()
+    model.g.weight = model.f.weight
+    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))
+    assert [cost.parameters for cost in found] == [32, 72, 16, 18]
+
+
+def test_frozen_modules_stay_in_eval_mode() -> None:
+    """Batch norm saves batch statistics only if it computes them."""
+    model = Small()
+    model.norm.eval()
+    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))[2]
+    assert found.saved == WORD * 5 * (8 + 8)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
+def test_flops_are_those_torch_counts(name: str) -> None:
+    net = revcompile.reversify(timm.create_model(name), check="off")
+    x = torch.empty(2, 3, 224, 224, device="meta")
+    kernel = torch.nn.attention.SDPBackend.MATH  # its products have formulas on every device
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(kernel):
+        net.to("meta")(x)
+    assert sum(cost.flops for cost in segment_costs(net.rewired)) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
+def test_estimates_from_shapes_are_near_the_counted_flops(name: str) -> None:
+    with torch.device("meta"):
+        rewired = rewired_of(timm.create_model(name))
+    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
+    estimate = sum(node_flops(node, rewired.root) for node in nodes)
+    assert estimate == pytest.approx(sum(c.flops for c in segment_costs(rewired)), rel=0.2)
+
+
+def test_estimates_go_by_the_operator_not_by_a_part_of_its_name() -> None:
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.ones(6, 3, 5, 5))
+            self.bias = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.lgamma(nn.functional.conv2d(x, self.kernel, self.bias).abs() + 1)
+
+    rewired = rewired_of(Functions(), torch.randn(2, 3, 9, 9))
+    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
+    flops = {node.name: node_flops(node, rewired.root) for node in nodes}
+    elements = 2 * 6 * 5 * 5
+    assert flops["lgamma"] == elements
+    assert flops["conv2d"] == elements * (1 + 2 * 3 * 5 * 5)
+
+
+def test_a_model_without_weights_costs_the_same_as_one_with_them() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    real = timm.create_model("vit_tiny_patch16_224", depth=2)
+    assert segment_costs(rewired_of(model)) == segment_costs(rewired_of(real))
+
+
+# -- saved bytes against real autograd -------------------------------------------------------------
+
+
+def really_saved(net: nn.Module, rewired: Rewired, batch: int) -> list[int]:
+    """Bytes autograd saves for each segment on real tensors; the last entry is all in one graph."""
+    live: dict[str, Any] = {"x": torch.randn(batch, *rewired.body.types["x"].shape[1:])}
+    own = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *net.buffers())}
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor.detach())
+        return tensor
+
+    found: list[int] = []
+    everything: dict[int, int] = {}
+    for segment in rewired.body.segments:
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            outputs = run_segment(net, segment, live)
+        live.update(zip(segment.outputs, outputs, strict=True))
+        found.append(sum(saved.values()))
+        everything |= saved
+    return [*found, sum(everything.values())]
+
+
+def run_segment(net: nn.Module, segment: Segment, live: dict[str, Any]) -> tuple[Any, ...]:
+    if isinstance(segment, Opaque):
+        inputs = [live[name] for name in segment.inputs]
+        return tuple(fx.Interpreter(net, graph=segment.graph).run(*inputs))
+    a, b = (live[name] for name in segment.streams_in)
+    assert segment.rearrange is None and not segment.extras
+    sides = [live[name] for name in segment.sides]
+    return b, a + fx.Interpreter(net, graph=segment.branch).run(b, *sides)
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize("name", ["resnet18", "vit"])
+def test_saved_bytes_are_those_of_a_real_run(name: str, batch: int) -> None:
+    if name == "vit":
+        model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=3, num_classes=10)
+    else:
+        model = timm.create_model(name, num_classes=10)
+    example = torch.randn(2, 3, 128, 128)
+    net = revcompile.reversify(model, example, check="off")
+    *each, whole = really_saved(net.train(), net.rewired, batch)
+    found = segment_costs(net.rewired)
+    for segment, cost, real in zip(net.rewired.body.segments, found, each, strict=True):
+        assert cost.saved_at(batch) == pytest.approx(real, rel=0.03), segment.name
+    assert sum_costs(found).saved_at(batch) == pytest.approx(whole, rel=0.03)
+
+
+# -- other sources of cost -------------------------------------------------------------------------
+
+
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HOW = [
+    ("measured", "cpu"),
+    pytest.param("measured", "cuda", marks=ON_CUDA),
+    pytest.param("replayed", "cuda", marks=ON_CUDA),
+]
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    random = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        random.append(torch.cuda.get_rng_state())
+    return {"tensors": tensors, "grads": grads, "modes": modes, "random": torch.cat(random)}
+
+
+@pytest.mark.parametrize("how, device", HOW)
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_changes_nothing(training: bool, how: str, device: str) -> None:
+    model = timm.create_model("resnet18", num_classes=3, drop_path_rate=0.2).to(device)
+    example = torch.randn(2, 3, 32, 32, device=device)
+    net = revcompile.reversify(model, example, check="off").train(training)
+    rewired = net.rewired
+    before = snapshot(net)
+    found = piece_costs(rewired, pieces_of(rewired), rewired.body.types, how)
+    after = snapshot(net)
+    assert all(torch.equal(t, after["tensors"][n]) for n, t in before["tensors"].items())
+    assert before["grads"] == after["grads"]
+    assert before["modes"] == after["modes"]
+    assert torch.equal(before["random"], after["random"])
+    # A forward pass may take no time at all where it runs beside others' backward passes.
+    assert all(cost.forward > 0 or how == "replayed" for cost in found)
+    assert all(cost.forward >= 0 and cost.backward > 0 for cost in found)
+    counted = segment_costs(rewired)
+    assert [cost.flops for cost in found] == [cost.flops for cost in counted]
+    assert [cost.saved for cost in found] == [cost.saved for cost in counted]
+
+
+def test_measuring_a_model_of_token_ids() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.f, self.g = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x: Tensor = self.table(ids)
+            x = x + self.f(x).tanh()
+            x = x + self.g(x).tanh()
+            return x
+
+    rewired = rewired_of(Words(), torch.randint(0, 7, (2, 5)))
+    found = piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
+    assert all(cost.forward > 0 for cost in found)
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else self.layer(2 * x)
+
+
+def test_what_looks_at_numbers_is_counted_on_real_ones() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(), Looking(), nn.Linear(6, 2))
+    x = torch.randn(4, 3)
+    before = torch.random.get_rng_state()
+    net = revcompile.petrafy(model, 2, x, check="off", leaf_modules=[Looking])
+    assert sum(cost.flops for part in net.partition.parts for cost in part.costs) == 4 * 2 * 66
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_updates_are_measured_where_a_parameter_is_used_first() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.g = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head = nn.Linear(4, 2).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.f, self.g, self.f):
+                x = x + layer(x).tanh()
+            return self.head(x)
+
+    rewired = rewired_of(Shared(), torch.randn(2, 4))
+    pieces = pieces_of(rewired)
+    found = piece_costs(rewired, pieces, rewired.body.types, "measured")
+    trained = [cost.trained > 0 for cost in found]
+    assert sum(trained) == 2
+    assert [cost.update > 0 for cost in found] == trained
+    assert sum_costs(found).update == pytest.approx(sum(cost.update for cost in found))
+    spent = [one.work(cost, Keep.INPUT, False) for one, cost in zip(pieces, found, strict=True)]
+    assert spent == [c.forward + c.backward + c.update for c in found]
+
+
+def test_measuring_needs_a_real_device() -> None:
+    with torch.device("meta"):
+        rewired = rewired_of(Small(), torch.randn(2, 3))
+    with pytest.raises(InputError, match="meta device"):
+        piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
+
+
+def test_kernels_are_replayed_on_cuda_devices_alone() -> None:
+    rewired, _ = small()
+    with pytest.raises(InputError, match=r"is on cpu, where no kernels can be replayed"):
+        piece_costs(rewired, pieces_of(rewired), rewired.body.types, "replayed")
+
+
+def test_given_numbers_are_forward_and_backward_together() -> None:
+    rewired, counted = small()
+    numbers = {"stem": 1.0, "f": 8.0, "g": 0.0, "head": 2.0}
+    types, pieces = rewired.body.types, pieces_of(rewired)
+    for how in (numbers, numbers.__getitem__):
+        found = piece_costs(rewired, pieces, types, how)
+        assert [cost.forward + cost.backward for cost in found] == [1, 8, 0, 2]
+        assert found[1].forward == 2.0
+        assert [cost.flops for cost in found] == [cost.flops for cost in counted.values()]
+
+
+def torn_head(rewired: Rewired) -> tuple[tuple[Piece, ...], dict[str, Any]]:
+    """The small model's pieces with a second linear layer as a part of the head."""
+    *rest, head = rewired.body.segments
+    assert isinstance(head, Opaque)
+    *inner, _ = [n for n in head.graph.nodes if n.op not in ("placeholder", "output")]
+    first, second = fx.Graph(), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in head.graph.nodes:
+        if node.op == "placeholder" or node in inner:
+            copies[node] = first.node_copy(node, copies.__getitem__)
+    first.output((copies[inner[-1]],))
+    second.output((second.call_module("head", (second.placeholder("between"),)),))
+    parts = (
+        Opaque("head (0)", head.inputs, ("between",), first, head.reason),
+        Opaque("head (1)", ("between",), head.outputs, second, head.reason),
+    )
+    streams = rewired.body.types[head.inputs[0]]
+    pieces = tuple(Piece(segment) for segment in (*rest, *parts))
+    return pieces, {**rewired.body.types, "between": streams}
+
+
+def test_parts_of_a_segment_share_its_number() -> None:
+    rewired, counted = small()
+    pieces, types = torn_head(rewired)
+    parts = piece_costs(rewired, pieces, types)[-2:]
+    assert sum_costs(parts).flops == counted["head"].flops
+    assert sum_costs(parts).saved == counted["head"].saved
+    numbers = {"stem": 1.0, "f": 8.0, "g": 0.0, "head": 2.0}
+    found = piece_costs(rewired, pieces, types, numbers)[-2:]
+    assert sum_costs(found).forward + sum_costs(found).backward == pytest.approx(2.0)
+    assert found[0].forward / found[1].forward == pytest.approx(parts[0].forward / parts[1].forward)
+    exact = piece_costs(rewired, pieces, types, numbers | {"head (0)": 5.0})[-2]
+    assert exact.forward + exact.backward == 5.0
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"stem": 1.0, "f": 1.0}, "nothing is given for g, head"),
+        ({"stem": 1.0, "f": 1.0, "g": 1.0, "head": 1.0, "neck": 1.0}, "there is no neck"),
+        (lambda name: -1.0, "stem was given -1.0"),
+        ("guess", "got 'guess'"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(how: Any, message: str) -> None:
+    rewired, _ = small()
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        piece_costs(rewired, pieces_of(rewired), rewired.body.types, how)
+
+
+def test_the_grid_of_a_chain_is_ignored() -> None:
+    rewired, counted = small()
+    pieces = tuple(
+        Piece(s, "grid", s.name == "f") if isinstance(s, Coupling) else Piece(s)
+        for s in rewired.body.segments
+    )
+    assert piece_costs(rewired, pieces, rewired.body.types) == tuple(counted.values())

@@ -1,0 +1,234 @@
+"""Random residual nets against autograd: a fixed share in every run, more by `benchmarks run fuzz`.
+
+The grammar, the oracle and the shrinker are in `benchmarks/fuzz`; here Hypothesis draws the nets
+and makes failing ones small. What fails prints as a script of its own.
+"""
+
+from __future__ import annotations
+
+import linecache
+import runpy
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hypothesis
+import pytest
+import torch
+from fuzzed_nets import FOUND, plain
+from hypothesis import strategies as st
+
+from benchmarks.fuzz.campaign import net_of
+from benchmarks.fuzz.module import arguments, build, source
+from benchmarks.fuzz.net import CATALOGUE, Net, Part, draw_net, simpler
+from benchmarks.fuzz.oracle import METHODS, Report, examine
+from benchmarks.fuzz.shrink import script, shrink
+from revcompile.errors import InputError
+from revcompile.runtime.reversible.coupling import Chain
+from revcompile.runtime.reversible.module import Reversible
+
+T = TypeVar("T")
+
+
+class Drawn:
+    """Choices that Hypothesis makes, and shrinks."""
+
+    def __init__(self, draw: Any) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        found: int = self._draw(st.integers(low, high))
+        return found
+
+    def pick(self, options: Sequence[T]) -> T:
+        found: T = self._draw(st.sampled_from(options))
+        return found
+
+
+@st.composite
+def nets(draw: Any) -> Net:
+    return draw_net(Drawn(draw))
+
+
+def told(net: Net, report: Report) -> str:
+    """Every finding, and the first as a script."""
+    if report.discarded:
+        return f"{net!r} fails by itself: {report.discarded}"
+    lines = [f"{f.kind}, {f.check}: {f.what}" for f in report.findings]
+    return "\n".join(["", *lines, "", repr(net), "", script(net, report.findings[0])])
+
+
+# -- nets -----------------------------------------------------------------------------------------
+
+
+SETTINGS = hypothesis.settings(
+    max_examples=25,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
+@pytest.mark.parametrize("seed", range(4), indirect=True)
+def test_random_nets_are_right_or_refused(seed: int) -> None:
+    """The seed fixes the nets; several seeds, so that processes can share the work."""
+
+    @hypothesis.seed(seed)
+    @SETTINGS
+    @hypothesis.given(nets(), st.sampled_from(METHODS[1:]))
+    def right_or_refused(net: Net, other: str) -> None:
+        report = examine(net, ["petra", other])
+        hypothesis.assume(report.discarded is None)
+        assert not report.findings, told(net, report)
+
+    right_or_refused()
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_is_right_or_refused(name: str) -> None:
+    report = examine(FOUND[name], ["petra", "backprop"])
+    assert report.discarded is None and not report.findings, told(FOUND[name], report)
+
+
+@pytest.mark.parametrize(("seed", "index"), [(11, 764), (11, 772), (12, 88)])
+def test_nets_that_outgrow_their_precision_are_stopped(seed: int, index: int) -> None:
+    """One update makes branches 1e17 times their stream: nothing of the input can be rebuilt."""
+    report = examine(net_of(seed, index), phases=["reversify"])
+    assert report.discarded is None and not report.findings, told(net_of(seed, index), report)
+    assert [(r.check, r.reason.split(":")[0]) for r in report.refusals] == [
+        ("reversify, chained", "InversionError")
+    ]
+
+
+def test_steps_are_compared_from_equal_weights() -> None:
+    """`frexp` jumps at powers of two: weights that differ by a rounding of the step before do."""
+    report = examine(net_of(12, 809), phases=["reversify"])
+    assert report.discarded is None and not report.findings and not report.refusals
+
+
+# -- the grammar ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CATALOGUE)
+def test_every_part_is_a_net_that_trains(kind: str) -> None:
+    for layout in CATALOGUE[kind].layouts:
+        net = Net(layout, (plain(kind), plain("residual")))
+        assert examine_original(net), source(net)
+
+
+def examine_original(net: Net) -> bool:
+    args, kwargs = arguments(net, (3, 5), 0)
+    output = build(net)(*args, **kwargs)
+    output.sum().backward()
+    return bool(output.isfinite().all())
+
+
+@pytest.mark.parametrize("index", range(20))
+def test_a_net_is_its_repr_and_its_seed(index: int) -> None:
+    net = net_of(3, index)
+    again = eval(repr(net), {"Net": Net, "Part": Part})
+    assert again == net == net_of(3, index) and source(again) == source(net)
+    assert all(len(repr(one)) != len(repr(net)) or one != net for one in simpler(net))
+
+
+def test_a_traceback_shows_the_line_of_the_net() -> None:
+    net = Net("rows", (plain("residual"),))
+    with pytest.raises(RuntimeError) as caught:
+        build(net)(torch.randn(3, 2))
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "h = self.stem(x)" in lines
+    assert any(name.startswith("<net ") for name in linecache.cache)
+
+
+# -- the oracle -----------------------------------------------------------------------------------
+
+
+def kinds(report: Report) -> set[tuple[str, str]]:
+    return {(finding.kind, finding.check.split(",")[0]) for finding in report.findings}
+
+
+GOOD = Net("rows", (plain("residual"), plain("residual", act="F.gelu({})")), stages=2)
+
+
+def test_a_right_net_has_been_compared_everywhere() -> None:
+    report = examine(GOOD)
+    assert not report.findings and not report.refusals and report.discarded is None
+    compared = {check.split(",")[0] for check in report.checks}
+    assert compared == {"capture", "reversify", *(f"petrafy {method}" for method in METHODS)}
+
+
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the compiler's own comparison, so that only the oracle can find a fault."""
+    monkeypatch.setattr("revcompile.api.why_not_compared", lambda *_: "not compared")
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Chain.reversible
+
+    def scaled(self: Chain, *args: Any) -> Any:
+        a, b, *extras = original(self, *args)
+        b.register_hook(lambda gradient: gradient * 1.001)
+        return a, b, *extras
+
+    monkeypatch.setattr(Chain, "reversible", scaled)
+    assert kinds(examine(GOOD, ["petra"])) == {("bug", "petrafy")}
+    unverified(monkeypatch)
+    assert ("wrong", "reversify") in kinds(examine(GOOD, ["petra"]))
+
+
+def test_a_lost_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Reversible.forward
+
+    def forgets(self: Reversible, *args: Any, **kwargs: Any) -> Any:
+        before = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        output = original(self, *args, **kwargs)
+        for name, buffer in self.named_buffers():
+            buffer.data.copy_(before[name])  # behind the back of autograd
+        return output
+
+    monkeypatch.setattr(Reversible, "forward", forgets)
+    net = Net("rows", (plain("batch_norm"), plain("residual")))
+    found = [f.what for f in examine(net, ["petra"]).findings]
+    assert any("moves in the original and not here" in what for what in found)
+
+
+def test_a_foreign_exception_is_a_finding_and_our_own_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: Reversible, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    for error in (KeyError("h"), InputError("Net: not this net of 3 layers")):
+        monkeypatch.setattr(Reversible, "_run", fail)
+        report = examine(GOOD, ["petra"])
+        if isinstance(error, KeyError):
+            assert ("foreign", "petrafy") in kinds(report)
+        else:
+            assert not report.findings
+            assert {r.reason for r in report.refusals} == {
+                "InputError: Net: not this net of # layers"
+            }
+
+
+def test_a_net_that_fails_by_itself_is_discarded() -> None:
+    net = Net("rows", (plain("inplace_layer", behind="{}.chunk(1, 0)[0]"),))
+    assert "view" in (examine(net).discarded or "")
+
+
+def test_shrinking_leaves_what_fails() -> None:
+    parts = (plain("residual"), plain("table", how="pair", home="list"), plain("parallel"))
+    net = Net("rows", parts, result="dict", extra="unused", stages=4)
+    smallest = shrink(net, lambda one: any(p.kind == "table" for p in one.parts), trials=100)
+    assert smallest == Net("rows", (plain("table"),))
+
+
+def test_a_finding_is_a_script_that_runs(tmp_path: Path) -> None:
+    from benchmarks.fuzz.oracle import Finding
+
+    net = Net("tokens", (plain("masked"), plain("modulated")), call="keywords")
+    for check in ("capture", "reversify, step 0", "other size", "petrafy petra"):
+        file = tmp_path / "finding.py"
+        file.write_text(script(net, Finding("wrong", check, "gradients: it differs")))
+        runpy.run_path(str(file))

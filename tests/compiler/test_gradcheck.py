@@ -1,0 +1,149 @@
+"""Lost or wrong gradients are refused by name before anything trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile import gradcheck
+from revcompile.compiler.capture import capture
+from revcompile.compiler.find import find
+from revcompile.compiler.lower import lower
+from revcompile.compiler.rewire import rewire
+from revcompile.compiler.verify import verify_partition, verify_programs, verify_rewired
+from revcompile.errors import VerificationError
+from revcompile.ir import stage_ops
+from revcompile.ir.policy import Policy
+from revcompile.ir.program import Partition
+from revcompile.runtime.reversible import coupling
+from revcompile.schedule import choose
+from tests.compiler.test_values import Chunk, example, made, spectrum
+
+
+class Noisy(nn.Module):
+    """Dropout, batch norm, and an input that is read by all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.drop, self.key = nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        key, x = self.key(x).sigmoid(), self.stem(x)
+        for layer in self.layers:
+            x = x + self.drop(torch.tanh(layer(x))) * key
+        return self.norm(x)
+
+
+# -- reachability ---------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_loses_its_path_in_rewiring_is_named() -> None:
+    captured = capture(Noisy(), torch.randn(5, 8))
+    rewired = rewire(captured, find(captured), Policy.named("pretrained"))
+    verify_rewired(captured, rewired)
+    side = rewired.couplings[-1].sides[0]
+    types = {**rewired.body.types, side: (rewired.body.types[side],)}
+    broken = dataclasses.replace(rewired, body=dataclasses.replace(rewired.body, types=types))
+    with pytest.raises(VerificationError, match=f"{side} passes through the model as a tuple"):
+        verify_rewired(captured, broken)
+    types = {**types, side: None}
+    broken = dataclasses.replace(rewired, body=dataclasses.replace(rewired.body, types=types))
+    with pytest.raises(VerificationError, match=r"key.weight has a gradient in the model but none"):
+        verify_rewired(captured, broken)
+
+
+def test_a_parameter_whose_gradient_no_stage_computes_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = revcompile.petrafy(spectrum(), 4, example(), check="off")
+    verify_partition(net.partition)
+    known = Partition.requires_grad
+
+    def real_numbers_alone(self: Partition, name: str) -> bool:
+        return known(self, name) and not self.types[name].dtype.is_complex
+
+    monkeypatch.setattr(Partition, "requires_grad", real_numbers_alone)
+    programs = lower(net.partition, choose("petra"))
+    with pytest.raises(VerificationError, match=r"without a gradient \(for filter, kk.weight, kk"):
+        verify_programs(net.partition, programs)
+
+
+def test_what_is_detached_has_no_gradient_to_lose() -> None:
+    class Detached(Chunk):
+        def condition(self, x: Tensor) -> Any:
+            largest = self.ada(x).unflatten(-1, (3, 8))
+            picks = nn.functional.one_hot(largest.argmax(1), 3).movedim(-1, 1).to(x.dtype)
+            return (picks * largest.detach()).unbind(1)
+
+    net: Any = revcompile.petrafy(made(Detached), 3, example())
+    module = net.module()
+    module(example()).sum().backward()
+    assert module.ada.weight.grad is None
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def test_wrong_gradients_of_a_chain_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = coupling._differentiate
+
+    def without_sides(node: Any, rebuilt: Any, *rest: Any) -> Any:
+        grad_b, copy, found = right(node, rebuilt, *rest)
+        return grad_b, copy, [None] * len(rebuilt.sides) + found[len(rebuilt.sides) :]
+
+    monkeypatch.setattr(coupling, "_differentiate", without_sides)
+    with pytest.raises(VerificationError, match=r"(?s)reversify: .*chains.*key.weight has no grad"):
+        revcompile.reversify(Noisy(), torch.randn(5, 8))
+    revcompile.reversify(Noisy(), torch.randn(5, 8), check="off")
+
+
+def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = stage_ops.vjp
+
+    def doubled(*args: Any) -> Any:
+        return tuple(None if g is None else 2 * g for g in right(*args))
+
+    monkeypatch.setattr(stage_ops, "vjp", doubled)
+    with pytest.raises(VerificationError, match=r"(?s)petrafy: .*stages \(backprop\).*differs by"):
+        revcompile.petrafy(made(Chunk), 3, example())
+
+
+@pytest.mark.parametrize("check", ["fast", "full"])
+def test_the_comparison_changes_nothing(check: str) -> None:
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(5, 8)
+    model.norm.eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    net = revcompile.petrafy(model, 3, x, check=check)
+    assert torch.equal(generator, torch.get_rng_state())
+    for owner in (model, net.model):
+        assert all(torch.equal(owner.state_dict()[name], state[name]) for name in ("norm.weight",))
+        assert torch.equal(owner.state_dict()["norm.running_mean"], state["norm.running_mean"])
+        assert all(p.grad is None for p in owner.parameters())
+    assert not model.norm.training and model.training
+    assert gradcheck.compare_chain(net.model, (x,), {}).stored["layers.0.weight"] is not None
+
+
+def test_a_long_comparison_is_left_out_with_a_line_in_the_summary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = "gradients were not compared on the example, which would take longer than compiling"
+    assert line not in revcompile.reversify(Noisy(), torch.randn(5, 8)).summary()
+    monkeypatch.setattr(gradcheck, "_WORK_PER_NODE", 0.0)
+    assert line in revcompile.reversify(Noisy(), torch.randn(5, 8)).summary().replace("\n", " ")
+    net = revcompile.reversify(Noisy(), torch.randn(5, 8), check="full")
+    assert not any("not compared" in note for note in net.rewired.notes)
+
+
+def test_the_meta_device_has_no_numbers_to_compare() -> None:
+    with torch.device("meta"):
+        net = revcompile.reversify(Noisy(), torch.randn(5, 8))
+    assert any("needs real tensors, not meta ones" in note for note in net.rewired.notes)

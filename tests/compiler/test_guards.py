@@ -1,0 +1,518 @@
+"""What steered Python while a model was traced is checked at each call."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from helpers import gradients, worst
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.compiler.find import find
+from revcompile.compiler.recapture import Recompiler
+from revcompile.compiler.rewire import rewire
+from revcompile.errors import CaptureError, GuardError, InputError
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import Frontend
+from revcompile.runtime.reversible.guards import GuardChecker
+from revcompile.runtime.reversible.module import Reversible
+
+WIDTH = 8
+
+
+class Blocks(nn.Module):
+    """Three residual blocks behind a layer, with a hook for what steers Python."""
+
+    def __init__(self, steer: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.alpha = 0.5
+        self.steer = steer
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.steer(self, x, self.stem(x))
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return h
+
+
+def on_length(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if x.shape[1] > 8 else h
+
+
+def on_batch(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if x.shape[0] > 5 else h
+
+
+def to_even(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return F.pad(h, (0, 0, 0, 1)) if h.shape[1] % 2 else h
+
+
+def over_time(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    steps, state = [], h[:, 0]
+    for t in range(x.shape[1]):
+        state = torch.tanh(state + h[:, t])
+        steps.append(state)
+    return torch.stack(steps, 1)
+
+
+def comprehension(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return torch.stack([h[:, t] * (t + 1) for t in range(len(x[0]))], 1)
+
+
+def unbound(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return torch.stack([step * (i + 1) for i, step in enumerate(h.unbind(1))], 1)
+
+
+def in_a_set(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if x.shape[1] in {9, 11} else h
+
+
+def by_text(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h * {"9": 2.0, "11": 3.0}.get(f"{x.shape[1]}", 1.0)
+
+
+def baked_length(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h.view(x.shape[0], int(x.shape[1]), WIDTH) + int(x.shape[1])
+
+
+def on_contents_of_sizes(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h * 2 if torch.arange(h.shape[1]).max() > 7 else h
+
+
+STEERED = [
+    on_length,
+    to_even,
+    over_time,
+    comprehension,
+    unbound,
+    in_a_set,
+    by_text,
+    baked_length,
+    on_contents_of_sizes,
+]
+
+
+def _expected(model: nn.Module, x: Tensor) -> nn.Module:
+    return revcompile.reversify(model, x, policy="pretrained", check="off")
+
+
+@pytest.mark.parametrize("steer", STEERED)
+def test_a_size_that_steers_python_is_captured_anew(steer: Any) -> None:
+    torch.manual_seed(0)
+    model = Blocks(steer).double()
+    short, long = (torch.randn(3, n, WIDTH, dtype=torch.float64) for n in (6, 11))
+    net = _expected(model, short)
+    reference = revcompile.reversify(model, long, policy="pretrained", check="fast")
+    assert worst(gradients(reference, long), gradients(net, long))[0] < 1e-10
+    assert torch.equal(net(long), reference(long))
+    assert net(short).shape == model(short).shape
+
+
+def test_control_flow_on_the_batch_size_follows_the_batch() -> None:
+    model = Blocks(on_batch).double()
+    small, large = (torch.randn(n, 4, WIDTH, dtype=torch.float64) for n in (3, 7))
+    references = [(x, _expected(model, x)(x)) for x in (small, large)]
+    for example in (small, torch.cat([small, small[:2]])):  # 5: one sample more is another case
+        net = _expected(model, example)
+        for x, expected in references:
+            assert torch.equal(net(x), expected)
+
+
+def test_a_trainer_refuses_another_case_before_anything_runs() -> None:
+    model = Blocks(on_length)
+    x = torch.randn(3, 6, WIDTH)
+    staged = revcompile.petrafy(model, 2, x)
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+    trainer.step(x, x)
+    trainer.step(x[:2], x[:2])
+    before = copy.deepcopy(staged.model.state_dict())
+    with pytest.raises(
+        GuardError, match=r"x\.shape\[1\] > 8 was False .* is True now .*test_guards"
+    ):
+        trainer.step(torch.randn(3, 9, WIDTH), torch.randn(3, 9, WIDTH))
+    after = staged.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    trainer.step(x, x)
+    trainer.flush()
+
+
+def scaled(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h * self.alpha
+
+
+class Inner(nn.Module):
+    """A residual block with an attribute, a rate and a flag of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale, self.p = 1.0, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * F.dropout(self.layer(x), self.p, self.training)
+
+
+def test_attributes_set_afterwards_are_noticed() -> None:
+    x = torch.randn(3, 4, WIDTH)
+    model = nn.Sequential(Blocks(scaled), Inner(), Inner()).eval()
+    net = revcompile.reversify(model, x, policy="pretrained").eval()
+    for change in (
+        lambda m: setattr(m[0], "alpha", 2.0),
+        lambda m: setattr(m[2], "scale", 3.0),
+    ):
+        change(model)
+        change(list(net.children()))
+        assert torch.equal(net(x), _expected(model, x).eval()(x))
+
+
+def test_an_attribute_of_the_whole_model_set_afterwards_is_noticed() -> None:
+    x = torch.randn(3, 4, WIDTH)
+    model = Blocks(scaled)
+    net = revcompile.reversify(model, x, policy="pretrained")
+    net.alpha = model.alpha = 2.0
+    assert torch.equal(net(x), _expected(model, x)(x))
+    trainer = revcompile.petrafy(model, 2, x).trainer(lambda p: torch.optim.SGD(p, 0.1), F.mse_loss)
+    trainer.model.alpha = 3.0
+    with pytest.raises(GuardError, match=r"alpha was 2\.0 when the model was captured and is 3\.0"):
+        trainer.step(x, x)
+
+
+def test_a_submodule_follows_its_own_mode() -> None:
+    x = torch.randn(3, 4, WIDTH)
+    model = nn.Sequential(Inner(), Inner(), Inner())
+    net = revcompile.reversify(model, x, policy="pretrained").train()
+    first, second, third = net.children()
+    first.p = second.p = third.p = 0.5
+    for block in (first, second, third):
+        block.eval()
+    assert torch.equal(net(x), net(x))
+    second.train()
+    assert not torch.equal(net(x), net(x))
+
+
+class Counter(nn.Module):
+    """Computes something else at every call, and says so nowhere in a graph."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.kind, self.step = kind, 0
+        self.history: list[Any] = []
+        self.table: dict[str, int] = {}
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor: Any = 1.0
+        if self.kind == "number":
+            self.step += 1
+            factor = self.step
+        elif self.kind == "list":
+            self.history.append(1)
+            factor = len(self.history)
+        elif self.kind == "dict":
+            self.table["n"] = self.table.get("n", 0) + 1
+            factor = self.table["n"]
+        else:
+            factor = 1.0 if self.state is None else self.state
+            self.state = x.mean()
+        return x + self.layer(x) * factor
+
+
+@pytest.mark.parametrize("kind", ["number", "list", "dict", "tensor"])
+def test_counters_are_refused_at_the_top_and_kept_whole_inside(kind: str) -> None:
+    x = torch.randn(3, WIDTH)
+    with pytest.raises(CaptureError, match="counts in its attribute"):
+        revcompile.reversify(Counter(kind), x)
+    with pytest.raises(CaptureError, match="counts in its attribute"):
+        revcompile.capture(Counter(kind), x, frontend=Frontend.EXPORT)
+    captured = revcompile.capture(nn.Sequential(Inner(), Counter(kind)), x, check="off")
+    assert "1" in captured.leaf_modules
+
+
+class Asks(nn.Module):
+    """Control flow on what is not a size."""
+
+    def __init__(self, question: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.question = nn.Linear(WIDTH, WIDTH), question
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) * (2 if self.question(x) else 1)
+
+
+@pytest.mark.parametrize(
+    ("question", "call"),
+    [
+        (lambda x: x.dim() == 3, lambda x: x[0]),
+        (lambda x: x.dtype == torch.float64, lambda x: x.double()),
+    ],
+)
+def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:
+    x = torch.randn(3, 3, WIDTH)
+    model, other = Asks(question), call(x)
+    net = revcompile.reversify(model, x, policy="pretrained", check="off").to(other.dtype)
+    reference = revcompile.reversify(model.to(other.dtype), other, policy="pretrained", check="off")
+    assert question(x) != question(other)
+    assert torch.equal(net(other), reference(other))
+
+
+@pytest.mark.parametrize(
+    ("question", "call", "message"),
+    [
+        (
+            lambda x: x.requires_grad,
+            lambda x: x.clone().requires_grad_(),
+            "requires_grad was False",
+        ),
+        (lambda x: x.is_contiguous(), lambda x: x.T, r"is_contiguous\(\) was True"),
+    ],
+)
+def test_what_an_example_cannot_show_is_refused(question: Any, call: Any, message: str) -> None:
+    x = torch.randn(WIDTH, WIDTH)
+    net = revcompile.reversify(Asks(question), x, check="off")
+    net(x)
+    with pytest.raises(GuardError, match=message):
+        net(call(x))
+
+
+def test_grad_mode_that_steers_is_refused() -> None:
+    net = revcompile.reversify(Asks(lambda x: torch.is_grad_enabled()), torch.randn(3, WIDTH))
+    net(torch.randn(3, WIDTH))
+    with torch.no_grad(), pytest.raises(GuardError, match=r"torch\.is_grad_enabled\(\) was True"):
+        net(torch.randn(3, WIDTH))
+
+
+def test_a_graph_without_conditions_has_no_guards_on_sizes() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, norm_first=True, batch_first=True)
+    net = revcompile.reversify(layer, torch.randn(2, 5, WIDTH), policy="pretrained")
+    for shape in ((2, 5), (3, 5), (2, 9)):
+        net(torch.randn(*shape, WIDTH))
+    assert len(net._cases._cases) == 1
+
+
+class Tokens(nn.Module):
+    """What torch.export is tried on: lengths free, but for a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, ids: Tensor, bias: Tensor) -> Tensor:
+        h = self.embed(ids)
+        h = h * 2 if ids.shape[1] > 8 else h
+        return h + self.drop(self.layer(h)) + bias
+
+
+def test_an_export_keeps_lengths_free_and_guards_the_rest() -> None:
+    def inputs(length: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 9, (3, length)), torch.randn(width)
+
+    model = Tokens().eval()
+    captured = revcompile.capture(model, inputs(5), frontend=Frontend.EXPORT)
+    checker = GuardChecker(captured.guards)
+
+    def failing(*given: Tensor) -> Any:
+        return checker.failing(captured.root, dict(zip(("ids", "bias"), given, strict=True)))
+
+    assert failing(*inputs(5)) is None
+    assert failing(*inputs(7)) is None
+    assert "ids.shape[1] <= 8 was True" in str(failing(*inputs(9)))
+    assert "bias.shape[0] was 8" in str(failing(*inputs(5, 1)))
+    captured.root.drop.p = 0.5
+    assert "drop.p was 0.1" in str(failing(*inputs(5)))
+
+
+def test_an_export_is_made_anew_too() -> None:
+    def inputs(length: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 9, (3, length)), torch.randn(WIDTH)
+
+    def exported(length: int) -> Reversible:
+        captured = revcompile.capture(model, inputs(length), frontend=Frontend.EXPORT)
+        policy = Policy.named("pretrained")
+        net = Reversible(rewire(captured, find(captured), policy))
+        net.on_new_case(Recompiler(model, captured, policy))
+        return net.eval()
+
+    model, long = Tokens(), inputs(9)
+    assert torch.equal(exported(5)(*long), exported(11)(*long))
+
+
+class LayerDrop(nn.Module):
+    """Layers left out at random, as in OPT, BART and Whisper."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.drop, self.layerdrop = nn.Dropout(0.1), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training:
+                number = torch.rand([])
+                if number < self.layerdrop:
+                    continue
+            x = x + self.drop(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("frontend", list(Frontend))
+def test_layer_drop_that_is_off_stops_nothing(frontend: Frontend) -> None:
+    x = torch.randn(3, WIDTH)
+    revcompile.capture(LayerDrop(0.0), x, check="full", frontend=frontend)
+    with pytest.raises(CaptureError, match=r"LayerDrop with p = 0\.5\); set that probability to 0"):
+        revcompile.capture(LayerDrop(0.5), x, frontend=frontend)
+
+
+def test_layer_drop_switched_on_afterwards_is_refused() -> None:
+    net = revcompile.reversify(LayerDrop(0.0), torch.randn(3, WIDTH), policy="pretrained")
+    assert len(net.rewired.couplings) == 3
+    net.layerdrop = 0.5
+    with pytest.raises(GuardError, match=r"layerdrop was 0\.0 .* is 0\.5 now"):
+        net(torch.randn(3, WIDTH))
+
+
+class Arguments(nn.Module):
+    """Optional tensors, a flag and whatever else comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, mask: Any = None, scale: float = 1.0, **rest: Any) -> Tensor:
+        x = x[0] if isinstance(x, tuple) else x
+        x = x + self.layer(x) * scale
+        return x if mask is None else x * mask
+
+
+@pytest.mark.parametrize(
+    ("example", "call", "message"),
+    [
+        ({}, {"mask": 1}, "argument mask was not in the example; leave it out"),
+        ({}, {"labels": 1}, "argument labels was not in the example"),
+        ({"mask": 1}, {}, "expected a tensor for mask, got None; it was one in the example"),
+        ({"labels": 1}, {}, "argument labels was in the example but is missing now"),
+        ({}, {"scale": 2.0}, r"argument scale was not in the example; leave it out"),
+        ({"scale": 2.0}, {"scale": 3.0}, r"argument scale was 2\.0 in the example and is 3\.0 now"),
+        ({}, {"past_key_values": 1}, r"past_key_values was not in the example .*use_cache=False"),
+        ({}, {"x": (1, 1)}, r"argument x was a tensor in the example and is a tuple of 2 now"),
+    ],
+)
+def test_arguments_that_do_not_match_are_named(example: Any, call: Any, message: str) -> None:
+    def given(arguments: Any) -> Any:
+        tensors = {
+            name: tuple(torch.randn(3, WIDTH) for _ in value)
+            if isinstance(value, tuple)
+            else torch.randn(3, WIDTH)
+            if value == 1
+            else value
+            for name, value in arguments.items()
+        }
+        return {"x": torch.randn(3, WIDTH), **tensors}
+
+    net = revcompile.reversify(Arguments(), (), given(example))
+    net(**given(example))
+    with pytest.raises(InputError, match=message) as caught:
+        net(**given(call))
+    assert "TreeSpec" not in str(caught.value)
+
+
+def test_guards_and_their_cases_travel_with_copies() -> None:
+    model, x = Blocks(on_length), torch.randn(3, 6, WIDTH)
+    long = torch.randn(3, 9, WIDTH)
+    net = revcompile.reversify(model, x, policy="pretrained", check="off")
+    expected = net(long)
+    assert torch.equal(copy.deepcopy(net)(long), expected)
+
+
+# -- fields of objects that modules hold -----------------------------------------------------------
+
+
+class Config:
+    """With a field, a field of a field, and another name for a field, as transformers' have."""
+
+    aliases: ClassVar[dict[str, str]] = {"activation": "act"}
+
+    def __init__(self) -> None:
+        self.act, self.unread = "tanh", 3
+        self.scale = types.SimpleNamespace(branch=1.0)
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(Config.aliases.get(name, name))
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.layer(x)
+        f = f.tanh() if self.config.activation == "tanh" else f.sin()
+        if self.config.scale.branch != 1.0:
+            f = self.config.scale.branch * f
+        return x + f
+
+
+class ManyConfigured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.blocks = nn.Sequential(*(Configured(self.config) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def configured() -> tuple[nn.Module, Any, Tensor]:
+    torch.manual_seed(0)
+    model, x = ManyConfigured().double(), torch.randn(3, 4).double()
+    return model, revcompile.reversify(model, x, policy="pretrained"), x
+
+
+def change_act(config: Any) -> None:
+    config.act = "sin"
+
+
+def change_scale(config: Any) -> None:
+    config.scale.branch = 0.5
+
+
+@pytest.mark.parametrize("change", [change_act, change_scale])
+def test_a_changed_field_is_captured_anew(change: Callable[[Any], None]) -> None:
+    model, net, x = configured()
+    before = net(x).detach()
+    change(net.config)
+    assert not torch.allclose(net(x), before)
+    change(model.config)
+    anew = revcompile.reversify(model, x, policy="pretrained")
+    assert torch.equal(net(x), anew(x))
+    net.config.unread = 7  # nobody reads it
+    assert torch.equal(net(x), anew(x))
+
+
+def test_a_changed_field_is_refused_in_stages() -> None:
+    model, _, x = configured()
+    staged = revcompile.petrafy(model, 2, x)
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), lambda y, t: (y - t).mean())
+    trainer.step(x, x)
+    for module in staged.model.modules():
+        if hasattr(module, "config"):
+            module.config.act = "sin"
+    with pytest.raises(GuardError, match=r"config\.act\w* was 'tanh' .* is 'sin' now"):
+        trainer.step(x, x)
+
+
+def test_classes_are_left_as_they_were() -> None:
+    before = Config.__getattribute__
+    configured()
+    assert Config.__getattribute__ is before

@@ -1,0 +1,323 @@
+"""In-place operations on aliases, views, inputs and streams change no output and no gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.compiler.capture import capture
+from revcompile.compiler.capture.check import run_graph
+from revcompile.compiler.capture.memory import is_effect
+from revcompile.errors import CaptureError
+from revcompile.ir.types import Frontend
+
+Forward = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Two layers, and some in-place ones, for a forward pass given from outside."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.relu, self.silu = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
+        self.drop, self.same = nn.Dropout(0.5, inplace=True), nn.Identity()
+        self.flat, self.idle = nn.Flatten(), nn.Dropout(0.0)
+        self._forward = (forward,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward[0](self, x)
+
+
+def relu_after_identity(net: Net, x: Tensor) -> Tensor:
+    """The issue's case: the shortcut reads what the activation has overwritten."""
+    return x + net.a(net.relu(net.same(x)))
+
+
+def silu_after_identity(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    return y + net.a(net.silu(net.same(y)))
+
+
+def dropout_after_identity(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    return y + net.a(net.drop(net.same(y)))
+
+
+def relu_on_a_view(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    return net.a(net.relu(y.view(-1, 2, 4)).flatten(1)) + y
+
+
+def relu_on_a_layers_view(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x).view(-1, 2, 4)
+    return net.a(net.relu(net.flat(y))) + y.reshape(-1, 8)
+
+
+def relu_on_a_transpose(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    net.relu(y.t())
+    return net.a(y) + y
+
+
+def relu_on_a_slice(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    torch.relu_(y[:, :4])
+    return net.a(y)
+
+
+def functional_relu(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    alias = y.view_as(y)
+    F.relu(alias, inplace=True)
+    return net.a(y) + alias
+
+
+def chunk_written_without_gradient(net: Net, x: Tensor) -> Tensor:
+    y = torch.ones_like(x)
+    first, _ = y.chunk(2, -1)
+    first.mul_(3.0)
+    second = y.split(4, -1)[1]
+    second += 1.0
+    return net.a(x * y)
+
+
+def chunks_read_after_a_write(net: Net, x: Tensor) -> Tensor:
+    y = torch.ones_like(x)
+    halves = y.chunk(2, -1)
+    y[:, :2].mul_(2.0)
+    return net.a(x * torch.cat(halves, -1) + halves[0].sum())
+
+
+def write_through_an_alias_of_cat(net: Net, x: Tensor) -> Tensor:
+    both = torch.cat((net.a(x), net.b(x)), -1)
+    alias = net.idle(both).view(both.shape)
+    alias.add_(1.0)
+    return both[:, :8] * both[:, 8:]
+
+
+def write_a_column(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    row = y[0]
+    y[:, 0] = x[:, 1]
+    return net.a(y) + row
+
+
+def scale_the_first(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    y[..., :3].mul_(x[..., :3])
+    return net.a(y) + y
+
+
+def nested_views(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x).view(-1, 2, 4)
+    part = y.transpose(1, 2)[:, 1:3]
+    part.select(2, 1).add_(x[:, :2])
+    return net.a(y.flatten(1)) + part.reshape(-1, 4).sum(-1, keepdim=True)
+
+
+def base_of_an_expanded_tensor(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)[:, :1]
+    wide = y.expand(-1, 8)
+    y.mul_(2.0)
+    return net.a(x) * wide
+
+
+def add_on_the_stream(net: Net, x: Tensor) -> Tensor:
+    h = net.a(x)
+    skip = h
+    h += net.b(h.tanh())
+    return h * skip
+
+
+def add_to_a_value_used_before(net: Net, x: Tensor) -> Tensor:
+    h = net.a(x)
+    before = h.sum(-1, keepdim=True)
+    h += 1.0
+    return net.b(h) + before
+
+
+def index_methods(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    index = torch.tensor([0, 2], device=x.device)
+    y.index_add_(1, index, x[:, :2]).index_fill_(1, index[:1], 2.0)
+    y.masked_fill_(x > 1.0, 0.5)
+    y.scatter_(1, torch.zeros_like(x[:, :1], dtype=torch.long), x[:, 1:2])
+    return net.a(y)
+
+
+def copies(net: Net, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 2:].copy_(net.b(x)[:, 2:])
+    y.view(-1, 2, 4)[:, 0].fill_(0.25)
+    return net.a(y)
+
+
+def comparisons_keep_the_type(net: Net, x: Tensor) -> Tensor:
+    flags = x.detach() * 1
+    flags.gt_(0.0).logical_not_()
+    return net.a(x) * flags
+
+
+def out_argument(net: Net, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    torch.add(torch.ones_like(x), 2.0, out=y)
+    return net.a(x) + y
+
+
+def write_into_the_input(net: Net, x: Tensor) -> Tensor:
+    x[:, 0] = 0.0
+    x.clamp_(-1.0, 1.0)
+    return net.a(x)
+
+
+def detached_write(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    y.data.mul_(2.0)
+    y.detach()[:, 0].zero_()
+    return y * 3.0
+
+
+def reshaped_in_place(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    again = net.same(y)
+    y.unsqueeze_(1)
+    again.mul_(2.0)
+    return net.a(again).squeeze(1) + y.sum(1)
+
+
+FORWARDS = [
+    value
+    for value in list(globals().values())
+    if callable(value) and getattr(value, "__annotations__", {}).get("net") == "Net"
+]
+
+
+EXPORTED = [relu_after_identity, silu_after_identity, dropout_after_identity, nested_views]
+EXPORTED += [relu_on_a_view, chunks_read_after_a_write, index_methods, write_into_the_input]
+
+
+@pytest.mark.parametrize(
+    ("forward", "frontend"),
+    [*((f, Frontend.FX) for f in FORWARDS), *((f, Frontend.EXPORT) for f in EXPORTED)],
+    ids=lambda part: getattr(part, "__name__", None) or part.value,
+)
+def test_captured_is_the_original(forward: Forward, frontend: Frontend) -> None:
+    torch.manual_seed(0)
+    net = Net(forward).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    captured = capture(net, x, check="full", frontend=frontend)
+    for graph in filter(None, (captured.graph, captured.eval_graph)):
+        assert not any(is_effect(node) for node in graph.nodes)
+    given = x.clone()
+    run_graph(captured.graph, captured.root, [given])
+    assert torch.equal(given, x)
+
+
+def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Of the parameters and the input, with the output."""
+    x = x.clone().requires_grad_()
+    out = net(x * 1)
+    out.square().sum().backward()
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {**found, "input": x.grad, "output": out.detach()}
+
+
+class Blocks(nn.Module):
+    """Residual blocks with in-place layers before, in and after their branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.same, self.relu = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        skip = h.view(-1, 2, 4)
+        for layer in self.layers:
+            y = torch.tanh(layer(h))
+            y[..., :2].mul_(2.0)
+            self.relu(self.same(y))
+            h = h + y
+        skip.add_(1.0)
+        return self.head(h + skip.flatten(1))
+
+
+def test_reversible_blocks_with_in_place_layers() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    net = revcompile.reversify(Blocks().double(), x, policy="pretrained")
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    assert len(net.rewired.couplings) == 3
+    torch.testing.assert_close(gradients(net, x), gradients(reference, x), rtol=1e-10, atol=1e-10)
+
+
+class Plain(nn.Module):
+    """Nothing here is rewired: the branch has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.relu, self.same = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Identity()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        h = h + torch.sin(self.relu(self.same(h)))
+        return self.head(h)
+
+
+@pytest.mark.parametrize("policy", ["paper", "pretrained"])
+def test_model_that_is_not_rewired_stays_what_it_is(policy: str) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(3, 8, dtype=torch.float64), Plain().double()
+    net = revcompile.reversify(copy.deepcopy(model), x, policy=policy)
+    assert not net.rewired.couplings
+    torch.testing.assert_close(gradients(net, x), gradients(model, x), rtol=1e-12, atol=1e-12)
+
+
+def test_check_sees_a_layer_that_writes_where_others_read() -> None:
+    """What the old check missed: it let the layer write, and rewiring did not."""
+    captured = capture(Net(relu_after_identity), torch.randn(3, 8))
+    assert not captured.root.relu.inplace
+    captured.root.relu.inplace = True
+    with pytest.raises(RuntimeError, match="relu writes to its input"):
+        run_graph(captured.graph, captured.root, [torch.randn(3, 8)])
+
+
+class Hidden(nn.Module):
+    """Resists tracing, and writes into its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0) if x.sum() > 100 else x.mul_(0.5)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.layer = Hidden(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        z = self.hidden(y)
+        return y + z
+
+
+def test_what_cannot_be_rewritten_becomes_a_leaf_module_with_its_aliases() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Around(), nn.Linear(8, 8))
+    captured = capture(model, torch.randn(3, 8), check="full")
+    assert captured.leaf_modules == ("1", "1.hidden")
+    assert "1 is a leaf module: 1.hidden writes to _1_layer" in "".join(captured.notes)
+
+
+def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> None:
+    with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_in_place.py:\d+"):
+        capture(Around(), torch.randn(3, 8))

@@ -1,0 +1,165 @@
+"""What graphs read of the module tree, and decisions by type, schema or tag instead of by name."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from revcompile.compiler.capture import capture
+from revcompile.compiler.capture.memory import is_effect
+from revcompile.compiler.dataflow import cuts_gradient, draws_random
+from revcompile.compiler.find import find
+from revcompile.ir.module_tree import TreeReads, called_module, parameters_of
+from revcompile.ir.types import TYPE, TensorType
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.other = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.zeros(4))
+
+
+def graph_of(net: Net) -> fx.Graph:
+    """Calls `layers`, and reads `scale`, `table`, `training` and a statistic of `other`."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_module("layers", (x,))
+    for name in ("scale", "table", "training", "other.running_mean", "scale"):
+        y = graph.call_function(torch.add, (y, graph.create_node("get_attr", name)))
+    graph.output(y)
+    return graph
+
+
+def test_tree_reads() -> None:
+    net = Net()
+    reads = TreeReads(graph_of(net), net)
+    assert list(reads.targets) == ["layers", "scale", "table", "training", "other.running_mean"]
+    assert reads.called == {"layers": net.layers}
+    assert reads.modules == [net.layers, *net.layers]
+    assert reads.owners == [net.layers, *net.layers, net, net.other]
+    linear, norm = net.layers
+    expected = [linear.weight, linear.bias, norm.weight, norm.bias, net.scale]
+    assert all(a is b for a, b in zip(reads.parameters, expected, strict=True))
+    statistics = [(norm, name) for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert reads.buffers == [*statistics, (net, "table"), (net.other, "running_mean")]
+    names = [name for name, _ in reads.tensors()]
+    assert names[:2] == ["layers.0.weight", "layers.0.bias"] and names[-2:] == [
+        "table",
+        "other.running_mean",
+    ]
+
+
+def test_several_graphs_are_read_in_order() -> None:
+    net = Net()
+    first = fx.Graph()
+    first.output(first.call_module("other", (first.placeholder("x"),)))
+    assert list(TreeReads([first, graph_of(net)], net).called) == ["other", "layers"]
+
+
+def test_what_single_nodes_read() -> None:
+    net = Net()
+    x, call, scale, *_ = graph_of(net).nodes
+    assert called_module(call, net) is net.layers and called_module(x, net) is None
+    assert len(parameters_of(call, net)) == 4 and parameters_of(scale, net) == [net.scale]
+    assert parameters_of(x, net) == []
+
+
+def function_node(function: Any, *rest: Any, **kwargs: Any) -> fx.Node:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(function, (x, *rest), kwargs)
+    node.meta[TYPE] = TensorType((2,), (1,), torch.float32, 2)
+    return node
+
+
+def method_node(name: str) -> fx.Node:
+    graph = fx.Graph()
+    node = graph.call_method(name, (graph.placeholder("x"),))
+    node.meta[TYPE] = TensorType((2,), (1,), torch.float32, 2)
+    return node
+
+
+def dropout_of_my_own(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (function_node(F.dropout), True),
+        (function_node(F.dropout2d), True),
+        (function_node(torch.ops.aten.rrelu.default), True),
+        (function_node(torch.binomial, 0.5), True),
+        (method_node("log_normal_"), True),
+        (function_node(dropout_of_my_own), True),
+        (function_node(F.scaled_dot_product_attention, 1, 1), False),
+        (function_node(F.scaled_dot_product_attention, 1, 1, dropout_p=0.1), True),
+        (function_node(F.poisson_nll_loss, 1), False),
+        (function_node(operator.and_, 1), False),
+        (function_node(torch.Tensor.size, 0), False),
+        (method_node("relu"), False),
+    ],
+)
+def test_random_operations_are_known_by_their_tag(node: fx.Node, expected: bool) -> None:
+    assert draws_random(node) is expected
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (method_node("add_"), True),
+        (method_node("add"), False),
+        (method_node("requires_grad_"), False),
+        (method_node("map_"), True),
+        (function_node(operator.and_, 1), False),
+        (function_node(operator.iand, 1), True),
+        (function_node(F.relu, inplace=True), True),
+        (function_node(torch.relu_), True),
+        (function_node(dropout_of_my_own), False),
+        (function_node(torch.ops.aten.mul_.Tensor, 1), True),
+    ],
+)
+def test_writes_are_known_by_their_schema(node: fx.Node, expected: bool) -> None:
+    assert is_effect(node) is expected
+
+
+def test_a_factory_passes_no_gradient() -> None:
+    assert cuts_gradient(function_node(torch.zeros_like))
+    assert cuts_gradient(method_node("new_zeros"))
+    assert not cuts_gradient(method_node("type_as"))
+
+
+class Gain(nn.Module):
+    """A layer scale by another name."""
+
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.weight, self.power = nn.Parameter(torch.full((8,), 0.5)), power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if self.power == 1 else x**self.power * self.weight
+
+
+class ScaledShortcut(nn.Module):
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.gain = Gain(power)
+        self.branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain(x) + self.branch(x)
+
+
+@pytest.mark.parametrize(("power", "blocks"), [(1, 1), (2, 0)])
+def test_a_scaled_shortcut_is_known_by_what_it_computes(power: int, blocks: int) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), ScaledShortcut(power), nn.Linear(8, 8))
+    captured = capture(net, torch.randn(2, 8), leaf_modules=[Gain])
+    assert len(find(captured).residuals) == blocks

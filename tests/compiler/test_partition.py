@@ -1,0 +1,383 @@
+"""partition: legal cuts only, as even as they can be, within memory, tied layers together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.compiler.cost import MemoryModel, Workload
+from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition, Piece
+from revcompile.ir.types import Cost, TensorType
+from revcompile.schedule import Keep, choose
+
+EVEN: Final = 1.15
+"""How far above the mean the largest of four stages may be, where a legal cut permits it."""
+
+
+class Chain(nn.Module):
+    """A stem, blocks of one layer each, and a head: one piece each."""
+
+    def __init__(self, blocks: int = 5, width: int = 6) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, width), nn.Linear(width, 3)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Opaques(nn.Module):
+    """No shortcut, but branches that rejoin, a tuple of tensors, a value read far away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(6, 6) for _ in range(3))
+        self.both = nn.Linear(12, 6)
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+        self.last, self.out = nn.Linear(6, 6), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.first(x))
+        far = torch.sin(x)
+        left, right = torch.tanh(self.left(x)), torch.tanh(self.right(x))
+        x = self.both(torch.cat((left, right), -1)).tanh()
+        found = self.lstm(x)
+        x = self.last(found[0]) * found[1][0][0][:, None]
+        return self.out(torch.cat((x, far), -1)), x
+
+
+class Vgg(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__()
+        for index, (before, after) in enumerate(itertools.pairwise((3, 4, 4, 8, 8))):
+            self.add_module(f"conv{index}", nn.Conv2d(before, after, 3, padding=1))
+            self.add_module(f"norm{index}", nn.BatchNorm2d(after))
+            self.add_module(f"relu{index}", nn.ReLU(inplace=True))
+        self.add_module("flat", nn.Flatten())
+        self.add_module("head", nn.Linear(8 * 16, 3))
+
+
+def cut(model: nn.Module, stages: int, *inputs: Tensor, **options: Any) -> Partition:
+    return revcompile.petrafy(model, stages, inputs, check="off", **options).partition
+
+
+def names(partition: Partition) -> list[list[str]]:
+    return [[piece.name for piece in part.pieces] for part in partition.parts]
+
+
+def sizes(partition: Partition) -> list[int]:
+    return [len(part.pieces) for part in partition.parts]
+
+
+def flat(partition: Partition) -> tuple[list[Piece], list[Cost]]:
+    pieces = [piece for part in partition.parts for piece in part.pieces]
+    return pieces, [cost for part in partition.parts for cost in part.costs]
+
+
+def stage_work(pieces: Sequence[Piece], costs: Sequence[Cost], is_last: bool) -> float:
+    """Forward and backward; the last stage does not compute its opaque pieces again."""
+    spared = sum(c.forward for p, c in zip(pieces, costs, strict=True) if not p.reversible)
+    return sum(c.forward + c.backward for c in costs) - (spared if is_last else 0.0)
+
+
+def work(partition: Partition) -> list[float]:
+    last = len(partition.parts) - 1
+    return [stage_work(part.pieces, part.costs, part.index == last) for part in partition.parts]
+
+
+def every_cut(items: int, stages: int) -> Iterator[list[tuple[int, int]]]:
+    for cuts in itertools.combinations(range(1, items), stages - 1):
+        yield list(itertools.pairwise((0, *cuts, items)))
+
+
+def best(partition: Partition) -> float:
+    """The least largest stage over all cuts between the partition's pieces."""
+    pieces, costs = flat(partition)
+    stages = len(partition.parts)
+    return min(
+        max(
+            stage_work(pieces[start:end], costs[start:end], index == stages - 1)
+            for index, (start, end) in enumerate(spans)
+        )
+        for spans in every_cut(len(pieces), stages)
+    )
+
+
+# -- where it may be cut --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_torn_segments_compute_the_same(stages: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 6)
+    net = revcompile.petrafy(Opaques(), stages, x, check="off")
+    expected = net.module()(x)
+    trainer = net.trainer(
+        lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output[0].sum() + output[1].sum()
+    )
+    before = {name: p.detach().clone() for name, p in net.model.named_parameters()}
+    found = trainer.step(x).output
+    trainer.flush()
+    torch.testing.assert_close(found, tuple(e.detach() for e in expected))
+    module = net.module()
+    module.load_state_dict(before, strict=False)
+    sum(o.sum() for o in module(x)).backward()
+    for name, parameter in module.named_parameters():
+        change = before[name] - net.model.get_parameter(name).detach()
+        torch.testing.assert_close(change, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_tuple_of_tensors_does_not_travel() -> None:
+    """The LSTM's states are taken out of its result beside it, and travel one by one."""
+    partition = cut(Opaques(), 7, torch.randn(2, 4, 6))
+    assert names(partition) == [
+        ["stem: first"],
+        ["stem: left"],
+        ["stem: right"],
+        ["stem: both"],
+        ["stem: lstm"],
+        ["stem: last"],
+        ["stem: out"],
+    ]
+    assert all(
+        isinstance(partition.types[name], TensorType)
+        for part in partition.parts
+        for name in part.outputs
+    )
+
+
+def test_a_value_read_far_away_travels_through_the_stages_between() -> None:
+    partition = cut(Opaques(), 4, torch.randn(2, 4, 6))
+    carried = set.intersection(*(set(part.inputs) for part in partition.parts[1:]))
+    assert carried == {"sin"}
+
+
+def test_residual_blocks_are_never_torn() -> None:
+    """A transition is opaque, but a block: its layers stay in one piece."""
+    with torch.device("meta"):
+        model = timm.create_model("resnet18")
+    x = torch.empty(2, 3, 32, 32, device="meta")
+    rewired = revcompile.reversify(model, x, check="off").rewired
+    whole = whole_pieces(rewired.body)
+    groups, _ = split_pieces(rewired, whole)
+    assert len(whole) == 10
+    assert all(len(group) == 1 for group in groups)
+
+
+def test_a_model_without_shortcuts_is_cut_before_its_layers() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    assert names(cut(Vgg(), 5, x)) == [
+        ["stem: conv0"],
+        ["stem: conv1"],
+        ["stem: conv2"],
+        ["stem: conv3"],
+        ["stem: head"],
+    ]
+    assert cut(Vgg(), 1, x).parts[0].pieces[0].name == "stem"
+
+
+def test_segments_stay_whole_unless_tearing_helps() -> None:
+    """Three layers before the blocks: one piece if they are light, three if they are heavy."""
+
+    class Stem(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+
+    pieces = ["stem: stem.0", "stem: stem.2", *(f"layers.{i}" for i in range(5)), "head"]
+    light = dict.fromkeys(pieces, 1.0)
+    assert names(cut(Stem(), 3, torch.randn(2, 5), cost={**light}))[0][0] == "stem"
+    heavy = {**light, "stem: stem.0": 9.0, "stem: stem.2": 9.0}
+    assert names(cut(Stem(), 3, torch.randn(2, 5), cost=heavy)) == [
+        ["stem: stem.0"],
+        ["stem: stem.2"],
+        ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "head"],
+    ]
+
+
+def test_too_many_stages() -> None:
+    with pytest.raises(InputError) as raised:
+        cut(Chain(), 8, torch.randn(2, 5))
+    assert str(raised.value) == (
+        "petrafy: num_stages=8, but Chain has 7 pieces that can stand alone (5 of them reversible "
+        "blocks); use num_stages <= 7. The pieces are: stem, layers.0, layers.1, layers.2, "
+        "layers.3, layers.4, head"
+    )
+    for stages, said in [
+        (0, "at least 1 stage"),
+        (True, "a whole number"),
+        (2.0, "a whole number"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            cut(Chain(), stages, torch.randn(2, 5))
+    assert sizes(cut(Chain(), 7, torch.randn(2, 5))) == [1] * 7
+
+
+# -- balance --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_cut_is_better(seed: int) -> None:
+    """Costs of the user's own, against every partition there is."""
+    rng = random.Random(seed)
+    pieces = ["stem", *(f"layers.{i}" for i in range(5)), "head"]
+    cost = {name: rng.choice([1.0, 2.0, 5.0, 20.0 * rng.random()]) for name in pieces}
+    partition = cut(Chain(), rng.randint(1, 6), torch.randn(2, 5), cost=cost)
+    assert max(work(partition)) == pytest.approx(best(partition))
+
+
+def test_costs_by_name_by_function_and_measured() -> None:
+    x = torch.randn(2, 5)
+    first_is_heavy = {"stem": 10.0, "head": 1.0, **{f"layers.{i}": 1.0 for i in range(5)}}
+    assert sizes(cut(Chain(), 2, x, cost=first_is_heavy)) == [1, 6]
+    assert sizes(cut(Chain(), 2, x, cost=first_is_heavy.__getitem__)) == [1, 6]
+    assert sizes(cut(Chain(), 2, x, cost=lambda name: 9.0 if name == "layers.4" else 1.0)) == [5, 2]
+    measured = cut(Chain(), 2, x, cost="measured")
+    assert max(work(measured)) == pytest.approx(best(measured))
+    with pytest.raises(InputError, match='expected "analytic", "measured", "replayed", a mapping'):
+        cut(Chain(), 2, x, cost="guess")
+    with pytest.raises(InputError, match="nothing is given for stem"):
+        cut(Chain(), 2, x, cost={"head": 1.0})
+    with pytest.raises(InputError, match=r"layers.0 was given -1.0"):
+        cut(Chain(), 2, x, cost=lambda name: -1.0 if name == "layers.0" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("resnet50", {}, 64),
+        ("vit_base_patch16_224", {"img_size": 96}, 96),
+        ("swin_tiny_patch4_window7_224", {"img_size": 112}, 112),
+        ("convnext_tiny", {}, 64),
+    ],
+)
+def test_known_models_are_cut_evenly(name: str, options: dict[str, Any], size: int) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name, **options)
+    partition = cut(model, 4, torch.empty(2, 3, size, size, device="meta"))
+    found = work(partition)
+    evenness = max(found) * len(found) / sum(found)
+    # Blocks are not torn: where they are too large to be even, nothing more even exists.
+    assert evenness <= EVEN or max(found) == pytest.approx(best(partition))
+    assert evenness <= 1.2
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def needs(partition: Partition, batch: int) -> list[int]:
+    """Bytes of every stage."""
+    model = MemoryModel.of(partition, Workload(choose("petra"), batch))
+    ends = list(itertools.accumulate(sizes(partition)))
+    spans = itertools.pairwise((0, *ends))
+    return [model.stage(index, start, end).total for index, (start, end) in enumerate(spans)]
+
+
+def test_a_memory_limit_moves_the_cuts() -> None:
+    """The work is even with one heavy layer in front; memory is not."""
+    x = torch.randn(2, 5)
+    heavy = {"stem": 4.0, "head": 1.0, **{f"layers.{i}": 1.0 for i in range(5)}}
+    free = cut(Chain(), 2, x, cost=heavy, batch_size=64)
+    largest = max(needs(free, 64))
+    limit = largest - 1
+    bound = cut(Chain(), 2, x, cost=heavy, memory_budget=limit, batch_size=64)
+    assert sizes(bound) != sizes(free)
+    assert max(needs(bound, 64)) <= limit
+    assert max(work(bound)) > max(work(free))
+    as_text = cut(Chain(), 2, x, cost=heavy, memory_budget=f"{limit}B", batch_size=64)
+    assert sizes(as_text) == sizes(bound)
+
+
+def test_a_memory_limit_that_cannot_be_met() -> None:
+    with pytest.raises(InputError) as raised:
+        cut(Chain(), 2, torch.randn(2, 5), memory_budget=1000, batch_size=64)
+    said = str(raised.value)
+    assert said.startswith("petrafy: Chain does not fit 2 devices of 0.00 GiB at 64 samples")
+    assert "the most), and no other cut fits either. Use more stages" in said
+
+
+# -- what stages will keep ------------------------------------------------------------------------
+
+HEAVY_HEAD: Final = {"stem": 1.0, "head": 6.0, **{f"layers.{i}": 1.0 for i in range(5)}}
+"""Of 4 parts of work 1 is spared where nothing is computed again: always, in a head."""
+
+
+def test_stages_that_keep_graphs_are_balanced_by_what_they_then_compute() -> None:
+    x = torch.randn(2, 5)
+    rebuilt = cut(Chain(), 2, x, cost=HEAVY_HEAD)
+    kept = cut(Chain(), 2, x, cost=HEAVY_HEAD, keep="graph")
+    assert (sizes(rebuilt), sizes(kept)) == ([5, 2], [6, 1])
+    assert [sum(rebuilt.works(part)) for part in rebuilt.parts] == work(rebuilt) == [5.0, 5.5]
+    assert [sum(kept.works(part)) for part in kept.parts] == [4.5, 4.5]
+    graphs = [sum(rebuilt.works(part, Keep.GRAPH)) for part in rebuilt.parts]
+    assert graphs == [3.75, 5.25]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_cut_for_graphs_has_a_smaller_largest_stage(stages: int) -> None:
+    found = cut(Chain(), stages, torch.randn(2, 5), cost=HEAVY_HEAD, keep="graph")
+    _, costs = flat(found)
+    largest = max(sum(found.works(part)) for part in found.parts)
+    assert largest == min(
+        max(sum(cost.backward for cost in costs[a:b]) for a, b in spans)
+        for spans in every_cut(len(costs), stages)
+    )
+
+
+def test_what_is_kept_has_a_name() -> None:
+    with pytest.raises(InputError, match=r"keep='all'; use one of: graph, input, nothing"):
+        cut(Chain(), 2, torch.randn(2, 5), keep="all")
+
+
+# -- tied layers ----------------------------------------------------------------------------------
+
+
+class Tied(Chain):
+    def __init__(self, *pairs: tuple[int, int]) -> None:
+        super().__init__()
+        for one, other in pairs:
+            self.layers[other].weight = self.layers[one].weight
+            self.layers[other].bias = self.layers[one].bias
+
+
+def test_layers_that_share_weights_stay_together_if_that_costs_little() -> None:
+    """layers.1 and layers.2 have the middle between them."""
+    x = torch.randn(2, 5)
+    cost = {"stem": 1.0, **{f"layers.{i}": 1.0 for i in range(5)}, "head": 0.0}
+    light = {**cost, "layers.1": 0.1, "layers.2": 0.1}
+    assert sizes(cut(Chain(), 2, x, cost=light)) == [3, 4]
+    together = cut(Tied((1, 2)), 2, x, cost=light)
+    assert sizes(together) in ([2, 5], [4, 3])
+    assert not together.ties
+    apart = cut(Tied((1, 2)), 2, x, cost=cost)
+    assert sizes(apart) == [3, 4]
+    assert [(tie.owner, tie.holder) for tie in apart.ties] == [(0, 1)]
+
+
+def test_layers_that_share_weights_are_tied_where_they_must_part() -> None:
+    partition = cut(Tied((0, 4)), 3, torch.randn(2, 5))
+    assert {(tie.owner, tie.holder): shared for tie, shared in partition.ties.items()} == {
+        (0, 2): ("layers.0.weight", "layers.0.bias")
+    }
+
+
+def test_a_weight_of_three_stages_has_one_owner() -> None:
+    partition = cut(Tied((0, 2), (0, 4)), 5, torch.randn(2, 5))
+    holders = sorted((tie.owner, tie.holder) for tie in partition.ties)
+    assert len(holders) == 2
+    assert len({owner for owner, _ in holders}) == 1
+    for tie in partition.ties:
+        assert partition.ties[tie] == ("layers.0.weight", "layers.0.bias")

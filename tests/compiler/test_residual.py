@@ -1,0 +1,181 @@
+"""find: every kind of shortcut, and every refusal, in small models written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from revcompile.compiler.capture import capture
+from revcompile.compiler.find import Found, find
+from revcompile.ir.types import ResidualKind
+
+Forward = Callable[["Model", Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """A few layers, and a forward given from outside."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.f, self.g, self.h = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.down, self.skip = nn.Conv2d(4, 8, 3, 2, 1), nn.Conv2d(4, 8, 1, 2)
+        self.wide = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.relu = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.identity = nn.Identity()
+        self._forward = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
+
+
+def _find(forward: Forward) -> Found:
+    return find(capture(Model(forward), torch.randn(2, 4, 8, 8), check="full"))
+
+
+def _iadd(m: Model, x: Tensor) -> Tensor:
+    shortcut = x
+    x = m.g(m.relu(m.f(x)))
+    x += shortcut
+    return m.h(x)
+
+
+def _post_activation(m: Model, x: Tensor) -> Tensor:
+    x = m.relu(x + m.f(x))
+    return m.relu(x + m.g(x))
+
+
+def _gated(m: Model, x: Tensor) -> Tensor:
+    return x + m.scale * (m.f(x) - x)
+
+
+ACCEPTED: dict[str, tuple[Forward, list[ResidualKind]]] = {
+    "plain": (lambda m, x: x + m.f(x), [ResidualKind.IDENTITY]),
+    "in place": (_iadd, [ResidualKind.IDENTITY]),
+    "identity module on the shortcut": (
+        lambda m, x: m.identity(x) + m.f(x),
+        [ResidualKind.IDENTITY],
+    ),
+    "method": (lambda m, x: x.add(m.f(x)), [ResidualKind.IDENTITY]),
+    "layer scale": (lambda m, x: x + m.scale * m.f(x), [ResidualKind.IDENTITY]),
+    "gate towards the branch": (_gated, [ResidualKind.IDENTITY]),
+    "permutes inside": (
+        lambda m, x: x + m.f(x).permute(0, 2, 3, 1).tanh().permute(0, 3, 1, 2),
+        [ResidualKind.IDENTITY],
+    ),
+    "windows from the shape": (
+        lambda m, x: x + m.f(x).view(x.shape[0] * 4, -1).softmax(1).view(x.shape),
+        [ResidualKind.IDENTITY],
+    ),
+    "learned scale on the shortcut": (
+        lambda m, x: x * m.scale + m.f(x),
+        [ResidualKind.IDENTITY],
+    ),
+    "post-activation": (
+        _post_activation,
+        [ResidualKind.POST_ACTIVATION, ResidualKind.POST_ACTIVATION],
+    ),
+    "parallel": (lambda m, x: x + m.f(x) + m.g(x), [ResidualKind.PARALLEL]),
+    "two shortcuts of one input": (
+        lambda m, x: (x + m.f(x)) * (x + m.g(x)),
+        [ResidualKind.IDENTITY, ResidualKind.IDENTITY],
+    ),
+    "projected": (
+        lambda m, x: (y := m.skip(x) + m.wide(m.down(x))) + m.wide(y),
+        [ResidualKind.PROJECTED, ResidualKind.IDENTITY],
+    ),
+    "a branch read elsewhere too": (
+        lambda m, x: torch.cat([x + (y := m.f(x)), m.g(y)], 1),
+        [ResidualKind.IDENTITY],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name: str) -> None:
+    forward, kinds = ACCEPTED[name]
+    assert [r.kind for r in _find(forward).residuals] == kinds
+
+
+REFUSED: dict[str, tuple[Forward, str]] = {
+    "scaled by a number": (
+        lambda m, x: x * 0.2 + m.f(x),
+        "the shortcut is scaled by 0.2 before the add",
+    ),
+    "no shortcut": (lambda m, x: m.f(x) + m.g(x), "a sum of single layers"),
+    "two branches": (
+        lambda m, x: m.h(m.f(x)) + m.g(m.f(x)),
+        "both summands transform it (2 and 2 layers)",
+    ),
+    "a formula": (lambda m, x: m.g(x + 0.5 * x**3), "the branch has no parameters"),
+    "lonely projection": (
+        lambda m, x: m.skip(x) + m.wide(m.down(x)),
+        "a projected shortcut next to no reversible block",
+    ),
+    "part of a larger branch": (
+        lambda m, x: x + m.g((y := m.h(x)) + m.f(y)),
+        "part of the branch of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason_in_plain_words(name: str) -> None:
+    forward, reason = REFUSED[name]
+    found = _find(forward)
+    assert any(reason in str(refusal) for refusal in found.refusals), found.refusals
+
+
+def test_a_chain_inside_a_large_shortcut_is_preferred_to_it() -> None:
+    def forward(m: Model, x: Tensor) -> Tensor:
+        y = x + m.f(x)
+        y = y + m.g(y)
+        return x + y + m.h(y)
+
+    kinds = [r.kind for r in _find(forward).residuals]
+    assert kinds == [ResidualKind.IDENTITY] * 3
+
+
+def test_find_changes_nothing() -> None:
+    captured = capture(Model(_post_activation), torch.randn(2, 4, 8, 8))
+    before = captured.graph.python_code("self").src
+    find(captured)
+    assert captured.graph.python_code("self").src == before
+
+
+# -- sizes, types and devices of what is inside a branch -------------------------------------------
+
+
+def _filled(m: Model, x: Tensor) -> Tensor:
+    """As attention does: a mask from outside, filled with the least number of the keys' type."""
+    mask, x = x > 0, m.h(x)
+    for layer in (m.f, m.g):
+        keys = layer(x)
+        x = x + keys * mask.where(mask, torch.finfo(keys.dtype).eps)
+    return x
+
+
+def _entangled(m: Model, x: Tensor) -> Tensor:
+    """The first block's own input needs the type of its branch; the others are free of it."""
+    start, x = x, m.skip(x)
+    keys = m.wide(x)
+    bias = torch.arange(4, dtype=keys.dtype) * m.skip(start)
+    x = x + keys * bias
+    for _ in range(2):
+        x = x + m.wide(x) * bias
+    return x
+
+
+def test_a_type_that_only_the_branch_reads_belongs_to_it() -> None:
+    found = _find(_filled)
+    assert len(found.residuals) == 2
+    assert not any(block.extras for block in found.residuals)
+
+
+def test_only_blocks_that_wait_for_each_other_are_given_up() -> None:
+    found = _find(_entangled)
+    assert len(found.residuals) == 2
+    assert any("read each other" in str(refusal) for refusal in found.refusals)

@@ -1,0 +1,405 @@
+"""rewire: the paper's counts, weights that carry over, and values that are what they were."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from helpers import gradients, worst
+from torch import Tensor, nn
+
+import revcompile
+from revcompile import Enter, Fuse, Policy
+from revcompile.compiler.capture import capture
+from revcompile.compiler.find import find
+from revcompile.compiler.rewire import rewire
+from revcompile.compiler.verify import verify_rewired
+from revcompile.errors import VerificationError
+from revcompile.ir.types import Body, Captured, Coupling, Opaque, Rewired
+from revcompile.ir.weight_expansion import WeightExpansion
+from revcompile.runtime.reversible.graph_code import compile_graph
+
+PAPER = {"resnet18": (12.2, 10, 5), "resnet34": (22.3, 18, 13), "resnet50": (30.4, 18, 12)}
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+@pytest.mark.parametrize("name", PAPER)
+def test_parameters_and_segments_of_the_paper(name: str, library: str) -> None:
+    with torch.device("meta"):
+        create = timm.create_model if library == "timm" else torchvision.models.get_model
+        model = create(name)
+        x = torch.randn(2, 3, 224, 224)
+    net = revcompile.reversify(model, x)
+    millions, segments, reversible = PAPER[name]
+    assert round(sum(p.numel() for p in net.parameters()) / 1e6, 1) == millions
+    assert len(net.rewired.body.segments) == segments
+    assert len(net.rewired.couplings) == reversible
+    assert net.rewired.body.segments[0].name == "stem"
+    assert net.rewired.body.segments[-1].name == "head"
+
+
+def _rewire(model: nn.Module, x: Tensor, policy: str | Policy = "paper") -> Rewired:
+    captured = capture(model, x)
+    return rewire(captured, find(captured), Policy.named(policy))
+
+
+def test_a_transition_reuses_the_first_layer_or_copies_the_shortcut() -> None:
+    with torch.device("meta"):
+        x = torch.randn(2, 3, 64, 64)
+        basic = revcompile.reversify(timm.create_model("resnet18"), x).rewired
+        bottleneck = revcompile.reversify(timm.create_model("resnet50"), x).rewired
+    assert not any(how is WeightExpansion.COPY for _, how in basic.weight_expansions.values())
+    copies = {
+        name
+        for name, (_, how) in bottleneck.weight_expansions.items()
+        if how is WeightExpansion.COPY
+    }
+    assert "layer1.0.downsample.0_copy.weight" in copies
+
+
+def test_a_state_dict_of_the_original_loads_strictly() -> None:
+    x = torch.randn(2, 3, 64, 64)
+    first, second = (timm.create_model("resnet50", num_classes=9) for _ in range(2))
+    net, want = revcompile.reversify(first, x), revcompile.reversify(second, x)
+    net.load_state_dict(second.state_dict(), strict=True)
+    for (name, have), (_, expected) in zip(
+        net.state_dict().items(), want.state_dict().items(), strict=True
+    ):
+        assert torch.equal(have, expected), name
+    net.load_state_dict(want.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "seresnet50", "regnety_002"])
+def test_blocks_that_start_as_their_shortcuts_train(name: str) -> None:
+    """timm starts the last norm of a branch as 0; a ReLU that moves behind it is flat there."""
+    model = timm.create_model(name, num_classes=9)
+    x = torch.randn(4, 3, 64, 64)
+    net = revcompile.reversify(model, x)
+    net(x).square().sum().backward()
+    weights = {n: p for n, p in net.named_parameters() if p.dim() > 1}
+    assert [n for n, p in weights.items() if p.grad is None or not p.grad.any()] == []
+    woken = [
+        n
+        for n, (_, how) in net.rewired.weight_expansions.items()
+        if how is WeightExpansion.REVIVE_ZERO_INIT
+    ]
+    assert woken
+    for norm in woken:
+        assert not model.get_parameter(norm).any(), "the user's model stays as it is"
+        assert net.get_parameter(norm).eq(1).all()
+
+
+def test_a_state_dict_with_norms_at_zero_wakes_them() -> None:
+    x = torch.randn(2, 3, 64, 64)
+    first, second = (timm.create_model("resnet18", num_classes=9) for _ in range(2))
+    net = revcompile.reversify(first, x)
+    net.load_state_dict(second.state_dict())
+    assert net.get_parameter("layer1.1.bn2.weight").eq(1).all()
+    with torch.no_grad():
+        second.layer1[1].bn2.weight.fill_(0.5)
+    net.load_state_dict(second.state_dict())
+    assert net.get_parameter("layer1.1.bn2.weight").eq(0.5).all()
+
+
+def test_norms_are_left_alone_where_something_reaches_them() -> None:
+    x = torch.randn(2, 3, 64, 64)
+    trained = timm.create_model("resnet18", num_classes=9, zero_init_last=False)
+    before_the_sum = timm.create_model("resnetv2_50", num_classes=9)
+    for model in (trained, before_the_sum):
+        weight_expansions = revcompile.reversify(model, x).rewired.weight_expansions
+        assert not any(
+            how is WeightExpansion.REVIVE_ZERO_INIT for _, how in weight_expansions.values()
+        )
+
+
+def test_names_of_the_original_are_kept() -> None:
+    model = timm.create_model("resnet18", num_classes=9)
+    net = revcompile.reversify(model, torch.randn(2, 3, 64, 64))
+    assert set(model.state_dict()) <= set(net.state_dict())
+    assert net.get_parameter("fc.weight").shape == (9, 1024)
+    assert torch.equal(net.get_parameter("fc.weight")[:, :512] * 2, model.fc.weight)
+    assert torch.equal(net.get_parameter("conv1.weight")[64:], model.conv1.weight)
+
+
+class Chainless(nn.Module):
+    """Branches that return zero: then both streams are the input, and the head must not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.f, self.g = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+        for branch in (self.f, self.g):
+            nn.init.zeros_(branch.weight)
+            nn.init.zeros_(branch.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).relu()
+        x = x + self.f(x)
+        x = x + self.g(x)
+        return self.head(x.mean((2, 3)))
+
+
+POLICIES = [
+    Policy(enter, fuse, leave)
+    for enter in Enter
+    for fuse in Fuse
+    for leave in Fuse
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.enter.value}-{p.leave.value}")
+def test_a_pretrained_head_means_the_same_under_every_policy(policy: Policy) -> None:
+    model = Chainless().double()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    net = revcompile.reversify(model, x, policy=policy)
+    for mode in (True, False):
+        model.train(mode), net.train(mode)
+        assert torch.allclose(net(x), model(x), atol=1e-12)
+
+
+def test_the_pretrained_preset_adds_no_parameter() -> None:
+    model = timm.create_model("resnet18", num_classes=9)
+    net = revcompile.reversify(model, torch.randn(2, 3, 64, 64), policy="pretrained")
+    assert {n: p.shape for n, p in net.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+
+
+def test_models_without_shortcuts_compile_to_one_opaque_segment() -> None:
+    for name in ("vgg11", "densenet121"):
+        with torch.device("meta"):
+            net = revcompile.reversify(timm.create_model(name), torch.randn(2, 3, 64, 64))
+        (segment,) = net.rewired.body.segments
+        assert isinstance(segment, Opaque)
+
+
+def test_rewiring_changes_neither_the_model_nor_the_capture() -> None:
+    model = Chainless()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    captured = capture(model, torch.randn(2, 3, 8, 8, generator=torch.Generator()))
+    code, parameters = (
+        captured.graph.python_code("self").src,
+        dict(captured.root.named_parameters()),
+    )
+    rewired = rewire(captured, find(captured), Policy())
+    assert rewired.root.get_parameter("head.weight").shape == (5, 16)
+    assert captured.root.get_parameter("head.weight").shape == (5, 8)
+    assert dict(captured.root.named_parameters()).keys() == parameters.keys()
+    assert captured.graph.python_code("self").src == code
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_training_the_result_does_not_train_the_original() -> None:
+    model = Chainless()
+    before = copy.deepcopy(model.state_dict())
+    net = revcompile.reversify(model, torch.randn(2, 3, 8, 8)).train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(revcompile.RevcompileError, match="expected 'paper', 'pretrained' or"):
+        revcompile.reversify(Chainless(), torch.randn(2, 3, 8, 8), policy="papre")
+
+
+def test_a_chain_goes_on_through_rearrangements_of_the_stream() -> None:
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.g = nn.Conv2d(4, 4, 1), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.f(x)
+            batch, channels, height, width = x.shape
+            tokens = x.flatten(2).transpose(1, 2)
+            tokens = tokens + self.g(tokens)
+            x = tokens.transpose(1, 2).reshape(batch, channels, height, width)
+            x = torch.roll(x, (1, 2), (2, 3))
+            return x + self.f(x)
+
+    rewired = _rewire(Windows(), torch.randn(2, 4, 6, 6))
+    first, second, third = (s for s in rewired.body.segments if isinstance(s, Coupling))
+    assert first.rearrange is None and second.rearrange is not None and third.rearrange is not None
+    assert second.streams_in == first.streams_out and third.streams_in == second.streams_out
+
+
+def test_a_link_and_its_inverse_are_each_others() -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.g = nn.Conv2d(4, 4, 1), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.f(x)
+            x = torch.roll(x, (1, 2), (2, 3)).permute(0, 2, 3, 1).reshape(-1, 9, 4)
+            return x + self.g(x)
+
+    rewired = _rewire(Tokens(), torch.randn(2, 4, 6, 6))
+    rearrange = rewired.couplings[1].rearrange
+    assert rearrange is not None and rearrange.sides == ()
+    x = torch.randn(5, 4, 6, 6)
+    arranged, shapes = compile_graph(rearrange.forward, "rearrange")(None, x)
+    assert arranged.shape == (20, 9, 4)
+    assert torch.equal(compile_graph(rearrange.inverse, "back")(None, arranged, shapes), x)
+
+
+def test_the_verifier_names_what_is_missing() -> None:
+    captured = capture(Chainless(), torch.randn(2, 3, 8, 8))
+    rewired = rewire(captured, find(captured), Policy())
+    segments = rewired.body.segments
+    torn = Rewired(**{**vars(rewired), "body": Body(segments[1:], rewired.body.result, {})})
+    with pytest.raises(VerificationError, match="stem is computed nowhere"):
+        verify_rewired(captured, torn)
+
+
+def test_the_original_state_survives_a_failed_reversify() -> None:
+    model = Chainless().train()
+    model.norm.eval()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(revcompile.RevcompileError):
+        revcompile.reversify(model, torch.randn(2, 3, 8, 8), policy="nonsense")
+    with pytest.raises(revcompile.RevcompileError):
+        revcompile.reversify(model, torch.randn(2, 5, 8, 8))
+    assert model.training and not model.norm.training
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_batch_size_and_captured_type_stay_free() -> None:
+    captured: Captured = capture(Chainless(), torch.randn(2, 3, 8, 8))
+    net = revcompile.reversify(Chainless(), torch.randn(2, 3, 8, 8))
+    for batch in (1, 5, 7):
+        assert net.eval()(torch.randn(batch, 3, 8, 8)).shape == (batch, 5)
+    assert captured.signature.placeholders == ("x",)
+
+
+class _TwoModes(nn.Module):
+    """Returns one more value in training, made from what the head reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return (self.head(x), x.sum(-1)) if self.training else self.head(x)
+
+
+def test_a_layer_is_as_wide_in_eval_mode_as_in_training() -> None:
+    net = revcompile.reversify(_TwoModes(), torch.randn(2, 4))
+    logits, _ = net(torch.randn(3, 4))
+    assert logits.shape == net.eval()(torch.randn(3, 4)).shape == (3, 5)
+    assert any("keep their widths" in note for note in net.rewired.notes)
+
+
+class _SecondReader(nn.Module):
+    """The stem's weight is read once more, as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + torch.tanh(self.block(x))
+        x = x + torch.tanh(self.block(x) * 0.5)
+        return nn.functional.linear(x, self.stem.weight.T)
+
+
+def test_a_layer_whose_weight_is_read_elsewhere_keeps_its_width() -> None:
+    net = revcompile.reversify(_SecondReader(), torch.randn(2, 4))
+    assert net.stem.weight.shape == (6, 4)
+    assert net(torch.randn(3, 4)).shape == (3, 4)
+
+
+def test_sizes_read_between_blocks_do_not_break_a_chain() -> None:
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=56,
+        embed_dim=12,
+        depths=(2, 2),
+        num_heads=(2, 2),
+        num_classes=5,
+    )
+    net = revcompile.reversify(model, torch.randn(2, 3, 56, 56), check="off")
+    opaque = [s.name for s in net.rewired.body.segments if isinstance(s, Opaque)]
+    assert opaque == ["stem", "layers.1.downsample.norm", "head"]
+
+
+class Skips(nn.Module):
+    """A stream, a second one that starts inside its blocks, and skips across both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(7))
+        self.head = nn.Linear(4, 2)
+
+    def f(self, index: int, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers[index](x))
+
+
+class SharedLayer(Skips):
+    """The skip `x + ...` spans a block that the second stream reads as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = x + self.f(0, x)
+        b = a + self.f(1, a)
+        c = x + torch.tanh(self.layers[2](x) * b)
+        d = a + torch.tanh(self.layers[3](a) * b)
+        e = c + self.f(4, c)
+        e = e + self.f(5, e)
+        return self.head(e + self.f(6, d) + a + e)
+
+
+class LateStart(Skips):
+    """A block starts from a value inside a block that ends after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = x + self.f(0, x)
+        b = a + torch.tanh(self.layers[1](a) * a)
+        c = self.f(2, b * x.sigmoid())
+        d = a + self.f(3, x) + x
+        e = c + self.f(4, c)
+        g = d + torch.tanh(self.layers[5](d) * c)
+        return self.head(g + torch.tanh(self.layers[6](g) * e) + g)
+
+
+class ReadFarAway(Skips):
+    """Several regions and a block read the mean of one pair of streams; two chains start at `x`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.f(0, x * x.sigmoid()) + self.f(1, x) + x
+        b = x + torch.tanh(self.layers[2](x) * x)
+        c = b + torch.tanh(self.layers[3](b) * a)
+        d = c + torch.tanh(self.layers[5](c) * (c + self.f(4, a) + a))
+        e = d + torch.tanh(self.layers[6](d) * d)
+        return self.head(e + d)
+
+
+@pytest.mark.parametrize("policy", ["paper", "pretrained"])
+@pytest.mark.parametrize("kind", [SharedLayer, LateStart, ReadFarAway])
+def test_a_skip_and_a_second_stream_compute_nothing_twice(
+    kind: type[nn.Module], policy: str
+) -> None:
+    staged = revcompile.petrafy(
+        kind().double(), 3, torch.randn(3, 4).double(), policy=policy, check="full"
+    )
+    net: Any = staged.model
+    assert net.rewired.couplings
+    x = torch.randn(5, 4).double()
+    actual = gradients(net, x)
+    net.reversible = False
+    error, where = worst(gradients(net, x), actual)
+    assert error < 1e-10, where

@@ -1,0 +1,130 @@
+"""Side effects of a forward pass that a graph does not have: never lost silently."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.compiler.capture.attributes import UncomputedTensor
+from revcompile.errors import InputError
+
+X = torch.randn(3, 8)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+        self.aux: Any = 0.0
+        self.losses: dict[str, Any] = {"z": 0.0}
+        self.scale = {"s": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.f(x).tanh() * self.scale["s"]
+        self.aux = h.pow(2).mean()
+        self.losses["z"] = h.mean()
+        return x + h
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.count = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.f(x) * self.count  # type: ignore[no-any-return]
+
+
+def _net() -> Any:
+    return revcompile.reversify(nn.Sequential(Block(), Block(), Block()), X)
+
+
+@pytest.mark.parametrize("read", [lambda b: b.aux, lambda b: b.losses["z"]])
+def test_a_tensor_left_in_an_attribute_is_an_error_where_it_is_used(read: Any) -> None:
+    net = _net()
+    out = net(X).sum()
+    for use in (
+        lambda: out + sum(read(block) for block in net.children() if hasattr(block, "aux")),
+        lambda: torch.stack([read(net.get_submodule("0"))]),
+        lambda: read(net.get_submodule("1")).item(),
+        lambda: out * read(net.get_submodule("2")),
+    ):
+        with pytest.raises(InputError, match="is set by a forward pass that is part"):
+            use()
+
+
+def test_what_stands_for_it_can_be_copied_and_pickled() -> None:
+    net = copy.deepcopy(_net())
+    assert isinstance(net.get_submodule("0").aux, UncomputedTensor)
+    assert "0.aux" in repr(pickle.loads(pickle.dumps(net.get_submodule("0").aux)))
+    staged = revcompile.petrafy(nn.Sequential(Block(), Block(), Block()), 2, X)
+    assert isinstance(staged.module().get_submodule("1").aux, UncomputedTensor)
+
+
+def test_a_dict_changed_in_place_is_seen() -> None:
+    net = _net()
+    before = net(X)
+    for name in "012":
+        net.get_submodule(name).scale["s"] = 0.0
+    assert not torch.equal(net(X), before)
+
+
+def test_a_gradient_into_what_a_hook_took_from_a_chain_is_an_error() -> None:
+    net, seen = _net(), list[Tensor]()
+    net.get_submodule("1").f.register_forward_hook(lambda m, i, o: seen.append(o))
+    out = net(X)
+    out.sum().backward()  # looking on is free
+    with pytest.raises(InputError, match="forward hook took out of a reversible chain"):
+        (net(X).sum() + seen[-1].pow(2).sum()).backward()
+    seen.clear()
+    net.reversible = False
+    (net(X).sum() + seen[-1].pow(2).sum()).backward()
+
+
+def test_a_hook_may_still_write_and_return() -> None:
+    net, other = _net(), _net()
+    other.load_state_dict(net.state_dict())
+    other.reversible = False
+    for one in (net, other):
+        one.get_submodule("1").f.register_forward_hook(lambda m, i, o: o * 3)
+        one.get_submodule("2").f.register_forward_hook(lambda m, i, o: (o.mul_(2), None)[1])
+        one(X).pow(2).sum().backward()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_counters_start_where_the_model_left_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 8))
+    with pytest.warns(revcompile.errors.RevcompileWarning):
+        net = revcompile.reversify(model, X)
+    assert net.get_submodule("1").count == 0
+    torch.testing.assert_close(net(X), model(X))
+
+
+def test_a_new_forward_or_member_of_an_inlined_module_is_refused() -> None:
+    net = _net()
+    block = net.get_submodule("1")
+    block.forward = types.MethodType(lambda self, x: x, block)
+    with pytest.raises(InputError, match="a forward of its own after reversify"):
+        net(X)
+    nested: Any = revcompile.reversify(nn.Sequential(nn.Sequential(Block(), Block()), Block()), X)
+    nested.get_submodule("0").append(Block())
+    with pytest.raises(InputError, match="members of its own after reversify"):
+        nested(X)
+
+
+def test_wrong_arguments_are_told() -> None:
+    with pytest.raises(InputError, match="no samples"):
+        revcompile.reversify(Block(), X[:0])
+    with pytest.raises(InputError, match="paths and classes"):
+        revcompile.reversify(Block(), X, leaf_modules=[3])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="above 0"):
+        revcompile.reversify(Block(), X, tolerance=-1)

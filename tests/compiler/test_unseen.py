@@ -1,0 +1,323 @@
+"""What a tracer does not see by itself: captured right, or refused with the line that does it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.compiler.capture.isolation import preserve_model
+from revcompile.errors import CaptureError, ModifiedError
+from revcompile.ir.types import Frontend
+from revcompile.runtime.reversible.replay import StatefulBuffers
+
+X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 3 * gradients[0]
+
+
+class Block(nn.Module):
+    """A residual block with an effect before it; subclasses say which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+        self.register_buffer("ema", torch.zeros(6))
+        self.child = nn.Linear(6, 6)
+        self.child.n = 0  # type: ignore[assignment]
+        self.child.seen = []  # type: ignore[assignment]
+
+    def effect(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.effect(h)
+        return h + torch.tanh(self.l(h))
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    net.zero_grad()
+    net(X).square().sum().backward()
+    return {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+
+
+# -- custom autograd functions --------------------------------------------------------------------
+
+
+class CustomFunction(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        return h + Tripled.apply(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("frontend", [None, Frontend.EXPORT])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_custom_function_is_not_exported(inside: bool, frontend: Frontend | None) -> None:
+    model = nn.Sequential(CustomFunction()) if inside else CustomFunction()
+    if inside and frontend is None:  # FX keeps the submodule as one piece
+        captured = revcompile.capture(model, X, check="full")
+        assert captured.leaf_modules == ("0",)
+        return
+    with pytest.raises(CaptureError, match="custom autograd function Tripled") as caught:
+        revcompile.capture(model, X, frontend=frontend)
+    text = str(caught.value)
+    assert "submodule" in text and "test_unseen.py" in text
+    assert "torch.export stopped in 0:" in text or not inside
+
+
+# -- data of a buffer -----------------------------------------------------------------------------
+
+
+class SetData(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        self.ema.data = 0.9 * self.ema.data + h.mean(0).detach()
+        return h * (1 + self.ema)
+
+
+@pytest.mark.parametrize("frontend", [None, Frontend.EXPORT])
+def test_data_that_is_assigned_is_refused(frontend: Frontend | None) -> None:
+    with pytest.raises(CaptureError, match=r"assigns to \.data of a tensor") as caught:
+        revcompile.capture(SetData(), X, frontend=frontend)
+    assert "test_unseen.py" in str(caught.value) and "copy_" in str(caught.value)
+
+
+def test_data_that_a_submodule_assigns_moves() -> None:
+    model = nn.Sequential(SetData(), Block(), Block())
+    expected = copy.deepcopy(model)
+    net = revcompile.reversify(model, X)
+    assert float(net.get_buffer("0.ema").abs().max()) == 0
+    for _ in range(2):
+        expected(X), net(X)
+    torch.testing.assert_close(net.get_buffer("0.ema"), expected.get_buffer("0.ema"))
+
+
+class ScaledByData(nn.Module):
+    """A branch whose buffer is another one after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.scale.data = self.scale.data * 1.5
+        return torch.tanh(self.l(h * self.scale))
+
+
+class Residual(nn.Module):
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, h: Tensor) -> Tensor:
+        for branch in self.branches:
+            h = h + branch(h)
+        return h
+
+
+def test_data_that_a_branch_assigns_is_as_it_was_when_the_branch_is_run_again() -> None:
+    net = revcompile.reversify(Residual(ScaledByData(), nn.Linear(6, 6), nn.Linear(6, 6)), X)
+    assert len(net.rewired.couplings) == 3
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    for _ in range(3):
+        torch.testing.assert_close(gradients(net), gradients(stored))
+
+
+# -- buffers that are replaced --------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("ema", torch.zeros(6))
+        self.register_buffer("table", None)
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return torch.tanh(h)
+
+
+def test_compiling_leaves_assigned_buffers_alone() -> None:
+    net = revcompile.reversify(nn.Sequential(Counted(), Block(), Counted()), X)
+    assert int(net.get_buffer("0.count")) == int(net.get_buffer("2.count")) == 0
+
+
+def test_all_that_a_buffer_can_suffer_is_undone() -> None:
+    model = Counted()
+    before, slots = copy.deepcopy(model.state_dict()), dict(model._buffers)
+    with preserve_model(model):
+        model(X)
+        model.table = torch.ones(3)
+        model.ema.data = torch.ones(2, 2)
+    assert model._buffers.keys() == slots.keys()
+    assert all(model._buffers[name] is slots[name] for name in slots)
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+# -- buffers that are written later ---------------------------------------------------------------
+
+
+class Late(nn.Module):
+    """Starts to write into its buffer when all of its class are told to."""
+
+    is_late = False
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.l = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(6))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.is_late:
+            new = self.scale * 1.5
+            if self.how == "assigned":
+                self.scale = new
+            elif self.how == "data":
+                self.scale.data = new
+            else:
+                self.scale.copy_(new)
+        return torch.tanh(self.l(h * self.scale))
+
+
+@pytest.mark.parametrize("how", ["assigned", "data", "written"])
+def test_a_buffer_that_is_written_late_is_an_error_and_then_right(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Residual(Late(how), nn.Linear(6, 6), nn.Linear(6, 6))
+    net = revcompile.reversify(model, X, leaf_modules=[Late])
+    assert len(net.rewired.couplings) == 3
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    torch.testing.assert_close(gradients(net), gradients(stored))
+    monkeypatch.setattr(Late, "is_late", True)  # no attribute of the module: not a guard
+    with pytest.raises(ModifiedError, match=r"Late.*'scale'"):
+        gradients(net)
+    gradients(stored)
+    for _ in range(2):
+        torch.testing.assert_close(gradients(net), gradients(stored))
+
+
+def test_a_buffer_that_only_training_changes_is_learned_when_training_begins() -> None:
+    branches = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(3)]
+    net = revcompile.reversify(Residual(*branches), X)
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    for training in (False, True, True):
+        net.train(training), stored.train(training)
+        torch.testing.assert_close(gradients(net), gradients(stored))
+
+
+def test_watching_all_buffers_clones_only_those_that_change() -> None:
+    norm = nn.BatchNorm1d(6)
+    stateful = StatefulBuffers([(norm, name) for name in norm._buffers])
+    stateful.changed(stateful.snapshot(), stateful.identities())
+    assert not stateful.snapshot() and not stateful.changed([], stateful.identities())
+
+
+class CountedNorm(nn.Module):
+    """A layer kept whole, with a batch norm and a buffer that every call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.tanh(self.linear(self.norm(x))) * (1 + 0.1 * self.count)
+
+
+@pytest.mark.parametrize("method", ["petra", "petra_stashed", "backprop"])
+def test_buffers_beside_a_batch_norm_move_once_a_micro_batch(method: str) -> None:
+    """Stages call a layer with batch norms in a way of their own (`normalised`)."""
+    model = Residual(*(CountedNorm() for _ in range(3)))
+    staged = revcompile.petrafy(model, 2, X, leaf_modules=[CountedNorm], check="off")
+    trainer = staged.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.0),
+        nn.functional.mse_loss,
+        method=method,
+        measure_every=1,
+    )
+    errors: list[float] = []
+    for _ in range(4):
+        metrics = trainer.step(X, torch.zeros_like(X))
+        errors.extend(metrics.reconstruction.values())
+    trainer.flush()
+    counts = [b.item() for n, b in trainer.model.named_buffers() if n.endswith("count")]
+    assert counts == [4.0] * 3
+    assert all(error < 1e-5 for error in errors)
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+
+class ByType(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        return h * 2 if h.dtype is torch.float64 else h
+
+
+class ByTypeOfName(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        kind = h.dtype
+        if kind is not torch.float64:
+            return h
+        return h * 2
+
+
+@pytest.mark.parametrize("kind", [ByType, ByTypeOfName])
+def test_a_type_compared_by_identity_decides_and_is_a_guard(kind: type[Block]) -> None:
+    model = kind().double()
+    captured = revcompile.capture(model, X.double(), check="full")
+    guards = captured.guards.train
+    assert any("dtype" in str(guard) for guard in vars(guards).values())
+    net = revcompile.reversify(model, X.double())
+    anew = revcompile.reversify(copy.deepcopy(model).float(), X)
+    torch.testing.assert_close(net.float()(X), anew(X))
+
+
+class CountsInChild(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        self.child.n += 1  # type: ignore[operator, assignment]
+        return self.child(h) if self.child.n % 2 else h
+
+
+class AppendsInChild(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        self.child.seen.append(1)  # type: ignore[operator, union-attr]
+        return self.child(h) if len(self.child.seen) % 2 else h  # type: ignore[arg-type]
+
+
+class RemembersInChild(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        if self.child.n == 0:
+            self.child.n = h.shape[-1]  # type: ignore[assignment]
+        return self.child(h) / self.child.n  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [CountsInChild, AppendsInChild])
+def test_counting_in_an_attribute_of_a_child_is_seen(kind: type[Block]) -> None:
+    with pytest.raises(CaptureError, match="counts in the attribute"):
+        revcompile.capture(kind(), X, check="off")
+    captured = revcompile.capture(nn.Sequential(kind(), Block()), X, check="off")
+    assert captured.leaf_modules == ("0",)
+
+
+def test_what_is_remembered_in_a_child_is_no_counter() -> None:
+    captured = revcompile.capture(nn.Sequential(RemembersInChild(), Block()), X, check="full")
+    assert captured.leaf_modules == ()

@@ -1,0 +1,142 @@
+"""The page in a real browser: stages open, modules are found, nothing is fetched, it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium
+from drawn import compiled, four_hundred
+
+from revcompile.inspect.code import code_text
+from revcompile.inspect.drawing.page import page
+
+LOAD_MS = 2000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    pictures = {"tower": compiled("tower", 3).picture(), "deep": four_hundred()}
+    for name, facts in pictures.items():
+        (folder / f"{name}.html").write_text(page(facts), encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in pictures}
+
+
+@pytest.fixture
+def tab(browser: Any, files: dict[str, Path]) -> Iterator[Any]:
+    """The tower's page, as it opens from a disk; whatever goes wrong in it fails the test."""
+    one = browser.new_page(viewport={"width": 1200, "height": 900})
+    problems: list[str] = []
+    one.on("pageerror", lambda error: problems.append(str(error)))
+    one.on("console", lambda said: problems.append(said.text))
+    one.on("request", lambda asked: problems.append(asked.url) if fetched(asked.url) else None)
+    one.goto(files["tower"].as_uri())
+    yield one
+    one.close()
+    assert problems == []
+
+
+def fetched(url: str) -> bool:
+    return not url.startswith("file:")
+
+
+def test_a_stage_opens_into_its_code(tab: Any) -> None:
+    assert tab.locator("#details").is_hidden()
+    tab.click("#stage-1")
+    assert tab.locator("#details h2").inner_text().startswith("Stage 1: ")
+    assert tab.locator("#stage-1").get_attribute("aria-expanded") == "true"
+    assert tab.locator("#panel-0 tbody tr").count() == len(
+        compiled("tower", 3).partition.parts[1].pieces
+    )
+    tab.click("text=Code")
+    shown = "\n\n".join(tab.locator("#panel-2 pre").all_text_contents())
+    assert shown == code_text(compiled("tower", 3).partition, compiled("tower", 3).programs[1])
+    tab.click("text=Graph")
+    assert tab.locator("#panel-1 svg g").count() > 5
+    tab.click("text=Actions")
+    assert "F0 SY0" in tab.locator("#panel-3").inner_text()
+    tab.click("#stage-1")
+    assert tab.locator("#details").is_hidden()
+
+
+def test_a_module_is_found_and_its_code_is_marked(tab: Any) -> None:
+    stage = next(
+        part.index
+        for part in compiled("tower", 3).partition.parts
+        if any(piece.name == "5" for piece in part.pieces)
+    )
+    tab.fill("#search", "5.down")
+    assert tab.locator("#count").inner_text() == "1 found in 1 stage"
+    tab.press("#search", "Enter")
+    assert tab.locator("#details h2").inner_text().startswith(f"Stage {stage}: ")
+    assert "hit" in (tab.locator(f"#stage-{stage}").get_attribute("class") or "")
+    marked = tab.locator("#panel-2 pre[data-program=_5] mark")
+    assert marked.count() and ".down(" in marked.first.inner_text()
+    assert tab.locator("#panel-2 mark").first.is_visible()
+    tab.fill("#search", "no such module")
+    assert tab.locator("#count").inner_text() == "nothing found"
+
+
+def test_everything_can_be_done_with_the_keyboard(tab: Any) -> None:
+    tab.keyboard.press("/")
+    tab.keyboard.press("Tab")
+    assert focused(tab) == "stage-0"
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("Enter")
+    assert (focused(tab), tab.url.split("#")[-1]) == ("tab-0", "stage-1")
+    tab.keyboard.press("ArrowRight")
+    assert (focused(tab), tab.locator("#panel-1").is_visible()) == ("tab-1", True)
+    tab.keyboard.press("Escape")
+    assert (focused(tab), tab.locator("#details").is_hidden()) == ("stage-1", True)
+
+
+def focused(tab: Any) -> str:
+    return str(tab.evaluate("document.activeElement.id"))
+
+
+@pytest.mark.parametrize("width", [600, 1000, 1600])
+def test_the_page_fits_windows_of_any_width(tab: Any, width: int) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.click("#stage-0")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    shrunk = "svg => svg.getBoundingClientRect().width / svg.getAttribute('width')"
+    sizes = tab.evaluate(f"[...document.querySelectorAll('.tile svg')].map({shrunk})")
+    assert min(sizes) > 0.99
+
+
+def test_dark_windows_get_dark_colours(tab: Any) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    frame = "getComputedStyle(document.querySelector('.rv-frame')).fill"
+    light = tab.evaluate(f"[{ground}, {frame}]")
+    tab.emulate_media(color_scheme="dark")
+    dark = tab.evaluate(f"[{ground}, {frame}]")
+    assert all(a != b for a, b in zip(light, dark, strict=True))
+
+
+def test_on_paper_there_is_the_drawing_and_the_table(tab: Any) -> None:
+    tab.click("#stage-1")
+    tab.emulate_media(media="print")
+    assert tab.locator("#search").is_hidden() and tab.locator("#close").is_hidden()
+    assert tab.locator("main > .wide tbody tr").count() == 3
+    assert all(tab.locator(f"#panel-{i}").is_visible() for i in range(4))
+
+
+def test_a_page_of_four_hundred_blocks_opens_quickly(browser: Any, files: dict[str, Path]) -> None:
+    took = []
+    for _ in range(3):
+        tab = browser.new_page()
+        tab.goto(files["deep"].as_uri())
+        took.append(tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+        tab.click("#stage-7")
+        assert tab.locator("#details h2").inner_text().startswith("Stage 7: ")
+        tab.close()
+    assert 0 < min(took) < LOAD_MS

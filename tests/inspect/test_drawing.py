@@ -1,0 +1,340 @@
+"""drawing: every stage and block is there, wide as its work, joined as in the model; pages hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from drawn import SVG, Compiled, compiled, four_hundred, groups, parsed, shown
+
+from revcompile.compiler.lower import lower
+from revcompile.errors import InputError
+from revcompile.inspect.code import code_text
+from revcompile.inspect.drawing import draw, draw_schedule, fragment, picture
+from revcompile.inspect.drawing.details import details, embedded
+from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, placed
+from revcompile.inspect.drawing.network import network_svg
+from revcompile.inspect.drawing.page import page
+from revcompile.inspect.drawing.picture import SkipValue
+from revcompile.inspect.drawing.svg import width_of
+from revcompile.inspect.drawing.theme import SMALL
+from revcompile.inspect.drawing.timeline import timeline_svg
+from revcompile.ir.types import TensorType
+from revcompile.schedule import Costs, choose
+
+LIMIT = 5 * 2**20
+
+
+# -- the model as stages --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "stages"), [("tower", 3), ("hourglass", 4), ("gpt", 4)])
+def test_every_stage_and_every_segment_is_drawn_once(model: str, stages: int) -> None:
+    net = compiled(model, stages)
+    root = parsed(net.picture())
+    numbers = [one.get("data-stage") for one in groups(root, "rv-stage")]
+    assert numbers == [str(stage) for stage in range(stages)]
+    drawn = [p for one in groups(root, "rv-block") for p in one.get("data-path", "").split(" ")]
+    names = [piece.name for part in net.partition.parts for piece in part.pieces]
+    assert " ".join(drawn).split() == " ".join(names).split()
+
+
+def test_a_block_is_as_wide_as_its_work() -> None:
+    net = compiled("tower", 3)
+    work = {b.name: b.work for stage in net.picture().stages for b in stage.blocks}
+    widths = {}
+    for block in groups(parsed(net.picture()), "rv-block"):
+        box = next(block.iter(f"{SVG}rect"))
+        widths[block.get("data-path")] = float(box.get("width", "0"))
+    scales = [widths[name] / work[name] for name in work]
+    assert len({round(one) for one in work.values()}) > 2
+    assert max(scales) == pytest.approx(min(scales), rel=1e-2)
+
+
+def test_couplings_are_two_crossing_streams_and_opaque_blocks_are_not() -> None:
+    facts = compiled("tower", 3).picture()
+    reversible = {b.name: b.reversible for stage in facts.stages for b in stage.blocks}
+    assert set(reversible.values()) == {True, False}
+    for block in groups(parsed(facts), "rv-block"):
+        falls, rises = groups(block, "rv-falls"), groups(block, "rv-rises")
+        expected = int(reversible[block.get("data-path", "")])
+        assert len(falls) == len(rises) == expected
+        if expected:
+            (fall, *_), (end, *_) = ends(falls[0]), ends(falls[0])[1:]
+            start, finish = ends(rises[0])
+            assert fall[1] < end[1] and start[1] > finish[1]
+            assert (fall[0], end[0]) == (start[0], finish[0])
+            assert falls[0].get("class") != rises[0].get("class")
+
+
+def ends(path: ET.Element) -> list[tuple[float, float]]:
+    """Where a curve begins and ends."""
+    numbers = [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", path.get("d", ""))]
+    return [(numbers[0], numbers[1]), (numbers[-2], numbers[-1])]
+
+
+def test_a_stream_keeps_its_colour_from_block_to_block() -> None:
+    blocks = groups(parsed(compiled("tower", 3).picture()), "rv-block")
+    falls = [one for block in blocks for one in groups(block, "rv-falls")]
+    falling = [one.get("class", "").split()[-1] for one in falls]
+    assert falling == [("rv-one", "rv-two")[i % 2] for i in range(7)]
+
+
+def test_arrows_say_shape_type_and_bytes() -> None:
+    net = compiled("tower", 3)
+    arrows = [shown(one) for one in groups(parsed(net.picture(batch=5)), "rv-arrow")]
+    assert ["f32", "[B,4]", "80 B"] in arrows  # into the first stage
+    assert arrows.count(["2×f32", "[B,6]", "240 B"]) == 2
+    assert ["f32", "[B,3]", "60 B"] in arrows  # out of the last
+
+
+def test_a_skip_value_is_seen_at_every_stage_it_passes() -> None:
+    net = compiled("hourglass", 5)
+    (skip,) = net.picture().skip_values
+    assert skip.last - skip.first >= 2
+    root = parsed(net.picture())
+    seen = [
+        int(stage.get("data-stage", "-1"))
+        for stage in groups(root, "rv-stage")
+        if any(
+            one.get("data-names") == ", ".join(skip.names) for one in groups(stage, "rv-skip-value")
+        )
+    ]
+    assert seen == list(range(skip.first, skip.last + 1))
+    labels = [text for one in groups(root, "rv-skip-value") for text in shown(one)]
+    assert labels == ["2×f32[B,8] 128 B"]
+
+
+def test_tied_weights_are_seen_from_owner_to_holder() -> None:
+    net = compiled("gpt", 4)
+    ((tie, names),) = net.partition.ties.items()
+    root = parsed(net.picture())
+    seen = [i for i, stage in enumerate(groups(root, "rv-stage")) if groups(stage, "rv-tied")]
+    assert seen == list(range(tie.owner, tie.holder + 1))
+    assert f"tied {names[0]}" in shown(root)
+
+
+def test_the_title_has_the_name_the_totals_and_the_balance() -> None:
+    facts = compiled("tower", 3).picture(name="my tower")
+    texts = shown(parsed(facts))
+    assert "my tower: 3 stages, petra" in texts
+    work = [stage.work for stage in facts.stages]
+    balance = f"largest stage {max(work) * 3 / sum(work):.2f}× the mean"
+    assert any(balance in line and "bytes at B = 2" in line for line in texts)
+
+
+def test_no_text_reaches_beyond_the_drawing() -> None:
+    facts = compiled("hourglass", 5).picture()
+    kind = TensorType((2, 1024, 128, 128), (1, 0, 0, 0), torch.float32, 2)
+    for first, width in itertools.product(range(3), (430.0, 640.0, 1000.0)):
+        skip = SkipValue(("left", "right"), kind, first, first + 2, frozenset({first + 2}))
+        drawn = network_svg(dataclasses.replace(facts, skip_values=(skip,)), width)
+        root = ET.fromstring(drawn)
+        for place in root.findall(f"{SVG}g[@transform]"):
+            moved = float(re.findall(r"[\d.]+", place.get("transform", ""))[0])
+            for text in place.iter(f"{SVG}text"):
+                left, right = extent(text)
+                assert moved + left >= 0 and moved + right <= width, text.text
+
+
+def extent(text: ET.Element) -> tuple[float, float]:
+    """From where to where a text reaches, about."""
+    x, wide = float(text.get("x", "0")), width_of(text.text or "", SMALL)
+    before = wide / 2 if "rv-middle" in text.get("class", "") else 0.0
+    return x - before, x - before + wide
+
+
+@pytest.mark.parametrize("method", ["backprop", "gpipe", "pipedream", "dni", "petra"])
+def test_the_stages_of_any_method_can_be_drawn(method: str) -> None:
+    partition = compiled("gpt", 4).partition
+    facts = Compiled(partition, lower(partition, choose(method))).picture()
+    assert f"TinyGPT: 4 stages, {method}" in shown(parsed(facts))
+    read(page(facts))
+
+
+def test_a_model_whose_costs_are_not_known_can_be_drawn() -> None:
+    net = compiled("tower", 3)
+    free = tuple(dataclasses.replace(part, costs=()) for part in net.partition.parts)
+    facts = Compiled(dataclasses.replace(net.partition, parts=free), net.programs).picture()
+    drawn = [one.get("data-path") for one in groups(parsed(facts), "rv-block")]
+    assert " ".join(map(str, drawn)).split() == ["stem", *map(str, range(1, 8)), "head"]
+
+
+HOSTILE = "</script><script>alert('&\"x\"')</script>\x00"
+
+
+def test_names_are_escaped_wherever_they_stand() -> None:
+    net = compiled("tower", 3)
+    texts = shown(parsed(net.picture(name=HOSTILE)))
+    assert f"{HOSTILE[:-1]}\ufffd: 3 stages, petra" in texts
+    html = page(net.picture(name=HOSTILE))
+    assert html.count("</script>") == 2 and "<script>alert" not in html
+    data = embedded([HOSTILE])
+    assert json.loads(data) == [HOSTILE] and "<" not in data
+
+
+def test_a_drawing_is_the_same_every_time(tmp_path: Path) -> None:
+    net = compiled("hourglass", 4)
+    for suffix in ("svg", "html"):
+        twice = [
+            draw(net.partition, net.programs, tmp_path / f"{i}.{suffix}").read_bytes()
+            for i in range(2)
+        ]
+        assert twice[0] == twice[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    buffers: int
+    total: int
+
+
+def test_memory_that_is_given_is_shown() -> None:
+    net = compiled("tower", 3)
+    facts = net.picture(memory=[Held(0, 10), Held(3 * 2**20, 10), Held(0, 5 * 2**30)])
+    stages = groups(parsed(facts), "rv-stage")
+    kept = [[t for t in shown(stage) if t.startswith("keeps")] for stage in stages]
+    assert kept == [["keeps nothing"], ["keeps 3.0 MiB"], ["keeps nothing"]]
+    assert ["peak memory", "5.0 GiB"] in json.loads(embedded(details(facts)))["stages"][2]["facts"]
+
+
+def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
+    net = compiled("tower", 3)
+    with pytest.raises(InputError, match=r"ends in \.png.*\.svg or \.html"):
+        draw(net.partition, net.programs, tmp_path / "net.png")
+    with pytest.raises(InputError, match=r"ends in nothing.*\.svg"):
+        draw_schedule(Costs.uniform(2), tmp_path / "timeline")
+    with pytest.raises(InputError, match="2 programs, but 3 stages"):
+        picture(net.partition, net.programs[:2])
+    with pytest.raises(InputError, match="batch=0"):
+        net.picture(batch=0)
+    with pytest.raises(InputError, match="nothing to draw"):
+        timeline_svg(Costs.uniform(2, 0, 0))
+
+
+def test_a_notebook_gets_the_drawing_itself() -> None:
+    net = compiled("tower", 3)
+    root = ET.fromstring(fragment(net.partition, net.programs))
+    assert root.tag == "div" and root[0].tag == f"{SVG}svg"
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+class Balanced(HTMLParser):
+    """Fails where an element is closed that is not the one last opened."""
+
+    VOID = ("meta", "input", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        assert tag in self.VOID or "svg" in self.open, f"<{tag}/> is no HTML"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+
+
+def read(html: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_the_page_is_balanced_and_needs_nothing_from_anywhere() -> None:
+    html = page(compiled("hourglass", 4).picture())
+    parser = read(html)
+    assert not [name for name, _ in parser.attributes if name in ("src", "href")]
+    assert "@import" not in html and "url(" not in html
+    ids = [value for name, value in parser.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_stage_opens_into_its_segments_code_actions_and_graph() -> None:
+    net = compiled("tower", 3)
+    (stages,) = json.loads(read(page(net.picture())).scripts[0]).values()
+    for part, program, stage in zip(net.partition.parts, net.programs, stages, strict=True):
+        assert [block[0] for block in stage["blocks"]] == [piece.name for piece in part.pieces]
+        assert "\n\n".join(code for _, code in stage["code"]) == code_text(net.partition, program)
+        assert [name for name, _ in stage["code"]][-1] == "backward"
+        assert len(stage["graph"][2]) == len(drawn_graph(program.forward).vertices)
+        assert stage["actions"]
+    assert stages[0]["blocks"][0][2] == "no additive shortcut"
+
+
+def test_modules_and_operations_can_be_searched() -> None:
+    (stages,) = details(compiled("tower", 3).picture()).values()
+    found = [i for i, stage in enumerate(stages) if "5.down" in stage["names"]]
+    assert len(found) == 1 and "tanh" in stages[found[0]]["names"]
+
+
+def test_a_page_of_four_hundred_blocks_is_small() -> None:
+    facts = four_hundred()
+    assert sum(len(stage.blocks) for stage in facts.stages) >= 400
+    html = page(facts)
+    read(html)
+    assert len(html.encode()) < LIMIT
+    assert len(network_svg(facts).encode()) < LIMIT / 5
+
+
+# -- a stage's graph ------------------------------------------------------------------------------
+
+
+def test_the_graph_goes_down_from_layer_to_layer() -> None:
+    for program in compiled("hourglass", 4).programs:
+        graph = drawn_graph(program.forward)
+        assert all(graph.layers[a] < graph.layers[b] for a, b in graph.arrows)
+        assert graph.vertices[-1].kind == "output"
+
+
+def test_sizes_and_weights_are_not_drawn() -> None:
+    program = compiled("gpt", 4).programs[1]
+    drawn = {n.name for one in drawn_graph(program.forward).vertices for n in one.nodes}
+    hidden = {node.name for node in program.forward.nodes} - drawn
+    assert {"size_1", "floordiv", "mask", "key"} <= hidden
+    layers = {node.name for node in program.forward.nodes if node.op == "call_module"}
+    assert layers and layers <= drawn
+
+
+def test_a_large_graph_is_drawn_by_modules() -> None:
+    program = compiled("tower", 2).programs[0]
+    whole, small = drawn_graph(program.forward), drawn_graph(program.forward, most=8)
+    assert len(small.vertices) <= 8 < len(whole.vertices)
+    together = [one for one in small.vertices if one.kind == "group"]
+    assert together and all(len(one.nodes) > 1 for one in together)
+    assert sum(len(one.nodes) for one in small.vertices) == len(whole.vertices)
+    assert all(small.layers[a] < small.layers[b] for a, b in small.arrows)
+
+
+def test_no_two_boxes_of_a_graph_overlap() -> None:
+    for program in (*compiled("hourglass", 4).programs, *compiled("gpt", 4).programs):
+        graph = drawn_graph(program.forward)
+        where = placed(graph)
+        for (x1, y1, w1), (x2, y2, w2) in itertools.combinations(where.boxes, 2):
+            assert abs(y1 - y2) >= HEIGHT or abs(x1 - x2) >= (w1 + w2) / 2
+        for (source, target), points in zip(graph.arrows, where.arrows, strict=True):
+            assert (points[0], points[-1]) == (where.boxes[source][:2], where.boxes[target][:2])
+        assert all(x - w / 2 >= 0 and x + w / 2 <= where.width for x, _, w in where.boxes)

@@ -1,0 +1,252 @@
+"""Printed stage programs: what is printed is what runs, to the bit."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, fx, nn
+from zoo import TinyGPT, words
+
+import revcompile
+from revcompile.inspect.code import code_text
+from revcompile.ir import ops, stage_ops
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.schedule import METHODS, choose
+
+
+@pytest.fixture(autouse=True)
+def _untouched() -> Iterator[None]:
+    """Programs switch autograd and statistics and leave them as they end."""
+    frozen, enabled = ops.statistics_frozen, torch.is_grad_enabled()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    ops.statistics_frozen = frozen
+    torch.set_grad_enabled(enabled)
+
+
+class Gated(nn.Module):
+    """Sides, extras, dropout, batch norms, a stream that a later layer reads, a buffer written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gate = nn.Linear(5, 6), nn.Linear(6, 6)
+        self.norms = nn.ModuleDict({"0": nn.BatchNorm1d(6), "1": nn.BatchNorm1d(6)})
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)) for _ in "1234")
+        self.head = nn.Linear(12, 3)
+        self.register_buffer("mean", torch.zeros(6))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norms["1"](self.stem(x))
+        gate = torch.sigmoid(self.gate(x))
+        x = x + torch.tanh(self.blocks[0](x))
+        inner = self.blocks[1](x) * gate
+        self.mean.mul_(0.9).add_(inner.detach().mean(0))
+        x = x + torch.tanh(inner) * mask
+        early = x
+        x = x + torch.tanh(self.norms["0"](self.blocks[2](x)))
+        x = x + torch.tanh(self.blocks[3](x) + inner)
+        return self.head(torch.cat([x, early], 1))
+
+
+def gated(**options: Any) -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 5), torch.rand(4, 1)
+    return revcompile.petrafy(Gated(), example_inputs=inputs, check="off", **options)
+
+
+def pictures(name: str, stages: int, **options: Any) -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **options)
+    return revcompile.petrafy(model, stages, torch.randn(2, 3, 64, 64), check="off")
+
+
+def gpt() -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    return revcompile.petrafy(TinyGPT(), 3, words(2)[0], check="off")
+
+
+def bf16() -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, norm_first=True) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3)).bfloat16()
+    return revcompile.petrafy(model, 3, torch.randn(3, 2, 4).bfloat16(), check="off")
+
+
+def images() -> list[Any]:
+    return [torch.randn(2, 3, 64, 64)]
+
+
+class Windows(nn.Module):
+    """Blocks on images, on tokens and on windows of them: streams are rearranged in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(8, 8, 1)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + torch.tanh(self.conv(x))
+        tokens = x.flatten(2).transpose(1, 2)
+        tokens = tokens + torch.tanh(self.layers[0](tokens))
+        tokens = tokens + torch.tanh(self.layers[1](tokens))
+        x = tokens.transpose(1, 2).reshape(-1, 8, 4, 4).permute(0, 2, 3, 1)
+        x = x + torch.tanh(self.layers[2](x))
+        return self.head(x.mean((1, 2)))
+
+
+def windows() -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    net = revcompile.petrafy(Windows(), 4, torch.randn(2, 8, 4, 4), check="off")
+    assert sum(one.rearrange is not None for one in net.partition.rewired.couplings) > 1
+    return net
+
+
+def tensors(value: Any) -> list[Any]:
+    """Everything in nested tuples, in order."""
+    if isinstance(value, tuple | list):
+        return [inner for one in value for inner in tensors(one)]
+    return [value]
+
+
+def assert_equal(printed: Any, run: Any) -> None:
+    for one, other in zip(tensors(printed), tensors(run), strict=True):
+        if isinstance(other, Tensor):
+            assert isinstance(one, Tensor) and one.dtype == other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+class Running:
+    """A program's flat graphs, and its printed text executed, on a model of their own."""
+
+    def __init__(self, program: StageProgram, text: str, root: nn.Module) -> None:
+        self.program = program
+        self.twins = (root, copy.deepcopy(root))
+        self.printed: dict[str, Any] = {}
+        exec(compile(text, "<printed>", "exec"), self.printed)
+        self.draws = any(unit.random for unit in program.units)
+
+    def both(self, name: str, graph: fx.Graph, given: Any) -> tuple[Any, Any]:
+        flat = self.call(compile_graph(graph, name), self.twins[0], given[0], key=True)
+        text = self.call(self.printed[name], self.twins[1], given[1], key=self.draws)
+        for one, other in zip(*(twin.state_dict().items() for twin in self.twins), strict=True):
+            assert torch.equal(one[1], other[1]), one[0]
+        return flat, text
+
+    def call(self, function: Callable[..., Any], root: nn.Module, given: Any, key: bool) -> Any:
+        stage_ops.recording(False)
+        try:
+            return function(root, *([1234] if key else []), *given)
+        finally:
+            stage_ops.recording(True)
+
+    def check(self, inputs: list[Any]) -> list[Any]:
+        """Run a stage both ways; returns its outputs."""
+        program = self.program
+        (outputs, kept), printed = self.both("forward", program.forward, (inputs, inputs))
+        assert_equal(printed, (outputs, kept))
+        values = dict(zip((port.name for port in program.outputs), outputs, strict=True))
+        back = [values[name] for name in program.needs_back]
+        given = [*kept, *back], [*printed[1], *back]
+        if program.inverse is not None:
+            streams, text = self.both("inverse", program.inverse, given)
+            assert_equal(text, streams)
+        generator = torch.Generator().manual_seed(1)
+        gradients = [
+            torch.randn(values[name].shape, generator=generator).to(values[name].dtype)
+            for name in program.outputs_with_grad
+        ]
+        flat, text = self.both(
+            "backward", program.backward, tuple([*args, *gradients] for args in given)
+        )
+        assert_equal(text[:2], flat[:2])
+        named = zip(program.parameters, flat[2], strict=True)
+        expected = {name: gradient for name, gradient in named if gradient is not None}
+        assert set(text[2]) == set(expected)
+        assert_equal([text[2][name] for name in expected], list(expected.values()))
+        assert not program.parameters or expected
+        return list(outputs)
+
+
+def check(net: revcompile.StagedModel, inputs: list[Any], method: str) -> None:
+    """Run all stages both ways, one after the other."""
+    net.method = choose(method)
+    root = copy.deepcopy(net.partition.rewired.root).train()
+    values: list[Any] = inputs
+    compiled = net.stages
+    for stage in compiled:
+        names = [port.name for port in stage.generated.inputs]
+        given = dict(zip(names, values, strict=True))
+        running = Running(stage.generated, stage.code, root)
+        values = running.check([given[name] for name in names])
+
+
+NETS: dict[str, tuple[Callable[[], revcompile.StagedModel], Callable[[], list[Any]]]] = {
+    "gated": (
+        lambda: gated(num_stages=4, policy="pretrained"),
+        lambda: [torch.randn(3, 5), torch.rand(3, 1)],
+    ),
+    "gated in one": (lambda: gated(num_stages=1), lambda: [torch.randn(3, 5), torch.rand(3, 1)]),
+    "gpt": (gpt, lambda: [words(2)[0]]),
+    "convolutions": (lambda: pictures("resnet18", 4), images),
+    "drop path": (lambda: pictures("test_convnext", 4, drop_path_rate=0.3), images),
+    "windows": (windows, lambda: [torch.randn(2, 8, 4, 4)]),
+    "bf16": (bf16, lambda: [torch.randn(3, 2, 4).bfloat16()]),
+}
+
+
+KEEPS = {method.keep: name for name, method in reversed(METHODS.items())}
+"""A method for each thing that stages can keep."""
+
+
+@pytest.mark.parametrize("method", KEEPS.values())
+@pytest.mark.parametrize("name", NETS)
+def test_printed_code_is_what_runs(name: str, method: str) -> None:
+    check(net_of(name), NETS[name][1](), method)
+
+
+@functools.cache
+def net_of(name: str) -> revcompile.StagedModel:
+    return NETS[name][0]()
+
+
+def test_a_stage_of_two_blocks_fits_a_page() -> None:
+    stage = next(
+        stage
+        for stage in pictures("resnet18", 5).stages
+        if [piece.name for piece in stage.part.pieces] == ["layer1.0", "layer1.1"]
+    )
+    assert len(stage.code.splitlines()) <= 60
+    functions = [node for node in ast.parse(stage.code).body if isinstance(node, ast.FunctionDef)]
+    assert [f.name for f in functions] == ["layer1_0", "layer1_1", "forward", "inverse", "backward"]
+    lines = [" ".join(line.split()) for line in stage.code.splitlines()]
+    for line in [
+        "def layer1_0(self, x): # F of layer1.0, BasicBlock",
+        "conv1 = self.layer1[0].conv1(x)",
+        "a, b = b, plus(a, layer1_0(self, b), grid) # layer1.0",
+        "a, b = minus(b, layer1_1(self, a), grid), a # layer1.1",
+        "a, b, da, db = uncouple(layer1_1, self, a, b, da, db, grid, grads) # layer1.1",
+    ]:
+        assert line in lines, line
+
+
+def test_verbose_code_shows_what_printed_code_leaves_out() -> None:
+    net = gated(num_stages=4)
+    for stage in net.stages:
+        assert "getattr(" not in stage.code and " = None" not in stage.code
+        verbose = code_text(net.partition, stage.generated, verbose=True)
+        assert "recording(True)" in verbose and " = None" in verbose
+        ast.parse(verbose)

@@ -1,0 +1,202 @@
+"""What people read of a staged model: its table, its facts, its code and its actions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+
+import pytest
+import torch
+from nets import ResNet, ViT, Words
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.ir.types import Opaque
+from revcompile.schedule import choose, delay, window
+from revcompile.staged import StagedModel
+
+
+@functools.cache
+def resnet() -> StagedModel:
+    torch.manual_seed(0)
+    return revcompile.petrafy(ResNet(), 4, torch.randn(2, 3, 8, 8), check="off")
+
+
+@functools.cache
+def vit() -> StagedModel:
+    return revcompile.petrafy(ViT(), 3, torch.randn(2, 3, 8, 8), check="off")
+
+
+# -- facts ----------------------------------------------------------------------------------------
+
+
+def test_every_piece_and_parameter_is_told_of_once() -> None:
+    facts = resnet().facts()
+    pieces = [name for stage in facts for name in stage.pieces]
+    assert pieces == [p.name for part in resnet().partition.parts for p in part.pieces]
+    total = sum(p.numel() for p in resnet().module().parameters())
+    assert sum(stage.parameters for stage in facts) == total
+    assert sum(stage.flops_share for stage in facts) == pytest.approx(1)
+    assert sum(stage.work_share for stage in facts) == pytest.approx(1)
+    assert {"conv", "bn", "fc"} <= {module for stage in facts for module in stage.modules}
+
+
+def test_what_is_not_reversible_has_its_reason() -> None:
+    for stage, part in zip(resnet().facts(), resnet().partition.parts, strict=True):
+        opaque = [p for p in part.pieces if isinstance(p.segment, Opaque)]
+        assert [name for name, _ in stage.opaque] == [piece.name for piece in opaque]
+        assert all(reason for _, reason in stage.opaque)
+        assert stage.reversible == (not opaque)
+
+
+def test_boundaries_windows_and_delays_are_the_methods() -> None:
+    facts, petra = resnet().facts(batch_size=10), choose("petra")
+    for stage in facts:
+        assert stage.window == window(petra, 4, stage.index)
+        assert stage.delay == delay(petra, 4, stage.index)
+    assert facts[-1].sends == ("f32[B,5]",)
+    assert facts[-1].sent_bytes == 10 * 5 * 4
+    assert facts[0].sends == ("2×f32[B,4,8,8]",)
+    assert facts[0].sent_bytes == 2 * 10 * 4 * 8 * 8 * 4
+
+
+def test_memory_grows_with_the_batch() -> None:
+    small, large = resnet().facts(batch_size=2), resnet().facts(batch_size=8)
+    for one, four in zip(small, large, strict=True):
+        assert four.working == 4 * one.working and four.buffers == 4 * one.buffers
+    assert [stage.memory for stage in small] == [held.total for held in resnet().memory(2)]
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_the_table_names_stages_reasons_balance_and_totals() -> None:
+    text = " ".join(str(resnet()).split())
+    assert "ResNet: 4 stages, petra, micro-batches of 2" in text
+    assert "(a) no additive shortcut: stem, head" in text
+    assert "(b) its shortcut is projected to another shape: blocks.2" in text
+    worst = max(resnet().facts(), key=lambda stage: stage.work_share)
+    assert f"(stage {worst.index}) has {4 * worst.work_share:.2f}x the mean work" in text
+    before = sum(p.numel() for p in ResNet().parameters())
+    after = sum(p.numel() for p in resnet().module().parameters())
+    assert (
+        f"{after:,} parameters ({before:,} before rewiring: {100 * (after / before - 1):+.1f} %)"
+        in text
+    )
+    assert "by backprop on one device" in text
+
+
+def test_a_stage_that_keeps_nothing_says_so() -> None:
+    staged = vit()
+    kept = {stage.index for stage in staged.facts() if not stage.buffers}
+    assert kept and str(staged).count("nothing") == len(kept)
+
+
+def test_a_model_that_rewiring_does_not_enlarge_has_as_many_parameters() -> None:
+    assert "before rewiring: as many)" in " ".join(str(vit()).split())
+
+
+def test_shared_weights_are_named() -> None:
+    words = revcompile.petrafy(Words(), 3, torch.randint(0, 11, (2, 4)), check="off")
+    assert "stages 0 and 2 share embed.weight" in str(words)
+
+
+class Plain(nn.Module):
+    """No shortcut anywhere, long names, many values alive at every cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.ModuleDict(
+            {f"a_rather_long_name_{i}": nn.Linear(4 + 2 * i, 2) for i in range(8)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.features.values():
+            found.append(layer(torch.cat(found, 1)).tanh())
+        return torch.cat(found, 1)
+
+
+def test_wide_contents_leave_the_table_readable() -> None:
+    staged = revcompile.petrafy(Plain(), 4, torch.randn(2, 4), check="off")
+    lines = staged.summary().splitlines()
+    assert max(map(len, lines)) <= 120
+    table = "\n".join(lines)
+    assert "…" not in table
+    assert "a_rather_long_name_0" in table
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_tables_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    reversible = revcompile.reversify(Plain(), torch.randn(2, 4), check="off")
+    for text in (resnet().summary(), vit().summary(), reversible.summary()):
+        assert max(map(len, text.splitlines())) <= int(columns)
+        assert "\x1b" not in text  # no colours: the text may go to a file
+
+
+def test_a_table_appears_once_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich would display what it prints there, and the notebook what we return."""
+    displayed: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: displayed.append(given))
+    assert resnet().summary() and not displayed
+
+
+# -- one stage ------------------------------------------------------------------------------------
+
+
+def test_code_has_the_paths_of_its_pieces_as_comments() -> None:
+    stage = next(s for s in resnet().stages if "blocks.1" in {p.name for p in s.part.pieces})
+    functions = _functions(stage.code)
+    assert "# F of blocks.1, " in functions["blocks_1"]
+    for name in ("forward", "inverse", "backward"):
+        assert any(line.endswith("  # blocks.1") for line in functions[name].splitlines()), name
+
+
+def _functions(code: str) -> dict[str, str]:
+    tree = ast.parse(code)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {f.name: ast.get_source_segment(code, f) or "" for f in functions}
+
+
+def test_comments_stand_where_another_modules_code_begins() -> None:
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+    net = revcompile.petrafy(nn.Sequential(*layers), 1, torch.randn(2, 4), check="off")
+    function = _functions(net.stages[0].code)["stem"]
+    lines = [line.strip() for line in function.splitlines()]
+    comments = [place for place, line in enumerate(lines) if line.startswith("# ")]
+    assert [lines[place] for place in comments] == ["# 0", "# 1"]
+    assert all(lines[place + 1].split(" = ")[0] in ("_0_0", "_1_0") for place in comments)
+
+
+def test_a_stage_that_is_reversible_as_a_whole_shows_its_inverse_apart() -> None:
+    for stage in (*resnet().stages, *vit().stages):
+        functions = {piece.name.replace(".", "_") for piece in stage.part.pieces}
+        names = [name for name in _functions(stage.code) if name not in functions]
+        expected = (
+            ["forward", "inverse", "backward"] if stage.reversible else ["forward", "backward"]
+        )
+        assert names == expected
+
+
+def test_the_program_is_the_action_list_in_words() -> None:
+    stage = next(stage for stage in resnet().stages if stage.reversible)
+    assert stage.program == stage.actions
+    lines = str(stage.program).splitlines()
+    assert len(lines) == 2 * resnet().num_stages  # one for each micro-batch
+    flying = window(choose("petra"), 4, stage.part.index)
+    first = flying - 1
+    assert lines[first].startswith(f"RECV x,m{first} · FORWARD m{first} · SEND y,m{first}")
+    assert "RECV (y,dy),m0 · INVERT+VJP m0 · " in lines[first]
+    assert lines[first].endswith("UPDATE u0")
+
+
+def test_words_follow_what_a_stage_keeps() -> None:
+    stem, *_, head = resnet().stages
+    assert "RECOMPUTE+VJP m0" in str(stem.program)
+    assert "SEND" not in str(head.program).split("VJP m0")[0]
+
+
+def test_a_notebook_shows_a_drawing() -> None:
+    assert "<svg" in resnet()._repr_html_()

@@ -1,0 +1,108 @@
+"""Timelines and action lists: what is drawn is what the dry run does."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drawn import compiled, groups, shown
+
+from revcompile.inspect.drawing import costs_of, draw_schedule
+from revcompile.inspect.drawing.details import action_steps
+from revcompile.inspect.drawing.timeline import METHODS, dry_runs, timeline_svg
+from revcompile.schedule import Costs, Op, actions, choose, dry_run
+
+# -- action lists ---------------------------------------------------------------------------------
+
+
+def test_rounds_of_one_kind_are_said_once() -> None:
+    first, *_, last = action_steps(choose("petra"), 3)
+    assert [(r.count, r.first) for r in first] == [
+        (2, "F0 SY0"),
+        (3, "F2 SY2 RDY0 B0 U0"),
+        (1, "RDY3 B3 U3 RDY4 B4 U4"),
+    ]
+    assert [(r.count, r.last) for r in last] == [(5, "RX4 F4 B4 SDX4 U4")]
+
+
+def test_long_lists_are_cut_in_the_middle() -> None:
+    drained = action_steps(choose("petra"), 60)[0][-1].first.split()
+    assert drained[0] == "RDY3" and "…" in drained and len(drained) < 30
+
+
+# -- timelines ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timeline() -> ET.Element:
+    return ET.fromstring(
+        timeline_svg(Costs.uniform(4, forward=1, backward=3, update=0.2, link=0.1))
+    )
+
+
+def test_every_method_has_a_row_a_stage_and_prints_its_busy_share(timeline: ET.Element) -> None:
+    panels = groups(timeline, "rv-method")
+    assert [panel.get("data-method") for panel in panels] == list(METHODS)
+    for panel in panels:
+        texts = shown(panel)
+        assert [text for text in texts if text.startswith("stage ")] == [
+            f"stage {i}" for i in range(4)
+        ]
+        assert sum(bool(re.fullmatch(r"\d+%", text)) for text in texts) == 4
+
+
+def test_the_figures_of_a_panel_are_those_of_the_dry_run(timeline: ET.Element) -> None:
+    said = {p.get("data-method"): shown(p)[1] for p in groups(timeline, "rv-method")}
+    counts = {str(name): int(text.split()[0]) for name, text in said.items()}
+    assert counts["backprop"] == 4
+    assert counts["PETRA, half the delay"] > counts["1F1B"] > counts["backprop"]
+    costs = Costs.uniform(4)
+    (run,) = dry_runs(costs, {"petra": choose("petra")}, 1, until=40.0)
+    times = [0.5 * step for step in range(80)]
+    timeline_ = dry_run(actions("petra", 4, 30), costs)
+    done = [s for s in timeline_.spans if s.stage == 0 and s.action.op is Op.BACKWARD]
+    assert [run.finished(t) for t in times] == [sum(s.end <= t for s in done) for t in times]
+    assert [run.busy(stage) for stage in range(4)] == [1.0] * 4
+
+
+def test_a_method_that_keeps_its_graph_does_not_pay_for_computing_it_again() -> None:
+    both = {"petra": choose("petra"), "gpipe": choose("gpipe")}
+    petra, gpipe = dry_runs(Costs.uniform(3, 1, 3), both, 3, until=20.0)
+    assert (petra.costs.backward[0], gpipe.costs.backward[0]) == (3, 2)
+
+
+def test_boxes_stand_where_the_dry_run_puts_them() -> None:
+    costs = Costs.uniform(3, forward=1, backward=3)
+    root = ET.fromstring(timeline_svg(costs, {"petra": choose("petra")}))
+    forward = groups(root, "rv-forward")[0].get("d", "")
+    starts = [float(x) for x in re.findall(r"M (\S+) ", forward)]
+    widths = [float(x) for x in re.findall(r" h (\d\S*) ", forward)]
+    scale = max(widths)
+    spans = dry_run(actions("petra", 3, 60), costs).spans
+    first = [span.start for span in spans if span.action.op is Op.FORWARD and span.stage == 0][:6]
+    left = min(starts)
+    drawn = sorted({round((x - left) / scale, 1) for x in starts})
+    assert set(first) <= set(drawn)
+
+
+def messages(link: float) -> Iterator[ET.Element]:
+    root = ET.fromstring(timeline_svg(Costs.uniform(3, link=link)))
+    for panel in groups(root, "rv-method"):
+        yield from groups(panel, "rv-message")
+
+
+def test_messages_are_drawn_where_they_take_time() -> None:
+    assert not list(messages(0))
+    assert len(list(messages(0.5))) == len(METHODS)
+
+
+def test_a_models_own_costs_can_be_drawn(tmp_path: Path) -> None:
+    net = compiled("tower", 3)
+    costs = costs_of(net.partition)
+    assert costs.forward == tuple(sum(c.forward for c in p.costs) for p in net.partition.parts)
+    file = draw_schedule(costs, tmp_path / "timeline.svg", title="tower")
+    title = "tower, 3 stages: who finishes more micro-batches in the same time?"
+    assert title in shown(ET.fromstring(file.read_text(encoding="utf-8")))

@@ -1,0 +1,311 @@
+"""Stages as plain modules: in a row they are the model, and torch's schedules train them like ours.
+
+float64, every parameter, 1e-10. All schedules run in one launch of two gloo ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from helpers import worst
+from nets import Arranged, ResNet, images, rows, words
+from pipelined import (
+    BATCH,
+    CASES,
+    MICROBATCHES,
+    MODELS,
+    Case,
+    Renormed,
+    Returning,
+    Scaled,
+    Tied,
+    compiled,
+    data,
+    run_rank,
+    state_of,
+)
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.errors import InputError
+
+EXACT: Final = 1e-10
+
+
+# -- in a row -------------------------------------------------------------------------------------
+
+
+def run_in_a_row(stages: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Any:
+    values: Any = tuple(inputs)
+    for stage in stages:
+        values = stage(*values)
+    return values
+
+
+def after_a_step(modules: Sequence[nn.Module], output: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """The output, all gradients, and buffers."""
+    F.cross_entropy(output, target).backward()
+    return {"output": output.detach(), **state_of(modules)}
+
+
+@pytest.mark.parametrize("reversible", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_in_a_row_are_the_model(name: str, reversible: bool) -> None:
+    net, (inputs, target) = compiled(name), data(name)
+    module = net.module()
+    setattr(module, "reversible", False)  # noqa: B010 - a flag of the compiled module only
+    expected = after_a_step([module], module(*inputs), target)
+    stages = net.to_pipeline_stages(reversible=reversible)
+    assert len(stages) == net.num_stages
+    error, where = worst(expected, after_a_step(stages, run_in_a_row(stages, inputs), target))
+    assert error <= EXACT, f"{where}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_tensors_cross(name: str) -> None:
+    stages, (inputs, _) = compiled(name).to_pipeline_stages(), data(name)
+    values = inputs
+    for stage in stages[:-1]:
+        values = stage(*values)
+        assert isinstance(values, tuple)
+        for value in values:
+            assert isinstance(value, Tensor) and value.is_contiguous() and not value._is_view()
+    assert isinstance(stages[-1](*values), Tensor)
+
+
+def test_gradients_come_back_as_they_can_be_sent() -> None:
+    net = revcompile.petrafy(Arranged().double(), 6, images(2), check="off")
+    values: Sequence[Tensor] = images(BATCH)
+    for stage in net.to_pipeline_stages()[:-1]:
+        outputs = stage(*values)
+        if values[0].requires_grad:
+            back = torch.autograd.grad(outputs, values, [torch.ones_like(t) for t in outputs])
+            assert all(gradient.is_contiguous() for gradient in back), stage.extra_repr()
+        values = [t.detach().requires_grad_() for t in outputs]
+
+
+def test_sizes_are_worked_out_where_they_are_read() -> None:
+    readers = [
+        segment.outputs
+        for stage in compiled("windows").to_pipeline_stages()
+        for segment in stage.rewired.body.segments
+        if segment.name == "sizes"
+    ]
+    assert readers, "no size crosses: the model tests nothing"
+
+
+def test_masks_and_data_cross_without_gradient() -> None:
+    first, second, *_ = compiled("skips").to_pipeline_stages()
+    inputs, _ = data("skips")
+    assert {(value.dtype, value.requires_grad) for value in first(*inputs)} == {
+        (torch.float64, True),
+        (torch.float64, False),
+        (torch.bool, False),
+    }
+    assert "bool[B, 4, 1]" in second.extra_repr()
+
+
+def saved_bytes(stage: nn.Module, inputs: Sequence[Tensor]) -> int:
+    """What autograd holds after one forward pass, parameters left out."""
+    held: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = stage(*inputs)
+    assert kept
+    return sum(held.values())
+
+
+def test_a_reversible_stage_keeps_nothing_but_its_output() -> None:
+    net, inputs = compiled("vit"), data("vit")[0]
+    (first, plain, *_), (_, lean, *_) = (
+        net.to_pipeline_stages(reversible=r) for r in (False, True)
+    )
+    received = [t.detach().requires_grad_() for t in first(*inputs)]
+    output = sum(t.untyped_storage().nbytes() for t in lean(*received))
+    assert saved_bytes(lean, received) == output
+    assert saved_bytes(plain, received) > 4 * output
+
+
+def test_a_reversible_stage_refuses_gradients_in_two_passes() -> None:
+    stages, (inputs, _) = compiled("vit").to_pipeline_stages(reversible=True), data("vit")
+    received = [t.detach().requires_grad_() for t in run_in_a_row(stages[:-1], inputs)]
+    loss = stages[-1](*received).sum()
+    torch.autograd.grad(loss, received, retain_graph=True)
+    with pytest.raises(InputError, match="reversible=False"):
+        torch.autograd.grad(loss, list(stages[-1].parameters()))
+
+
+def test_the_first_call_may_be_on_memory_as_it_is_found() -> None:
+    stage = compiled("vit").to_pipeline_stages(reversible=True)[1]
+    count = len(stage.rewired.signature.placeholders)
+    garbage = [torch.full((BATCH, 5, 8), float("nan"), dtype=torch.float64) for _ in range(count)]
+    sum(t.sum() for t in stage(*(t.requires_grad_() for t in garbage))).backward()
+    assert garbage[0].grad is not None
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def joined(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+    return {name: value for stage in stages for name, value in stage.state_dict().items()}
+
+
+def test_every_weight_has_its_name_and_one_home() -> None:
+    net = compiled("resnet")
+    stages = net.to_pipeline_stages()
+    state, whole = joined(stages), net.module().state_dict()
+    assert state.keys() == whole.keys()
+    assert sum(len(stage.state_dict()) for stage in stages) == len(whole)
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+
+
+def test_weights_are_copies_and_go_back_by_name() -> None:
+    net = revcompile.petrafy(ResNet().double().train(), 3, images(2), check="off")
+    before = net.module().state_dict()
+    stages = net.to_pipeline_stages()
+    with torch.no_grad():
+        for parameter in itertools.chain(*(stage.parameters() for stage in stages)):
+            parameter.add_(1.0)
+    assert all(torch.equal(before[n], p) for n, p in net.model.named_parameters())
+    net.model.load_state_dict(joined(stages))
+    assert all(torch.equal(before[n] + 1.0, p) for n, p in net.model.named_parameters())
+
+
+def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
+    net, original = compiled("resnet"), ResNet().double()
+    module = net.module()
+    module.load_state_dict(original.state_dict())
+    stages = net.to_pipeline_stages()
+    for stage in stages:
+        stage.load_state_dict(original.state_dict(), strict=False)
+    state = joined(stages)
+    assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
+
+
+def test_stages_are_made_on_the_device_asked_for() -> None:
+    stages = compiled("resnet").to_pipeline_stages(device="meta")
+    assert {value.device.type for value in joined(stages).values()} == {"meta"}
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
+    model, inputs = Tied().double(), words(2)[:1]
+    net = revcompile.petrafy(model, 4, inputs, check="off")
+    with pytest.raises(InputError, match=r"stages 0 and 3 share the parameter 'embed.weight'"):
+        net.to_pipeline_stages()
+
+
+def test_a_frozen_parameter_of_two_stages_is_copied() -> None:
+    model, inputs = Tied().double(), words(2)[:1]
+    model.embed.weight.requires_grad_(False)
+    net = revcompile.petrafy(model, 4, inputs, check="off")
+    stages = net.to_pipeline_stages()
+    assert torch.equal(run_in_a_row(stages, inputs), net.module()(*inputs))
+
+
+def test_running_statistics_of_two_stages_are_refused_by_name() -> None:
+    net = revcompile.petrafy(Renormed().double(), 2, rows(2), check="off")
+    with pytest.raises(InputError, match=r"stages 0 and 1 share the running statistics of 'bn'"):
+        net.to_pipeline_stages()
+
+
+def test_a_size_that_grows_unevenly_stops_the_stage_that_makes_it() -> None:
+    net = revcompile.petrafy(Scaled(inverse=False).double(), 3, rows(2), check="off")
+    stages = net.to_pipeline_stages()
+    run_in_a_row(stages, rows(3))  # sizes are known at the example's batch size and at one more
+    with pytest.raises(InputError, match="is 25 here, but later stages compute 19"):
+        run_in_a_row(stages, rows(5))
+
+
+def test_a_number_that_is_no_size_is_refused_by_name() -> None:
+    net = revcompile.petrafy(Scaled(inverse=True).double(), 3, rows(2), check="off")
+    with pytest.raises(InputError, match="stage 2 reads 'truediv' of an earlier stage"):
+        net.to_pipeline_stages()
+
+
+def test_several_outputs_come_in_order_and_only_in_training() -> None:
+    model = Returning().double().train()
+    net = revcompile.petrafy(model, 3, rows(2), check="off", policy="pretrained")
+    stages, (x,) = net.to_pipeline_stages(), rows(3)
+    expected = net.module()(x)
+    found = run_in_a_row(stages, (x,))
+    assert [t.shape for t in found] == [(3, 5), (3, 6)]
+    assert torch.equal(found[0], expected["logits"]) and torch.equal(found[1], expected["hidden"])
+    with pytest.raises(InputError, match=r"evaluate net\.module\(\)"):
+        stages[0].eval()(x)
+
+
+def test_a_stage_says_what_it_takes_and_gives() -> None:
+    first = compiled("vit").to_pipeline_stages()[0]
+    assert first.extra_repr().startswith("stage 0 of 4: (x: float64[B, 3, 8, 8]) -> (")
+
+
+# -- schedules ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, for every case."""
+    folder: Path = tmp_path_factory.mktemp("pipelining")
+    spawn(run_rank, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@functools.cache
+def by_us(model: str, method: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The same step with our engine: losses, gradients and buffers."""
+    net, (inputs, target) = compiled(model), data(model)
+    start = net.module().state_dict()
+    gradients: dict[int, Tensor] = {}
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(list(parameters), lr=0.0)
+
+        def note(*_: Any) -> None:
+            group = made.param_groups[0]["params"]
+            gradients.update({id(p): p.grad.clone() for p in group if p.grad is not None})
+
+        made.register_step_pre_hook(note)
+        return made
+
+    trainer = net.trainer(optimizer, F.cross_entropy, method=method, accumulate=MICROBATCHES)
+    losses: dict[int, float] = {}
+    chunks = zip(*(t.chunk(MICROBATCHES) for t in (*inputs, target)), strict=True)
+    for *fed, wanted in chunks:
+        metrics = trainer.step(tuple(fed), wanted)
+        losses[metrics.microbatch] = metrics.loss
+    trainer.flush()
+    state = {n: gradients[id(p)] for n, p in trainer.parameters().items() if id(p) in gradients}
+    buffers = net.model.named_buffers()
+    state |= {f"buffer {n}": b.clone() for n, b in buffers if b.is_floating_point()}
+    net.model.load_state_dict(start)
+    return [losses[index] for index in sorted(losses)], state
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_schedule_of_torch_trains_as_ours(launched: list[dict[str, Any]], case: Case) -> None:
+    losses, expected = by_us(case.model, case.method)
+    ranks = [found[str(case)] for found in launched]
+    (found,) = (rank["losses"] for rank in ranks if rank["losses"])
+    assert len(losses) == MICROBATCHES
+    assert found == pytest.approx(losses, abs=EXACT)
+    error, where = worst(expected, ranks[0]["state"] | ranks[1]["state"])
+    assert error <= EXACT, f"{where}: {error:.1e}"

@@ -1,0 +1,244 @@
+"""Batch norms and the ReLU after them as one: which ones are, and what comes of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import gradients, worst
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.kernels import batch_norm as batchnorms
+from revcompile.kernels.batch_norm import bn_relu
+from revcompile.runtime.reversible.precision_rewrites import fuse_bn_relu
+
+LAST = torch.channels_last
+
+
+def _bn_relu_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, running: Any, known: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, variance, momentum = running or (None, None, 0.0)
+    given = x, weight, bias, mean, variance, True, momentum, eps
+    out, means, scales = torch.native_batch_norm(*given)
+    if known is not None:
+        assert torch.equal(means, known[0]) and torch.equal(scales, known[1])
+    return out.relu(), means, scales
+
+
+def _bn_relu_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, scales: Tensor
+) -> tuple[Tensor, ...]:
+    value = (x.float() - means[:, None, None]) * (scales * weight)[:, None, None]
+    grad = grad * (value + bias[:, None, None] > 0)
+    given = grad, x, weight, None, None, means, scales, True, 1e-5
+    found: tuple[Tensor, ...] = torch.ops.aten.native_batch_norm_backward(*given, [True] * 3)
+    return found
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the kernels, which are torch's own functions here."""
+    asked: list[str] = []
+
+    def called(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            is_known = function is _bn_relu_forward and args[5] is not None
+            asked.append(function.__name__.strip("_") + (" as known" if is_known else ""))
+            return function(*args)
+
+        return call
+
+    stand_in = SimpleNamespace(
+        bn_relu_forward=called(_bn_relu_forward),
+        bn_relu_backward=called(_bn_relu_backward),
+        works_on=lambda device, dtype: True,
+    )
+    monkeypatch.setattr(batchnorms, "_kernels", lambda: stand_in)
+    monkeypatch.setattr(batchnorms, "_pays", lambda x: True)
+    return asked
+
+
+def _conv(width: int, size: int) -> nn.Conv2d:
+    """Without bias, whose gradient before a norm is nothing but noise."""
+    return nn.Conv2d(width, width, size, padding=size // 2, bias=False)
+
+
+class _Convs(nn.Module):
+    """Residual blocks as a ResNet has them: two norms with a ReLU, the second behind the sum."""
+
+    def __init__(self, depth: int = 3, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                *(_conv(width, 3), nn.BatchNorm2d(width), nn.ReLU()),
+                *(_conv(width, 1), nn.BatchNorm2d(width)),
+            )
+            for _ in range(depth)
+        )
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.relu(x + block(x))
+        return x
+
+
+def _net(**options: Any) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 6, 6).to(memory_format=LAST)
+    net = revcompile.reversify(_Convs(**options), x, check="off")
+    return net.train().to(memory_format=LAST), x
+
+
+def test_a_step_and_its_statistics(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = _net()
+    twin = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(net, x)
+        again = ["bn_relu_forward as known"] * 2 + ["bn_relu_backward"] * 2
+        assert kernels == ["bn_relu_forward"] * 6 + again * 3
+        monkeypatch.setattr(batchnorms, "_pays", lambda x: False)
+        expected = gradients(twin, x)
+    deviation, where = worst(expected, found)
+    assert deviation < 1e-2, where
+    assert len(kernels) == 18
+    for name, value in twin.named_buffers():
+        assert torch.allclose(dict(net.named_buffers())[name], value, atol=1e-5), name
+    assert int(net.get_submodule("blocks.0.1").num_batches_tracked) == 1
+
+
+def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
+    net, x = _net()
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    with torch.autocast("cpu", torch.bfloat16):
+        deviation, where = worst(gradients(stored, x), gradients(net, x))
+    assert deviation == 0.0, where
+    assert kernels.count("bn_relu_backward") == 12
+
+
+def test_statistics_of_a_layer_that_is_called_twice(kernels: list[str]) -> None:
+    """Each call's own, in both backward passes of one graph."""
+    net, x = _net()
+    shared = net.get_submodule("blocks.0.1")
+    for name in ("blocks.0.4", "blocks.1.1"):
+        parent, _, child = name.rpartition(".")
+        net.get_submodule(parent)._modules[child] = shared
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(x).float().square().sum()
+        out.backward(retain_graph=True)
+        out.backward()
+    assert kernels.count("bn_relu_forward") == 6 and kernels.count("bn_relu_forward as known") == 12
+
+
+def test_layers_outside_of_chains(kernels: list[str]) -> None:
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    x = torch.randn(2, 3, 8, 8).to(memory_format=LAST)
+    net = revcompile.reversify(nn.Sequential(stem, _Convs(1)), x, policy="pretrained", check="off")
+    net = net.train().to(memory_format=LAST)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(net, x)
+    once = [
+        "bn_relu_forward",
+        "bn_relu_forward",
+        "bn_relu_forward as known",
+        "bn_relu_backward",
+        "bn_relu_backward",
+    ]
+    assert kernels == once, "the stem's, and one of the block's; its last ReLU stays outside"
+    assert int(net.get_submodule("0.1").num_batches_tracked) == 1
+    net.eval()(x)
+    assert kernels == once
+
+
+def test_what_there_is_no_kernel_for(kernels: list[str]) -> None:
+    x = torch.randn(2, 8, 6, 6).to(memory_format=LAST).bfloat16()
+    layer, relu = nn.BatchNorm2d(8), nn.ReLU()
+    watched = nn.BatchNorm2d(8)
+    watched.register_forward_hook(lambda *_: None)
+    looked_at = nn.ReLU()
+    looked_at.register_forward_pre_hook(lambda *_: None)
+    for norm, act, given in (
+        (layer, relu, x.float()),
+        (layer, relu, x.contiguous()),
+        (nn.BatchNorm2d(8).eval(), relu, x),
+        (nn.BatchNorm2d(8, affine=False), relu, x),
+        (nn.BatchNorm2d(8, momentum=None), relu, x),
+        (nn.BatchNorm2d(8).double(), relu, x.double()),
+        (watched, relu, x),
+        (layer, looked_at, x),
+    ):
+        twin = copy.deepcopy(norm)
+        assert torch.equal(bn_relu(norm, act, given), F.relu(twin(given)))
+        assert all(map(torch.equal, norm.buffers(), twin.buffers()))
+    assert not kernels
+    bn_relu(layer, None, x)
+    bn_relu(nn.BatchNorm2d(8, track_running_stats=False), None, x)
+    assert kernels == ["bn_relu_forward"] * 2
+
+
+def test_gradients_of_gradients(kernels: list[str]) -> None:
+    x = torch.randn(2, 8, 3, 3).to(memory_format=LAST).bfloat16().requires_grad_()
+    norm = nn.BatchNorm2d(8)
+    found = []
+    for out in (bn_relu(norm, None, x), F.relu(norm(x))):
+        (first,) = torch.autograd.grad(out.float().sin().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.float().pow(2).sum(), norm.weight)[0])
+    assert torch.allclose(*found, rtol=2e-2, atol=2e-2 * float(found[1].abs().max()))
+    assert kernels == ["bn_relu_forward", "bn_relu_backward"], "the last ones need no graph"
+
+
+def test_small_images_and_those_on_a_cpu_are_left_to_torch() -> None:
+    assert not batchnorms._pays(torch.empty(2, 1024, 32, 32, dtype=torch.bfloat16))
+
+
+# -- which pairs -----------------------------------------------------------------------------------
+
+
+class _Pair(nn.Module):
+    """`x + read(self, norm(conv(x)))`."""
+
+    def __init__(self, read: Callable[..., Tensor], norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(8, 8, 1), norm, nn.ReLU()
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(self.read(self, self.norm(self.conv(x))))
+
+
+class _Named(nn.BatchNorm2d):
+    pass
+
+
+PAIRS: list[tuple[str, Callable[..., Tensor], nn.Module, bool]] = [
+    ("a layer", lambda self, x: self.relu(x), nn.BatchNorm2d(8), True),
+    ("F.relu", lambda self, x: F.relu(x), nn.BatchNorm2d(8), True),
+    ("torch.relu", lambda self, x: torch.relu(x), nn.BatchNorm2d(8), True),
+    ("another", lambda self, x: F.gelu(x), nn.BatchNorm2d(8), False),
+    ("read twice", lambda self, x: self.relu(x) + x, nn.BatchNorm2d(8), False),
+    ("no batch norm", lambda self, x: self.relu(x), nn.GroupNorm(2, 8), False),
+    ("somebody's own", lambda self, x: self.relu(x), _Named(8), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("read", "norm", "expected"), [case[1:] for case in PAIRS], ids=[case[0] for case in PAIRS]
+)
+def test_only_a_batch_norm_that_a_relu_alone_reads(
+    read: Callable[..., Tensor], norm: nn.Module, expected: bool
+) -> None:
+    net = revcompile.reversify(_Pair(read, norm), torch.randn(2, 8, 6, 6), check="off")
+    (coupling,) = net.rewired.couplings
+    before = str(coupling.branch)
+    joined = [node.target is bn_relu for node in fuse_bn_relu(coupling.branch, net).nodes]
+    assert joined.count(True) == expected
+    assert str(coupling.branch) == before

@@ -1,0 +1,361 @@
+"""Layer norms that give the precision they are read in: which ones do, and what they give."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import gradients, worst
+from paths import ROOT
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.kernels import layer_norm as norms
+from revcompile.kernels.autocast import is_autocasting
+from revcompile.kernels.gradient_sum import GradientSum
+from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
+from revcompile.runtime.reversible.precision_rewrites import cast_down
+
+
+def test_the_kernels_equal_torch() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.support.interpreted"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# -- with stand-ins for the kernels, on the CPU ----------------------------------------------------
+
+
+def _layer_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert x.data_ptr() % 16 == 0, "another kernel might sum up in another order"
+    out, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return out.to(dtype), mean, scale
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    own: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    given = grad.float(), x, x.shape[-1:], means, scales, weight, torch.zeros_like(weight)
+    of_x, *rest = torch.ops.aten.native_layer_norm_backward(*given, [True] * 3)
+    of_x = of_x if own is None else own + of_x
+    return of_x, None if dtype is None else of_x.to(dtype), *rest
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the kernels, which are torch's own functions here."""
+    asked: list[str] = []
+
+    def called(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            is_added = function is _layer_norm_backward and args[5] is not None
+            asked.append(function.__name__.strip("_") + (" added" if is_added else ""))
+            return function(*args)
+
+        return call
+
+    stand_in = SimpleNamespace(
+        layer_norm_forward=called(_layer_norm_forward),
+        layer_norm_backward=called(_layer_norm_backward),
+        supports_layer_norm=lambda device, columns, dtype: True,
+    )
+    monkeypatch.setattr(norms, "_kernels", lambda: stand_in)
+    monkeypatch.setattr(norms, "_pays", lambda x: is_autocasting(x.device))
+    return asked
+
+
+def _vit(**options: Any) -> nn.Module:
+    sizes = {"img_size": 16, "patch_size": 8, "depth": 2, "embed_dim": 12, "num_heads": 2}
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", **sizes, **options)
+    return model
+
+
+def _swin() -> nn.Module:
+    model: nn.Module = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=28, depths=(2,), num_heads=(1,), embed_dim=8
+    )
+    return model
+
+
+@pytest.mark.parametrize(("make", "size"), [(_vit, 16), (_swin, 28)])
+def test_no_bit_of_a_step_changes(
+    make: Callable[[], nn.Module], size: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 3, size, size)
+    net = revcompile.reversify(make(), x, check="off").train()
+    twin = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(net, x)
+        assert (
+            kernels
+            == ["layer_norm_forward"] * 4 + ["layer_norm_forward", "layer_norm_backward added"] * 4
+        )
+        monkeypatch.setattr(norms, "_pays", lambda x: False)
+        expected = gradients(twin, x)
+    assert len(kernels) == 12
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    net = revcompile.reversify(_vit(drop_path_rate=0.4), x, check="off").train()
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    with torch.autocast("cpu", torch.bfloat16):
+        deviation, where = worst(gradients(stored, x), gradients(net, x))
+    assert deviation == 0.0, where
+    assert kernels.count("layer_norm_backward") == kernels.count("layer_norm_backward added") == 4
+
+
+class _Readers(nn.Module):
+    """A stream that `count` norms read, and nothing else."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(count))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + sum(self.layer(norm(x)) for norm in self.norms)
+        return x
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_streams_own_gradient_is_added_once(count: int, kernels: list[str]) -> None:
+    x = torch.randn(2, 4, 8)
+    net = revcompile.reversify(_Readers(count), x, check="off").train()
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(net, x)
+        assert kernels.count("layer_norm_backward added") == 3
+        assert kernels.count("layer_norm_backward") == 3 * (count - 1)
+        deviation, where = worst(gradients(stored, x), found)
+    assert deviation < 2e-2, where  # sums in another order, rounded to bfloat16
+
+
+def test_a_gradient_that_lies_otherwise_is_added_later(kernels: list[str]) -> None:
+    stream, own = torch.randn(4, 6), torch.randn(6, 4).t()
+    total = GradientSum()
+    assert total.attach(stream) is stream and GradientSum.of(stream) is total
+    assert total.addend_for(stream) == (None, None), "there is none yet"
+    for kind in (own, own.double(), own[:, :3]):
+        total.begin(kind)
+        assert total.addend_for(stream) == (None, None)
+        assert torch.equal(total.finish(torch.ones_like(kind))[0], kind + 1)
+    total.begin(own)
+    assert total.finish(None) == (own, None)
+    x = stream.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call_layer_norm(nn.LayerNorm(6), total.attach(x.view_as(x)))
+    plain = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    total.begin(own)
+    whole, _ = total.finish(torch.autograd.grad(out.sum(), x)[0])
+    assert torch.equal(whole, own + plain)
+    assert kernels == ["layer_norm_forward", "layer_norm_backward", "layer_norm_backward"]
+
+
+def test_a_copy_is_of_the_whole_sum() -> None:
+    total, stream, own = GradientSum(), torch.randn(4, 6), torch.randn(4, 6)
+    for other in (0, 1):
+        total.begin(own, torch.float16)
+        assert total.addend_for(stream) == (own, torch.float16)
+        written = own + 1
+        total.store(written, written.half())
+        assert total.addend_for(stream) == (None, None), "once"
+        found, copied = total.finish(written + 1 if other else written.view_as(written))
+        assert torch.equal(found, own + 1 + other)
+        assert (copied is None) == bool(other), "another reader's gradient is not in it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_autocast_torch_computes(dtype: torch.dtype, kernels: list[str]) -> None:
+    x = torch.randn(2, 3, 16, 16, dtype=dtype)
+    net = revcompile.reversify(_vit().to(dtype), x, check="off").train()
+    gradients(net, x)
+    assert not kernels
+
+
+def test_a_stage_normalises_so_in_both_directions(
+    kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.randn(2, 3, 16, 16), torch.zeros(2).long()
+    net = revcompile.petrafy(_vit(num_classes=3), num_stages=2, example_inputs=x, check="off")
+    trained = []
+    for is_on in (True, False):
+        monkeypatch.setattr(norms, "_pays", lambda x, is_on=is_on: is_on)
+        trainer = copy.deepcopy(net).trainer(_sgd, F.cross_entropy, autocast=torch.bfloat16)
+        for _ in range(6):
+            trainer.step(x, y)
+        trainer.flush()
+        trained.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert (
+        kernels.count("layer_norm_forward") == 2 * 6 * 4
+        and kernels.count("layer_norm_backward") == 6 * 4
+    )
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_sees_its_norm_run(hook: str, kernels: list[str]) -> None:
+    layer, seen = nn.LayerNorm(4), []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call_layer_norm(layer, torch.randn(3, 4)).dtype == torch.bfloat16
+        getattr(layer, hook)(lambda module, *rest: seen.append(module))
+        assert call_layer_norm(layer, torch.randn(3, 4)).dtype == torch.float32
+    assert seen == [layer] and kernels == ["layer_norm_forward"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.LayerNorm(4), torch.randn(3, 4, dtype=torch.bfloat16)),
+        (nn.LayerNorm(4), torch.randn(3, 8)[:, ::2]),
+        (nn.LayerNorm((3, 4)), torch.randn(2, 3, 4)),
+        (nn.LayerNorm(4, bias=False), torch.randn(3, 4)),
+        (nn.LayerNorm(4, elementwise_affine=False), torch.randn(3, 4)),
+    ],
+    ids=["of bfloat16", "gaps", "two dimensions", "no bias", "no weight"],
+)
+def test_what_there_is_no_kernel_for(layer: nn.LayerNorm, x: Tensor, kernels: list[str]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call_layer_norm(layer, x), layer(x))
+        given = layer.normalized_shape, layer.weight, layer.bias, layer.eps
+        assert torch.equal(layer_norm(x, *given), layer(x))
+    assert not kernels
+
+
+def test_a_stream_at_an_odd_address_is_moved(kernels: list[str]) -> None:
+    layer, x = nn.LayerNorm(4), torch.randn(13)[1:].view(3, 4)
+    assert x.data_ptr() % 16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call_layer_norm(layer, x), layer(x).bfloat16())
+    assert kernels == ["layer_norm_forward"]
+
+
+def test_norms_on_the_cpu_are_left_to_torch() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not norms._pays(torch.empty(2**20))
+
+
+# -- which norms -----------------------------------------------------------------------------------
+
+
+class _Branch(nn.Module):
+    """`x + read(norm(x))`."""
+
+    def __init__(self, read: Callable[..., Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.layer = norm or nn.LayerNorm(8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.read(self, self.norm(x))
+
+
+class _Named(nn.LayerNorm):
+    pass
+
+
+class _Doubled(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def _shapes(self: _Branch, x: Tensor) -> Tensor:
+    return self.layer(x).view(x.shape[0], x.size(1), -1)
+
+
+def _attention(self: _Branch, x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, self.layer(x), self.layer(x))
+
+
+READERS: list[tuple[str, Callable[..., Tensor], bool]] = [
+    ("linear", lambda self, x: self.layer(x), True),
+    ("three linears", lambda self, x: self.layer(x) + self.layer(x) * self.layer(x), True),
+    ("F.linear", lambda self, x: F.linear(x, self.weight), True),
+    ("matmul", lambda self, x: x @ self.weight, True),
+    ("a method", lambda self, x: x.matmul(self.weight), True),
+    ("bmm", lambda self, x: torch.bmm(x, self.weight.expand(2, 8, 8)), True),
+    ("conv", lambda self, x: F.conv1d(x, self.weight[:4, :4, None]), True),
+    ("attention", _attention, True),
+    ("itself", lambda self, x: F.scaled_dot_product_attention(x, x, x), False),
+    ("its shape too", _shapes, True),
+    ("rearranged", lambda self, x: self.layer(x.view(-1, 8)).view(2, 4, 8), True),
+    ("computed with", lambda self, x: self.layer(x.exp()), False),
+    ("read in both ways", lambda self, x: self.layer(x) * x, False),
+    ("given back", lambda self, x: x, False),
+]
+
+
+def _replaced(model: nn.Module, x: Tensor) -> list[bool]:
+    net = revcompile.reversify(model, x, check="off")
+    branches = [cast_down(coupling.branch, net) for coupling in net.rewired.couplings]
+    return [
+        any(n.target in (call_layer_norm, layer_norm) for n in branch.nodes) for branch in branches
+    ]
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"), [case[1:] for case in READERS], ids=[case[0] for case in READERS]
+)
+def test_only_norms_whose_readers_all_cast(read: Callable[..., Tensor], expected: bool) -> None:
+    assert _replaced(_Branch(read), torch.randn(2, 4, 8)) == [expected]
+
+
+class _Called(nn.Module):
+    """A norm that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), self.weight, bias=self.bias, eps=1e-6)
+
+
+def test_a_functional_norm_counts_too(kernels: list[str]) -> None:
+    model, x = _Branch(READERS[0][1], _Called()), torch.randn(2, 4, 8)
+    assert _replaced(model, x) == [True]
+    net = revcompile.reversify(model, x, check="off").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(net, x)
+    assert kernels == ["layer_norm_forward", "layer_norm_forward", "layer_norm_backward added"]
+
+
+def test_which_layers_are_layer_norms() -> None:
+    from timm.layers import LayerNorm, LayerNorm2d
+
+    fast = LayerNorm(8)
+    fast._fast_norm = True
+    patched = nn.LayerNorm(8)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert all(map(is_layer_norm, (nn.LayerNorm(8), LayerNorm(8), _Named(8))))
+    assert not any(map(is_layer_norm, (fast, patched, LayerNorm2d(8), _Doubled(8), nn.RMSNorm(8))))

@@ -1,0 +1,289 @@
+"""Kernels for norms and sums that are read in low precision, on CUDA. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import worst
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from benchmarks.one_device.whole import capture_step
+from revcompile.kernels import exact_sum as grid
+from revcompile.kernels import gradient_sum as gradients
+from revcompile.kernels import layer_norm as norms
+from revcompile.kernels import triton_kernels as kernels
+from revcompile.kernels.gradient_sum import GradientSum
+from revcompile.kernels.layer_norm import call_layer_norm, layer_norm
+from revcompile.runtime.reversible import coupling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class _Mlps(nn.Module):
+    """Layer norms that linear layers read; streams of 2**21 elements and more."""
+
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(1))
+
+
+class _Convs(nn.Module):
+    """Branches that begin with a convolution, as a ResNet's do."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+SHAPES = {_Mlps: (64, 128, 256), _Convs: (32, 64, 32, 32)}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel is started."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("layer_norm_forward", "layer_norm_backward", "add_and_cast"):
+        monkeypatch.setattr(kernels, name, counting(name, getattr(kernels, name)))
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+def _net(kind: type[nn.Module], **options: Any) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(SHAPES[kind], device="cuda")
+    # Streams come back to the bit but for the grid they were put on (2**-17) if branches do too.
+    net = revcompile.reversify(kind().cuda(), x, check="off", tolerance=2e-5, **options)
+    return net.train(), x
+
+
+def _step(net: nn.Module, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    net.zero_grad()
+    with torch.autocast("cuda", dtype):
+        loss = F.cross_entropy(net(x).float(), torch.zeros(len(x), device="cuda").long())
+    loss.backward()
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+# -- the kernels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(50000, 1024), (50000, 128), (20001, 96), (1111, 1000), (300, 4096)]
+)
+def test_norms_equal_torch(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(rows, columns, device="cuda") * 3 + 1).requires_grad_()
+    layer = nn.LayerNorm(columns).cuda()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    grad = torch.randn(rows, columns, device="cuda").to(dtype)
+    given = (x, *layer.parameters())
+    with torch.autocast("cuda", dtype):
+        narrow, wide = call_layer_norm(layer, x), layer(x)
+        again = layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+    assert narrow.dtype == dtype and wide.dtype == torch.float32
+    assert torch.equal(narrow, again)
+    assert torch.allclose(narrow.float(), wide, rtol=ROUNDING[dtype], atol=1e-5)
+    assert float((narrow == wide.to(dtype)).float().mean()) > 0.99
+    found = torch.autograd.grad(narrow, given, grad)
+    wanted = torch.autograd.grad(wide.to(dtype), given, grad)
+    names = ("x", "weight", "bias")
+    of = [dict(zip(names, gradients, strict=True)) for gradients in (wanted, found)]
+    deviation, where = worst(*of)
+    assert deviation < 1e-4, where
+
+
+@pytest.mark.parametrize("columns", [96, 768, 4096])
+def test_a_norm_adds_a_streams_own_gradient(columns: int, counted: Counter[str]) -> None:
+    layer, x = nn.LayerNorm(columns).cuda(), torch.randn(20001, columns, device="cuda")
+    total, own = GradientSum(), torch.randn_like(x)
+    stream = total.attach(x.requires_grad_().view_as(x))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = call_layer_norm(layer, stream)
+    grad, given = torch.randn_like(out), (x, *layer.parameters())
+    plain = torch.autograd.grad(out, given, grad, retain_graph=True)
+    total.begin(own, torch.bfloat16)
+    found = torch.autograd.grad(out, given, grad)
+    assert counted["layer_norm_backward"] >= 2
+    whole, copied = total.finish(found[0])
+    assert whole is found[0] and copied is not None and torch.equal(copied, whole.bfloat16())
+    assert torch.allclose(found[0], own + plain[0], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(have, want) for have, want in zip(found[1:], plain[1:], strict=True))
+
+
+def test_norms_come_out_the_same_recorded_or_not() -> None:
+    """To the bit: what is rebuilt in backward must be what forward had."""
+    layer, x = nn.LayerNorm(768).cuda(), torch.randn(9999, 768, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        with torch.no_grad():
+            first = call_layer_norm(layer, x)
+        second = call_layer_norm(layer, x.clone().requires_grad_())
+        small = call_layer_norm(layer, x[:10])
+    assert second.grad_fn is not None and torch.equal(first, second)
+    assert small.dtype == torch.float32, "torch's own"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("is_minus", [False, True])
+@torch.no_grad()
+def test_a_sum_and_its_copy(
+    dtype: torch.dtype, layout: torch.memory_format, is_minus: bool
+) -> None:
+    made = [torch.randn(64, 33, 31, 29, device="cuda") for _ in range(2)]
+    stream, addend = (x.contiguous(memory_format=layout) for x in made)
+    addend = addend.to(dtype)
+    g = grid.make_grid(stream, addend.float())
+    stream = grid.rounded(stream, g)
+    want = (grid.subtract if is_minus else grid.add)(stream, addend, g)
+    with torch.autocast("cuda", torch.bfloat16):
+        total, copied = grid.add_or_subtract(stream, addend, g, is_minus, True)
+        assert grid.add_or_subtract(stream, addend, g, is_minus, False)[1] is None
+        assert grid.add_or_subtract(stream[:1], addend[:1], g, is_minus, True)[1] is None, (
+            "too small"
+        )
+    assert copied is not None and copied.dtype == torch.bfloat16
+    assert torch.equal(total, want) and torch.equal(copied, want.bfloat16())
+    assert total.stride() == copied.stride() == stream.stride()
+    assert grid.add_or_subtract(stream, addend, g, is_minus, True)[1] is None, "no autocast"
+
+
+# -- whole steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+def test_a_step_with_narrow_norms(
+    overlap: str, dtype: torch.dtype, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = _net(_Mlps, overlap=overlap)
+    _step(net, x, dtype)  # the first one tries whether kernels can be built
+    counted.clear()
+    found = _step(net, x, dtype)
+    assert counted == {"layer_norm_forward": 8, "layer_norm_backward": 4}
+    monkeypatch.setattr(norms, "_pays", lambda x: False)
+    expected = _step(net, x, dtype)
+    separate = {"add_and_cast": 3}  # sums of gradients, which a norm's kernel has done on the way
+    assert counted == {"layer_norm_forward": 8, "layer_norm_backward": 4, **separate}
+    deviation, where = worst(expected, found)
+    assert deviation < 3e-2, where
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_step_with_copied_sums_to_the_bit(
+    overlap: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = _net(_Convs, overlap=overlap)
+    twin = copy.deepcopy(net)
+    found = _step(net, x)
+    assert counted == {"add_and_cast": 9}, "three sums each way, and three of gradients"
+    add_or_subtract, added = coupling.add_or_subtract, gradients.add_gradients
+    monkeypatch.setattr(
+        coupling, "add_or_subtract", lambda *given: add_or_subtract(*given[:-1], False)
+    )
+    monkeypatch.setattr(gradients, "add_gradients", lambda *given: added(*given[:2]))
+    expected = _step(twin, x)
+    assert counted == {"add_and_cast": 9}
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", list(SHAPES))
+def test_without_autocast_no_kernel_is_started(
+    kind: type[nn.Module], counted: Counter[str]
+) -> None:
+    net, x = _net(kind)
+    net.tolerance = None
+    net(x).sum().backward()
+    assert not counted
+
+
+@pytest.mark.parametrize("kind", list(SHAPES))
+def test_a_recorded_step(kind: type[nn.Module]) -> None:
+    net, x = _net(kind)
+    eager = copy.deepcopy(net)
+    replay = capture_step(lambda: _step_in_place(net, x), net)
+    for _ in range(2):
+        x.copy_(torch.randn_like(x))
+        replay()
+        expected = _step(eager, x)
+        found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def _step_in_place(net: nn.Module, x: Tensor) -> None:
+    net.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = F.cross_entropy(net(x).float(), torch.zeros(len(x), device="cuda").long())
+    loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "cudagraphs"])
+def test_stages_normalise_so_too(
+    backend: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(SHAPES[_Mlps], device="cuda"), torch.zeros(64, device="cuda").long()
+    net = revcompile.petrafy(_Mlps().cuda(), num_stages=2, example_inputs=x, check="off")
+    losses = []
+    for is_on in (True, False):
+        if not is_on:
+            monkeypatch.setattr(norms, "_pays", lambda x: False)
+        before = counted.total()
+        trainer = copy.deepcopy(net).trainer(
+            _sgd, F.cross_entropy, autocast=torch.bfloat16, backend=backend
+        )
+        found = [trainer.step(x, y).loss for _ in range(12)]
+        trainer.flush()
+        losses.append(found)
+        assert (counted.total() > before) == is_on
+    assert losses[0] == pytest.approx(losses[1], rel=3e-2, nan_ok=True)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)

@@ -1,0 +1,288 @@
+"""Branches under autocast: what is cast when, and sums of two types. No bit may change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from helpers import gradients, worst
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import revcompile
+from revcompile.ir.module_tree import has_autocast_consumer
+from revcompile.ir.ops import as_read
+from revcompile.kernels import exact_sum as grid
+from revcompile.kernels import gradient_sum as sums
+from revcompile.kernels import triton_kernels as kernels
+from revcompile.runtime.reversible import coupling
+from revcompile.runtime.reversible import module as reversible
+from revcompile.runtime.reversible.precision_rewrites import cast_down
+
+
+class _Widened(TorchDispatchMode):
+    """Counts tensors of one shape that are turned from bfloat16 into float32, or the other way."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count, self.casts_down = shape, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.shape == self.shape:
+            self.count += args[0].dtype == torch.bfloat16 and out.dtype == torch.float32
+            self.casts_down += args[0].dtype == torch.float32 and out.dtype == torch.bfloat16
+        return out
+
+
+class _Stack(nn.Module):
+    def __init__(self, first: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(first(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class _Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, padding=1)
+
+
+X = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+
+
+def _differentiated(net: nn.Module) -> tuple[dict[str, Tensor], int]:
+    with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as widened:
+        return gradients(net, X), widened.count
+
+
+def test_gradients_are_widened_only_where_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = revcompile.reversify(_Stack(), X, check="off").train()
+    twin = copy.deepcopy(net)
+    found, widened = _differentiated(net)
+    monkeypatch.setattr(reversible, "has_autocast_consumer", lambda graph, root: False)
+    expected, before = _differentiated(twin)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert widened == before - 3
+
+
+def _copied(
+    stream: Tensor, addend: Tensor, g: Tensor | None, is_minus: bool, with_cast: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What a GPU's kernel gives; its copy is not made with a cast that is counted."""
+    total = (grid.subtract if is_minus else grid.add)(stream, addend, g)
+    if not with_cast:
+        return total, None
+    assert torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+    return total, torch.empty_like(total, dtype=torch.bfloat16).copy_(total)
+
+
+class _Turned(_Stack):
+    """Streams change their layout between the second block and the third."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = x + first(x)
+        x = (x + second(x)).transpose(2, 3)
+        return x + third(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "overlap", "casts"),
+    [
+        (_Stack(), "off", 2 * 3 - 2 * 2),
+        (_Stack(), "on", 2 * 3 - 2 * 2),
+        (_Turned(), "off", 2 * 3 - 2 * 1),
+        (_Stack(_Functional), "off", 2 * 3 - 2 * 2),
+        (_Stack(nn.ReLU), "off", 2 * 3),
+    ],
+    ids=["in a row", "overlapped", "linked", "functions", "read otherwise"],
+)
+def test_a_sum_is_read_as_it_was_copied(
+    model: nn.Module, overlap: str, casts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but a chain's first branch, and in backward its last, get copies of the sums before."""
+    net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
+    links = [coupling.rearrange is not None for coupling in net.rewired.couplings]
+    assert links == [False, False, isinstance(model, _Turned)]
+    results = []
+    for add_or_subtract in (coupling.add_or_subtract, _copied):
+        monkeypatch.setattr(coupling, "add_or_subtract", add_or_subtract)
+        with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
+            results.append(gradients(copy.deepcopy(net), X))
+    # Seeds of three backward passes are cast too.
+    assert seen.casts_down == casts + 3
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def _copied_gradient(
+    wide: Tensor, narrow: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    total = wide + narrow
+    if dtype is None:
+        return total, None
+    return total, torch.empty_like(total, dtype=dtype).copy_(total)
+
+
+@pytest.mark.parametrize(
+    ("model", "overlap", "copies"),
+    [(_Stack(), "off", 2), (_Stack(), "on", 2), (_Turned(), "off", 2), (_Stack(nn.ReLU), "off", 2)],
+    ids=["in a row", "overlapped", "linked", "read otherwise"],
+)
+def test_a_gradient_is_read_as_it_was_copied(
+    model: nn.Module, overlap: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All branches but the chain's last begin with a copy of the gradient's sum before."""
+    net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
+    results, casts = [], []
+    for added in (sums.add_gradients, _copied_gradient):
+        monkeypatch.setattr(sums, "add_gradients", added)
+        with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
+            results.append(gradients(copy.deepcopy(net), X))
+        casts.append(seen.casts_down)
+    assert casts[0] - casts[1] == copies
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_gradients_that_come_to_a_chain_are_laid_out_like_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once a chain: on a GPU, where a pooling layer hands out others."""
+    last, seen = torch.channels_last, []
+
+    def laid_out(value: Tensor, gradient: Tensor) -> Tensor:
+        seen.append((value.stride(), gradient.stride()))
+        return gradient.contiguous(memory_format=last)
+
+    x = X.double().to(memory_format=last)
+    net = revcompile.reversify(_Stack().double(), x, check="off").train().to(memory_format=last)
+    expected = gradients(copy.deepcopy(net), x)
+    monkeypatch.setattr(coupling, "laid_out_like", laid_out)
+    added = sums.add_gradients
+    strides = []
+    monkeypatch.setattr(
+        sums,
+        "add_gradients",
+        lambda *given: (strides.append(given[0].stride()), added(*given))[1],
+    )
+    found = gradients(net, x)
+    assert [value for value, _ in seen] == [x.stride()] * 2
+    assert strides == [x.stride()] * 3
+    assert worst(expected, found)[0] < 1e-10
+
+
+def test_streams_of_the_branches_type_need_no_copied_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    added = sums.add_gradients
+    monkeypatch.setattr(
+        sums, "add_gradients", lambda *given: (asked.append(given[2]), added(*given))[1]
+    )
+    gradients(revcompile.reversify(_Stack(), X, check="off").train(), X)
+    assert asked == [None] * 3
+
+
+def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        coupling, "add_or_subtract", lambda *given: (asked.append(given[-1]), _copied(*given))[1]
+    )
+    net = revcompile.reversify(_Stack().bfloat16(), X.bfloat16(), check="off").train()
+    gradients(net, X.bfloat16())
+    assert asked == [False] * 6
+
+
+def test_only_a_sole_reader_that_autocast_casts_for_counts() -> None:
+    def first(model: nn.Module) -> bool:
+        net = revcompile.reversify(model, X, check="off")
+        return has_autocast_consumer(net.rewired.couplings[0].branch, net)
+
+    assert first(_Stack())
+    assert first(_Stack(_Functional))
+    assert not first(_Stack(nn.ReLU))
+    hooked = revcompile.reversify(_Stack(), X, check="off")
+    hooked.get_submodule("blocks.0.1").register_forward_pre_hook(lambda layer, args: None)
+    assert not has_autocast_consumer(hooked.rewired.couplings[0].branch, hooked)
+
+
+def _has_early_casts(net: revcompile.ReversibleModule) -> list[bool]:
+    branches = [cast_down(coupling.branch, net) for coupling in net.rewired.couplings]
+    return [any(n.target is as_read for n in branch.nodes) for branch in branches]
+
+
+def test_windows_are_made_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(2,), num_heads=(1,), embed_dim=12
+    )
+    x = torch.randn(2, 3, 56, 56)
+    net = revcompile.reversify(model, x, check="off").train()
+    assert _has_early_casts(net) == [True, False, True, False], "attention, not the MLP"
+    twin = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(net, x)
+        monkeypatch.setattr(reversible, "cast_down", lambda graph, root: graph)
+        expected = gradients(twin, x)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class _Branch(nn.Module):
+    """`x + layer(between(norm(x)))`."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.between(self.norm(x)))
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (lambda x: x.reshape(-1, 8).view(2, 4, 8), True),
+        (lambda x: F.pad(x.roll(1, 0), (0, 0, 0, 0)), True),
+        (lambda x: F.pad(x, (0, 0, 0, 0), value=1.5), False),
+        (lambda x: x.view(2, 4, 8).exp(), False),
+        (lambda x: x, False),
+    ],
+    ids=["rearranged", "rolled and padded", "padded with a number", "computed with", "as it is"],
+)
+def test_only_what_is_merely_rearranged_is_cast_early(
+    between: Callable[[Tensor], Tensor], expected: bool
+) -> None:
+    net = revcompile.reversify(_Branch(between), torch.randn(2, 4, 8), check="off")
+    assert _has_early_casts(net) == [expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by Triton's interpreter, on the CPU."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(kernels, "_kernel", interpreter.InterpretedFunction(kernels._sum))
+    stream, addend = torch.randn(3, 700), torch.randn(3, 700).to(dtype)
+    g = grid.make_grid(stream, stream)
+    stream = grid.rounded(stream, g)
+    there = kernels.add(stream, addend, g)
+    assert torch.equal(there, grid.add(stream, addend, g))
+    assert torch.equal(kernels.add(there, addend, g, is_minus=True), stream)
+    assert torch.equal(kernels.add(stream, addend), stream + addend)
+    total, copied = kernels.add_and_cast(stream, addend, torch.float16, g, is_minus=True)
+    assert torch.equal(total, grid.subtract(stream, addend, g))
+    assert torch.equal(copied, total.half())

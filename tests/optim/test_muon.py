@@ -1,0 +1,178 @@
+"""DelayAwareMuon and ErrorFeedback: without delay torch's own; with delay weights moved ahead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import revcompile
+from revcompile.optim import DelayAwareMuon, ErrorFeedback, muon_groups
+from revcompile.optim.muon import orthogonalise
+
+
+def updated(make: Callable[[Any], Optimizer], delay: float = 0.0, count: int = 3) -> list[Tensor]:
+    """Parameters after some updates with the same gradients."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(size)) for size in ((6, 4), (4, 6), (4, 6), (5,))]
+    optimizer = make(params)
+    if hasattr(optimizer, "delay"):
+        optimizer.delay = delay
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_without_delay_vectors_are_adamws() -> None:
+    settings: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1}
+    ours = updated(lambda p: DelayAwareMuon(p, adamw_lr=0.01, **settings))
+    torchs = updated(lambda p: torch.optim.AdamW(p, lr=0.01, **settings))
+    torch.testing.assert_close(ours[3], torchs[3])
+
+
+def test_without_delay_matrices_are_muons() -> None:
+    ours = updated(lambda p: DelayAwareMuon(p, lr=0.02, weight_decay=0.1))
+    torchs = updated(lambda p: torch.optim.Muon(p[:3], lr=0.02, weight_decay=0.1))
+    for mine, theirs in zip(ours[:3], torchs[:3], strict=True):  # theirs iterates in bfloat16
+        torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=0.0)
+
+
+def test_equal_shapes_are_orthogonalised_as_alone() -> None:
+    matrices = [torch.randn(size).double() for size in ((6, 4), (4, 6), (5, 2, 3, 3), (4, 6))]
+    together = orthogonalise(matrices)
+    for matrix, result in zip(matrices, together, strict=True):
+        torch.testing.assert_close(orthogonalise([matrix])[0], result)
+        assert result.shape == matrix.shape
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: DelayAwareMuon(p, weight_decay=0.1),
+        lambda p: ErrorFeedback(torch.optim.AdamW(p, lr=0.01)),
+        lambda p: ErrorFeedback(torch.optim.SGD(p, lr=0.1)),
+    ],
+    ids=["muon", "adamw", "sgd"],
+)
+@pytest.mark.parametrize("delay", [1.0, 2.5])
+def test_feedback_moves_weights_ahead_by_the_delay(
+    make: Callable[[Any], Optimizer], delay: float
+) -> None:
+    """w = y - t u, with y the weights without feedback (updates must not depend on w)."""
+
+    def without_decay(params: Any) -> Optimizer:
+        optimizer = make(params)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        return optimizer
+
+    plain = [updated(without_decay, count=count) for count in (2, 3)]
+    ahead = updated(without_decay, delay)
+    for y_before, y, w in zip(*plain, ahead, strict=True):
+        torch.testing.assert_close(w, y - delay * (y_before - y))
+
+
+@pytest.mark.parametrize(
+    "make", [DelayAwareMuon, lambda p: ErrorFeedback(torch.optim.AdamW(p))], ids=["muon", "adamw"]
+)
+def test_training_goes_on_from_a_state_dict(make: Callable[[Any], Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = make(model.parameters())
+    optimizer.delay = 2.0
+
+    def step(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+
+    step(model, optimizer, 1)
+    other = copy.deepcopy(model)
+    resumed = make(other.parameters())
+    resumed.delay = 2.0
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in (2, 3):
+        step(model, optimizer, seed)
+        step(other, resumed, seed)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 11)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def test_embeddings_and_the_output_layer_are_adamws() -> None:
+    model = Tower()
+    named = list(model.named_parameters())
+    names = {id(p): name for name, p in named}
+    matrices, rest = muon_groups(model)(named)
+    assert {names[id(p)] for p in matrices["params"]} == {f"blocks.{i}.weight" for i in range(4)}
+    assert "embed.weight" in {names[id(p)] for p in rest["params"]}
+    matrices, _ = muon_groups(model, adamw=["blocks.0"])(named)
+    assert {names[id(p)] for p in matrices["params"]} == {f"blocks.{i}.weight" for i in (1, 2, 3)}
+    with pytest.raises(ValueError, match="the model has no 'block'"):
+        muon_groups(model, adamw=["block"])
+
+
+@pytest.mark.parametrize("method", ["petra", "petra_stashed", "1f1b"])
+def test_a_pipeline_trains_with_it(method: str) -> None:
+    model = Tower()
+    tokens = torch.randint(11, (4, 6))
+    net = revcompile.petrafy(model, 4, tokens)
+    trainer = net.trainer(
+        lambda p: DelayAwareMuon(p, lr=0.02, adamw_lr=0.01),
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        method=method,
+        param_groups=muon_groups(model),
+    )
+    delays = [executor.updater.optimizer.delay for executor in trainer.executors]  # type: ignore[union-attr]
+    assert (delays[0] > 0) == (method != "1f1b") and delays[-1] == 0
+    losses = [trainer.step(tokens, tokens) for _ in range(60)]
+    seen = [metrics.loss for metrics in losses if metrics.loss is not None]
+    assert seen[-1] < 0.2 * seen[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0: expected a number of 0 or more"),
+        ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
+        ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DelayAwareMuon([torch.zeros(2, 2)], **settings)
+
+
+def test_a_vector_cannot_be_orthogonalised() -> None:
+    with pytest.raises(ValueError, match="two or more dimensions"):
+        DelayAwareMuon([{"params": [torch.zeros(2)], "use_muon": True}])
+
+
+def test_only_optimizers_are_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got list"):
+        ErrorFeedback([])  # type: ignore[arg-type]

@@ -1,0 +1,273 @@
+"""Momentum for late gradients: what it is at no delay, and what delay does to it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+from torch.testing import assert_close
+from training import Plain, batches, fresh, weights
+
+from revcompile.optim.delay_aware import (
+    DelayAwareAdamW,
+    DelayAwareSGD,
+    averaging_horizon,
+    look_ahead,
+)
+from revcompile.schedule import choose, mean_delay
+
+DELAYS = (0.0, 0.75, 1.0, 2.25, 9.0)
+
+
+def _parameters(count: int = 3) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(2, count, dtype=torch.float64)) for _ in range(count)]
+
+
+def _gradients(step: int, params: list[nn.Parameter]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in params]
+
+
+def _follow(optimizer: Optimizer, params: list[nn.Parameter], steps: int) -> list[Tensor]:
+    for step in range(steps):
+        for p, grad in zip(params, _gradients(step, params), strict=True):
+            p.grad = grad
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_without_delay_it_is_nesterov_momentum() -> None:
+    params = _parameters()
+    twins = copy.deepcopy(params)
+    groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}]
+    others = [{"params": twins[:1], "weight_decay": 0.0}, {"params": twins[1:]}]
+    found = _follow(DelayAwareSGD(groups, 0.1, 0.8, weight_decay=0.1), params, 60)
+    torchs = SGD(others, 0.1, 0.8, nesterov=True, weight_decay=0.1)
+    assert_close(found, _follow(torchs, twins, 60), rtol=0, atol=1e-13)
+
+
+def test_momentum_may_change_as_in_torch() -> None:
+    """As one-cycle schedules change it: what is kept is the distance to go."""
+    params = _parameters()
+    twins = copy.deepcopy(params)
+    pair = DelayAwareSGD(params, 0.1, 0.95), SGD(twins, 0.1, 0.95, nesterov=True)
+    for optimizer, mine in zip(pair, (params, twins), strict=True):
+        _follow(optimizer, mine, 20)
+        optimizer.param_groups[0]["momentum"] = 0.85
+        _follow(optimizer, mine, 20)
+    assert_close(params, twins, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
+def test_means_of_low_precision_parameters_do_not_freeze(make: Callable[..., Any]) -> None:
+    """A mean over 820 updates moves by less than bfloat16 can tell."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        p = nn.Parameter(torch.zeros(1, dtype=dtype))
+        optimizer = make([p], lr=0.0)
+        optimizer.delay = 9.0
+        for step in range(1500):
+            p.grad = torch.full_like(p, 1.0 if step < 500 else -1.0)
+            optimizer.step()
+        found[dtype] = next(v for k, v in optimizer.state[p].items() if k in optimizer._means)
+        assert p.dtype == dtype
+    assert found[torch.bfloat16].item() < 0
+    assert_close(found[torch.bfloat16], found[torch.float32])
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_the_step_goes_where_the_mean_will_be(delay: float) -> None:
+    """Against the formulas, number by number."""
+    params = _parameters()
+    expected = [p.detach().clone() for p in params]
+    means = [torch.zeros_like(p) for p in expected]
+    for step in range(100):
+        rate = 1 / min(10 + step, 10 * (1 + delay**2))
+        for p, mean, grad in zip(expected, means, _gradients(step, params), strict=True):
+            before = mean.clone()
+            mean += rate * (grad - mean)
+            # One update moves the mean by rate (g - before); `lead` of them as far again.
+            ahead = (mean - before) / rate * (1 - rate)
+            p -= 0.1 / (1 - 0.9) * (mean + min(rate * (1 + 1.25 * delay), 1) * ahead)
+    optimizer = DelayAwareSGD(params, 0.1)
+    optimizer.delay = delay
+    assert_close(_follow(optimizer, params, 100), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_the_same_by_the_size_of_gradients(delay: float) -> None:
+    """Against the formulas; the mean's weights add up to one from the first update on."""
+    params = _parameters()
+    expected = [p.detach().clone() for p in params]
+    history: list[list[Tensor]] = []
+    shares = torch.zeros(0, dtype=torch.float64)
+    squares = [torch.zeros_like(p) for p in expected]
+    for step in range(100):
+        history.append(_gradients(step, params))
+        rate = 1 / min(10 + step, 10 * (1 + delay**2))
+        shares = torch.cat([shares * (1 - rate), shares.new_tensor([rate])])
+        fresh_share = min(rate * look_ahead(delay), 1)
+        for index, (p, square) in enumerate(zip(expected, squares, strict=True)):
+            gradients = torch.stack([grads[index] for grads in history])
+            mean = torch.einsum("t,tij->ij", shares / shares.sum(), gradients)
+            square.mul_(0.99).addcmul_(gradients[-1], gradients[-1], value=0.01)
+            size = (square / (1 - 0.99 ** (step + 1))).sqrt() + 1e-8
+            p *= 1 - 0.01 * 0.1
+            p -= 0.01 * torch.lerp(mean, gradients[-1], fresh_share) / size
+    optimizer = DelayAwareAdamW(params, 0.01, (0.9, 0.99), weight_decay=0.1)
+    optimizer.delay = delay
+    assert_close(_follow(optimizer, params, 100), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
+def test_a_step_as_it_is_recorded_is_the_same(make: Callable[..., Any]) -> None:
+    """With counters and learning rate as tensors."""
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    params = _parameters()
+    twins = copy.deepcopy(params)
+    optimizers = make(params, lr=0.1), make(twins, lr=rate, capturable=True)
+    for optimizer in optimizers:
+        optimizer.delay = 1.5
+    found = [
+        _follow(optimizer, p, 40) for optimizer, p in zip(optimizers, (params, twins), strict=True)
+    ]
+    assert_close(*found, rtol=0, atol=1e-12)
+
+
+# -- late gradients ------------------------------------------------------------------------------
+
+
+def _reach(make: Callable[..., Any], delay: int, curved: float, steps: int = 4000) -> float:
+    """How far from the least a parameter is, if its gradients come so late.
+
+    `curved`: the loss's curvature times how far a gradient moves the parameter in the end.
+    """
+    p = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = make([p])
+    optimizer.delay = delay
+    late: deque[Tensor] = deque([torch.zeros_like(p)] * delay)
+    full = round(averaging_horizon(delay))  # as long as the memory grows, so does a learning rate
+    for step in range(steps):
+        late.append(p.detach() * curved * 0.1 * (step >= full))
+        p.grad = late.popleft()
+        optimizer.step()
+        if not p.detach().abs() < 1e6:
+            return float("inf")
+    return float(p.detach().abs())
+
+
+def _nesterov(params: Any) -> Optimizer:
+    return SGD(params, 1.0, 0.9, nesterov=True)
+
+
+@pytest.mark.parametrize(("delay", "most"), [(1, 2.54), (2, 0.81), (5, 0.253), (9, 0.139)])
+def test_delay_makes_nesterov_momentum_swing(delay: int, most: float) -> None:
+    """The numbers that the module tells."""
+    assert _reach(_nesterov, delay, 0.9 * most) < 0.1
+    assert _reach(_nesterov, delay, 1.1 * most) > 10
+
+
+@pytest.mark.parametrize("delay", [1, 2, 5, 9])
+def test_with_a_lead_it_stays_calm(delay: int) -> None:
+    calm = _reach(lambda p: DelayAwareSGD(p, 1.0), delay, 4.0, 1000 * (1 + delay))
+    assert calm < 1e-3 and _reach(_nesterov, delay, 4.0) == float("inf")
+
+
+@pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
+def test_a_parameter_that_joins_later(make: Callable[..., Any]) -> None:
+    """As if it had an optimizer of its own."""
+    params = _parameters()
+    twins = copy.deepcopy(params)
+    both, first, last = make(params, lr=0.1), make(twins[:2], lr=0.1), make(twins[2:], lr=0.1)
+    for optimizer in (both, first, last):
+        optimizer.delay = 2.0
+    for step in range(30):
+        for p, twin, grad in zip(params, twins, _gradients(step, params), strict=True):
+            p.grad, twin.grad = grad.clone(), grad.clone()
+        if step < 10:
+            params[2].grad = twins[2].grad = None
+        for optimizer in (both, first, last):
+            optimizer.step()
+    assert_close(params, twins, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("delay", [0.0, 2.0])
+def test_without_momentum(delay: float) -> None:
+    params = _parameters()
+    optimizer = DelayAwareAdamW(params, 0.1, betas=(0.0, 0.999))
+    optimizer.delay = delay
+    assert all(p.isfinite().all() for p in _follow(optimizer, params, 20))
+    params, twins = _parameters(), _parameters()
+    found = _follow(DelayAwareSGD(params, 0.1, momentum=0.0), params, 20)
+    assert_close(found, _follow(SGD(twins, 0.1), twins, 20), rtol=0, atol=1e-13)
+
+
+def test_settings_that_make_no_sense() -> None:
+    for bad in ({"lr": -1.0}, {"lr": 0.1, "momentum": 1.0}, {"lr": 0.1, "weight_decay": -1.0}):
+        with pytest.raises(ValueError, match=r"expected a number"):
+            DelayAwareSGD(_parameters(), **bad)
+    with pytest.raises(ValueError, match=r"beta=1.0: expected a number from 0 to below 1"):
+        DelayAwareAdamW(_parameters(), betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match=r"momentum=1.0: expected a number from 0 to below 1"):
+        DelayAwareSGD([{"params": _parameters(), "momentum": 1.0}], lr=0.1)
+    assert averaging_horizon(0, 0.5) == 2
+
+
+def test_a_group_has_betas_of_its_own() -> None:
+    first, second = _parameters()[:2]
+    groups = [{"params": [first], "betas": (0.5, 0.9)}, {"params": [second]}]
+    found = DelayAwareAdamW(groups, betas=(0.8, 0.99)).param_groups
+    assert [(group["momentum"], group["beta"]) for group in found] == [(0.5, 0.9), (0.8, 0.99)]
+    assert "betas" not in found[0]
+
+
+# -- in a pipeline -------------------------------------------------------------------------------
+
+
+def test_every_stage_is_told_its_delay() -> None:
+    net = fresh(Plain, 4)
+    made: list[Any] = []
+
+    def factory(params: Any) -> Optimizer:
+        made.append(DelayAwareSGD(params, 0.1))
+        return made[-1]
+
+    trainer = net.trainer(factory, F.cross_entropy, accumulate=2)
+    method = choose("petra")
+    assert [o.delay for o in made] == [mean_delay(method, 4, j, 2) for j in range(4)]
+    assert [o.delay for o in made] == [1.5, 1.0, 0.5, 0.0]
+    for batch in batches(8):
+        trainer.step(*batch)
+    trainer.flush()
+    made.clear()
+    later = net.trainer(factory, F.cross_entropy, accumulate=2, method="backprop")
+    later.load_state_dict(trainer.state_dict())
+    assert [o.delay for o in made] == [0.0] * 4, "a checkpoint brings no delay of its own"
+    for batch in batches(4):
+        later.step(*batch)
+
+
+def test_without_delay_a_pipeline_trains_as_with_nesterov_momentum() -> None:
+    found = []
+    for make in (lambda p: DelayAwareSGD(p, 0.1), lambda p: SGD(p, 0.1, 0.9, nesterov=True)):
+        net = fresh(Plain, 2)
+        trainer = net.trainer(make, F.cross_entropy, method="1f1b", accumulate=2)
+        for batch in batches(12):
+            trainer.step(*batch)
+        trainer.flush()
+        found.append(weights(net))
+    assert_close(*found, rtol=0, atol=1e-6)
+
+
+def test_others_are_told_nothing() -> None:
+    net = fresh(Plain, 2)
+    trainer = net.trainer(lambda p: AdamW(p), F.cross_entropy)
+    assert not any(hasattr(executor.updater.optimizer, "delay") for executor in trainer.executors)

@@ -1,0 +1,283 @@
+"""What a stage holds: by hand on a small row of pieces, and the paper's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import fx
+
+import revcompile
+from benchmarks.stages.accounting import ROWS, revnet50, table3
+from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
+from revcompile.compiler.lower import lower
+from revcompile.compiler.partition import partition
+from revcompile.ir.program import Piece
+from revcompile.ir.types import Cost, Coupling, Opaque, ResidualKind, TensorType
+from revcompile.schedule import Keep, Method, Weights, choose, window
+
+EMPTY = fx.Graph()
+BATCH = 3
+
+
+def tensor(width: int, dtype: torch.dtype = torch.float32) -> TensorType:
+    return TensorType((2, width), (1, 0), dtype, batch=2)
+
+
+def opaque(name: str, inputs: str, outputs: str) -> Piece:
+    return Piece(Opaque(name, tuple(inputs.split()), tuple(outputs.split()), EMPTY, "by hand"))
+
+
+def coupling(name: str, inputs: str, outputs: str, sides: str = "") -> Piece:
+    (a, b), (c, d) = inputs.split(), outputs.split()
+    kind = ResidualKind.IDENTITY
+    return Piece(Coupling(name, kind, (a, b), (c, d), tuple(sides.split()), EMPTY), "grid")
+
+
+PIECES = (
+    opaque("stem", "x", "a0 b0"),
+    coupling("c1", "a0 b0", "a1 b1"),
+    coupling("c2", "a1 b1", "a2 b2"),
+    opaque("down", "a2 b2", "mid"),
+    opaque("up", "mid", "a3 b3"),
+    coupling("c3", "a3 b3", "a4 b4"),
+    opaque("head", "a4 b4", "y"),
+)
+WIDTHS = {"x": 7, "mid": 5, "y": 1}
+WIDTHS |= {f"{stream}{i}": 10 for stream in "ab" for i in range(3)}
+WIDTHS |= {f"{stream}{i}": 4 for stream in "ab" for i in (3, 4)}
+TYPES = {name: tensor(width) for name, width in WIDTHS.items()}
+COSTS = tuple(
+    Cost(
+        flops=1,
+        parameters=100 + i,
+        saved=2 * 1000 * (i + 1),
+        shared=2 * 100,
+        weights=400 + i,
+        trained=40 + i,
+        batch=2,
+    )
+    for i in range(len(PIECES))
+)
+STREAM = BATCH * 10 * 4  # bytes of one wide stream
+NARROW = BATCH * 4 * 4  # and of one behind "up"
+IMAGE = BATCH * 7 * 4
+MIDDLE = BATCH * 5 * 4
+
+
+def saved(first: int, *rest: int) -> int:
+    """What pieces in one graph save at the batch size: neighbours share a part of it."""
+    alone = sum(BATCH * 1000 * (i + 1) for i in (first, *rest))
+    return alone - BATCH * 100 * len(rest)
+
+
+def model(
+    method: Method, stages: int = 4, first_input_free: bool = True, **options: Any
+) -> MemoryModel:
+    workload = Workload(method, BATCH, **options)
+    return MemoryModel(PIECES, TYPES, COSTS, stages, workload, first_input_free=first_input_free)
+
+
+PETRA = choose("petra")
+
+
+def test_parameters_gradients_and_optimizer() -> None:
+    memory = model(PETRA, optimizer_copies=2).stage(1, 1, 3)
+    assert memory.parameters == 401 + 402
+    assert memory.gradients == 41 + 42
+    assert memory.optimizer == 2 * memory.gradients
+    assert memory.stashed == 0
+
+
+def test_couplings_keep_nothing_and_work_on_one_at_a_time() -> None:
+    memory = model(PETRA).stage(1, 1, 3)
+    assert memory.buffers == 0
+    assert memory.working == saved(2)
+
+
+def test_a_run_of_opaque_pieces_keeps_its_input_for_every_micro_batch_in_flight() -> None:
+    memory = model(PETRA).stage(1, 2, 6)  # stage 1 of 4: 3 in flight
+    assert memory.buffers == 3 * 2 * STREAM
+    assert memory.working == saved(3, 4)
+    twice = model(choose("petra", order="paper")).stage(1, 2, 6)
+    assert twice.buffers == 5 * 2 * STREAM
+
+
+def test_a_cut_inside_a_run_keeps_what_crosses_it() -> None:
+    assert model(PETRA).stage(2, 4, 6).buffers == 2 * MIDDLE
+
+
+def test_the_last_stage_keeps_the_graphs_of_its_opaque_runs_too() -> None:
+    memory = model(PETRA).stage(3, 4, 7)
+    assert memory.buffers == MIDDLE + 2 * NARROW
+    # The head's graph is gone when the couplings before it are rebuilt.
+    assert memory.working == saved(4) + max(saved(5), saved(6))
+
+
+def test_the_first_stage_can_ask_the_dataset_again() -> None:
+    assert model(PETRA).stage(0, 0, 2).buffers == 0
+    assert model(PETRA, first_input_free=False).stage(0, 0, 2).buffers == 4 * IMAGE
+    # only the model's input is free: what the stage made itself is not
+    assert model(PETRA).stage(0, 0, 4).buffers == 4 * 2 * STREAM
+
+
+def test_a_stage_that_keeps_its_input_works_on_its_whole_graph() -> None:
+    memory = model(choose("features_replay")).stage(1, 1, 4)
+    assert memory.buffers == 3 * 2 * STREAM
+    assert memory.working == saved(1, 2, 3)
+
+
+def test_the_gradients_of_a_single_coupling_depend_on_one_stream() -> None:
+    workload = Workload(choose("features_replay"), BATCH)
+    replaying = MemoryModel(PIECES, TYPES, COSTS, 4, workload, only_needed_inputs=True)
+    assert replaying.stage(1, 1, 2).buffers == 3 * STREAM
+    assert replaying.stage(1, 1, 3).buffers == 3 * 2 * STREAM
+    assert replaying.read(1, 1, 2) == STREAM
+    assert model(choose("features_replay")).stage(1, 1, 2).buffers == 3 * 2 * STREAM
+
+
+def test_a_stream_that_the_branch_reads_too_is_needed() -> None:
+    same = (opaque("stem", "x", "a0"), coupling("c", "a0 a0", "a1 b1"))
+    workload = Workload(choose("features_replay"), BATCH)
+    whole = MemoryModel(same, TYPES, COSTS[:2], 4, workload, only_needed_inputs=True)
+    assert whole.stage(1, 1, 2).buffers == 3 * STREAM
+
+
+def test_a_side_value_is_kept_with_the_input() -> None:
+    sided = (coupling("c", "a0 b0", "a1 b1", sides="mid"),)
+    workload = Workload(choose("features_replay"), BATCH)
+    memory = MemoryModel(sided, TYPES, COSTS[:1], 4, workload).stage(1, 0, 1)
+    assert memory.buffers == 3 * (2 * STREAM + MIDDLE)
+
+
+SIDED = (
+    opaque("stem", "x", "a0 b0 mid"),
+    coupling("c1", "a0 b0", "a1 b1", sides="mid"),
+    coupling("c2", "a1 b1", "a2 b2", sides="mid"),
+    opaque("head", "a2 b2", "y"),
+)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "kept"),
+    [
+        (1, 2, 0),  # c2 reads it too: the next stage sends it back
+        (2, 3, MIDDLE),
+        (1, 3, MIDDLE),
+        (0, 3, MIDDLE),  # made in the stage itself
+        (1, 4, MIDDLE + 2 * STREAM),  # and the head keeps its input
+    ],
+)
+def test_couplings_keep_sides_that_do_not_come_back(start: int, end: int, kept: int) -> None:
+    whole = MemoryModel(SIDED, TYPES, COSTS[:4], 4, Workload(PETRA, BATCH))
+    assert whole.stage(0, start, end).buffers == 4 * kept
+
+
+def test_a_side_that_an_opaque_run_keeps_is_not_kept_twice() -> None:
+    pieces = (
+        opaque("stem", "x", "a0 b0 mid"),
+        coupling("c1", "a0 b0", "a1 b1", sides="mid"),
+        opaque("head", "a1 b1 mid", "y"),
+    )
+    whole = MemoryModel(pieces, TYPES, COSTS[:3], 4, Workload(PETRA, BATCH))
+    assert whole.stage(1, 1, 3).buffers == 3 * (2 * STREAM + MIDDLE)
+
+
+def test_a_stage_that_keeps_its_graph_has_one_for_every_micro_batch_in_flight() -> None:
+    memory = model(choose("ddg")).stage(1, 1, 4)
+    assert memory.buffers == 3 * saved(1, 2, 3)
+    assert memory.working == 0
+
+
+@pytest.mark.parametrize(("accumulate", "buffered"), [(1, 1), (2, 2), (8, 3)])
+def test_flushing_methods_hold_a_group_at_most(accumulate: int, buffered: int) -> None:
+    memory = model(choose("1f1b"), accumulate=accumulate).stage(1, 1, 3)
+    assert memory.buffers == buffered * saved(1, 2)
+
+
+@pytest.mark.parametrize(("accumulate", "versions"), [(1, 6), (2, 3), (4, 2), (6, 1)])
+def test_stashed_parameters_are_the_versions_in_flight(accumulate: int, versions: int) -> None:
+    memory = model(choose("delayed"), accumulate=accumulate).stage(0, 0, 2)
+    assert memory.stashed == versions * memory.parameters
+
+
+def test_a_waiting_micro_batch_is_kept_in_the_type_of_the_buffer() -> None:
+    full = model(PETRA).stage(0, 2, 4).buffers
+    half = model(PETRA, buffer_bytes=torch.bfloat16.itemsize).stage(0, 2, 4).buffers
+    assert full == 4 * 2 * STREAM
+    assert half == 2 * STREAM + 3 * STREAM  # one at work in float32, three in bfloat16
+    whole = model(choose("features_replay"), buffer_bytes=torch.bfloat16.itemsize)
+    assert whole.stage(0, 2, 4).buffers == half
+
+
+def test_integers_stay_as_they_are_in_a_buffer() -> None:
+    types = {**TYPES, "x": tensor(7, torch.int64)}
+    workload = Workload(PETRA, BATCH, buffer_bytes=torch.bfloat16.itemsize)
+    counted = MemoryModel(PIECES[:1], types, COSTS[:1], 2, workload, first_input_free=False)
+    memory = counted.stage(0, 0, 1)
+    assert memory.buffers == 2 * BATCH * 7 * 8
+
+
+def test_messages_bring_values_and_gradients_back() -> None:
+    assert model(PETRA).stage(0, 0, 2).messages == 2 * 2 * STREAM
+    assert model(PETRA).stage(1, 2, 4).messages == 2 * STREAM + MIDDLE
+    assert model(choose("dsp")).stage(0, 0, 2).messages == 2 * STREAM
+    assert model(PETRA).stage(3, 4, 7).messages == MIDDLE
+
+
+def test_a_stage_alone_is_a_stage_in_its_row() -> None:
+    for keep in Keep:
+        method = replace(PETRA, keep=keep, weights=Weights.STASHED)
+        workload = Workload(method, BATCH)
+        alone = MemoryModel(PIECES[2:5], TYPES, COSTS[2:5], 4, workload).stage(1, 0, 3)
+        assert alone == model(method).stage(1, 2, 5)
+
+
+def test_plain_values_and_nested_types_are_understood() -> None:
+    types = {**TYPES, "a2": None, "b2": (tensor(1), {"more": tensor(2)})}
+    memory = MemoryModel(PIECES, types, COSTS, 4, Workload(PETRA, BATCH)).stage(1, 3, 5)
+    assert memory.buffers == 3 * BATCH * 3 * 4
+
+
+def test_total_is_everything() -> None:
+    assert StageMemory(1, 2, 4, 8, 16, 32, 64).total == 127
+
+
+def bytes_of(types: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Bytes of values at the batch size; graphs, shapes and grids are no values."""
+    kinds = [types.get(name) for name in set(names)]
+    shapes = [(torch.Size(k.at(BATCH)), k.dtype) for k in kinds if isinstance(k, TensorType)]
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in shapes)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "vgg11"])
+@pytest.mark.parametrize("method", ["petra", "dsp"])
+def test_buffers_and_messages_are_those_of_the_programs(name: str, method: str) -> None:
+    stages, chosen = 4, choose(method)
+    with torch.device("meta"):
+        rewired = revcompile.reversify(timm.create_model(name), check="off").rewired
+    workload = Workload(chosen, BATCH)
+    parts = partition(rewired, stages, workload)
+    counted = MemoryModel.of(parts, workload)
+    end = 0
+    for part, program in zip(parts.parts, lower(parts, chosen), strict=True):
+        start, end = end, end + len(part.pieces)
+        memory = counted.stage(part.index, start, end)
+        kept = bytes_of(parts.types, (name.split(" leaf")[0] for name in program.kept))
+        assert memory.buffers == window(chosen, stages, part.index) * kept
+        arriving = [port.name for port in program.inputs] if part.index else []
+        back = (program.needs_back, program.outputs_with_grad) if part.index < stages - 1 else ()
+        messages = sum(bytes_of(parts.types, names) for names in (arriving, *back))
+        assert memory.messages == messages
+
+
+def test_the_table_of_the_paper() -> None:
+    rewired = revnet50()
+    assert len(rewired.body.segments) == 18
+    totals = [row.total / 1e9 for row in table3(rewired)]
+    assert totals == pytest.approx([row.expected for row in ROWS], abs=0.1)
+    assert [row.expected for row in ROWS] == [44.5, 43.6, 21.2, 20.3, 11.2, 6.6]

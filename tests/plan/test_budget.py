@@ -1,0 +1,339 @@
+"""What stages keep under a budget of memory: the plan, and whether training fits it.
+
+Bytes are counted, not timed; work is in the unit of the costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+import training
+from torch import nn
+
+import revcompile
+import tests.plan.test_stage_memory as models
+from benchmarks.harness import LiveStorages
+from benchmarks.stages.holding import Bytes, CpuMeter, Watch
+from benchmarks.stages.stage_memory import images
+from revcompile.compiler.cost import StageMemory, Workload
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition
+from revcompile.plan import budget as budgets
+from revcompile.plan.budget import Choice, MemoryPlan, choices, device_peak, plan_memory
+from revcompile.runtime.stage.update import state_copies
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.schedule import Keep, choose
+from revcompile.staged import StagedModel
+from tests.compiler.test_partition import HEAVY_HEAD, Chain
+
+N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
+PETRA: Final = Workload(choose("petra"), batch_size=8)
+CPU: Final = torch.device("cpu")
+LAYOUTS: Final = {"one device": (0, 0, 0, 0, 0), "two": (0, 0, 1, 1, 1), "one each": None}
+
+
+def cut() -> Partition:
+    """Five stages of a ResNet."""
+    return models.staged("resnet").partition
+
+
+def every_plan(
+    partition: Partition, workload: Workload, stage_to_rank: Sequence[int]
+) -> Iterator[tuple[tuple[Choice, ...], list[int]]]:
+    """All ways to choose, and what each device then holds."""
+    for chosen in itertools.product(*choices(partition, workload)):
+        yield chosen, devices(chosen, workload, stage_to_rank)
+
+
+def devices(
+    chosen: Sequence[Choice], workload: Workload, stage_to_rank: Sequence[int]
+) -> list[int]:
+    """What each device holds."""
+    ranks = sorted(set(stage_to_rank))
+    held = [[c.memory for c in chosen if stage_to_rank[c.stage] == rank] for rank in ranks]
+    return [device_peak(memory, workload, is_only=len(ranks) == 1) for memory in held]
+
+
+def least(workload: Workload, stage_to_rank: Sequence[int]) -> int:
+    return min(max(held) for _, held in every_plan(cut(), workload, stage_to_rank))
+
+
+def limits(workload: Workload, stage_to_rank: Sequence[int]) -> list[int]:
+    """From the least that will do to more than enough."""
+    small = least(workload, stage_to_rank)
+    large = max(max(held) for _, held in every_plan(cut(), workload, stage_to_rank))
+    return [small + (large - small) * step // 12 for step in range(14)]
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workload", [PETRA, dataclasses.replace(PETRA, accumulate=3)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_plan_that_fits_is_faster(layout: str, workload: Workload) -> None:
+    stage_to_rank = LAYOUTS[layout] or tuple(range(5))
+    plans = [(chosen, max(held)) for chosen, held in every_plan(cut(), workload, stage_to_rank)]
+    for limit in limits(workload, stage_to_rank):
+        found = plan_memory(cut(), limit, workload, LAYOUTS[layout])
+        best = min(sum(c.work for c in chosen) for chosen, held in plans if held <= limit)
+        assert found.work == pytest.approx(best, rel=1e-12)
+        assert max(found.peaks) <= limit
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_memory_never_means_more_work(layout: str) -> None:
+    stage_to_rank = LAYOUTS[layout] or tuple(range(5))
+    found = [
+        plan_memory(cut(), limit, PETRA, stage_to_rank) for limit in limits(PETRA, stage_to_rank)
+    ]
+    work = [plan.work for plan in found]
+    assert work == sorted(work, reverse=True)
+    assert work[-1] < work[0]
+    # The last stage is opaque, and keeps its graph in any case.
+    assert found[-1].keeps[:4] == (G,) * 4
+    assert found[-1].work == pytest.approx(0.75 * found[-1].full_work)
+
+
+def test_the_same_budget_gives_the_same_plan() -> None:
+    limit = limits(PETRA, (0,) * 5)[6]
+    one, other = (plan_memory(cut(), limit, PETRA, (0,) * 5) for _ in range(2))
+    assert one == other
+
+
+def test_a_budget_is_used_to_the_byte() -> None:
+    stage_to_rank = (0,) * 5
+    small = least(PETRA, stage_to_rank)
+    assert plan_memory(cut(), small, PETRA, stage_to_rank).peaks == (small,)
+    with pytest.raises(InputError, match=rf"device 0 needs .* \({small} bytes\) for its 5 stages"):
+        plan_memory(cut(), small - 1, PETRA, stage_to_rank)
+
+
+def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
+    with pytest.raises(InputError) as raised:
+        plan_memory(cut(), 1000, PETRA)
+    said = str(raised.value)
+    for part in ("memory_budget=1000", "8 samples", "Stage 0 needs the most", "batch_size="):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"batch_size": 9},
+        {"optimizer_copies": 1.1},
+        {"method": choose("petra", alpha=1.2)},
+        {"accumulate": 4},
+    ],
+    ids=str,
+)
+def test_what_takes_more_memory_leaves_less_to_keep(more: dict[str, Any]) -> None:
+    plain = plan_memory(cut(), limits(PETRA, (0,) * 5)[11], PETRA, (0,) * 5)
+    other = plan_memory(cut(), plain.memory(0), dataclasses.replace(PETRA, **more), (0,) * 5)
+    assert other.work > plain.work
+
+
+def test_narrow_buffers_make_room() -> None:
+    """VGG's stages keep inputs, which take half in bfloat16."""
+    net = models.staged("vgg").partition
+    narrow = dataclasses.replace(PETRA, buffer_bytes=torch.bfloat16.itemsize)
+    [plain], [small] = ([c[0].memory for c in choices(net, t)][:1] for t in (PETRA, narrow))
+    assert small.buffers < plain.buffers
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_of_made_up_stages_is_faster(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what is held and what is needed at work have nothing to do with each other."""
+    draw = random.Random(seed)
+    offered = [
+        [
+            Choice(
+                stage, keep, StageMemory(buffers=draw.randrange(9), working=draw.randrange(9)), w
+            )
+            for keep, w in ((N, 4.0), (I, 4.0), (G, 3.0 + draw.random()))
+        ]
+        for stage in range(5)
+    ]
+    monkeypatch.setattr(budgets, "choices", lambda *_: offered)
+    for stage_to_rank in ((0,) * 5, (0, 1, 0, 1, 1)):
+        for limit in range(0, 50, 5):
+            fitting = [
+                sum(choice.work for choice in chosen)
+                for chosen in itertools.product(*offered)
+                if all(held <= limit for held in devices(chosen, PETRA, stage_to_rank))
+            ]
+            if fitting:
+                found = plan_memory(cut(), limit, PETRA, stage_to_rank)
+                assert found.work == pytest.approx(min(fitting))
+                assert max(found.peaks) <= limit
+            else:
+                with pytest.raises(InputError, match="however little is kept"):
+                    plan_memory(cut(), limit, PETRA, stage_to_rank)
+
+
+def test_where_sums_are_left_out_the_plan_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is close to the best, from the smallest budget on."""
+    stage_to_rank = (0,) * 5
+    best = {
+        limit: plan_memory(cut(), limit, PETRA, stage_to_rank)
+        for limit in limits(PETRA, stage_to_rank)
+    }
+    monkeypatch.setattr(budgets, "_MAX_SUMS", 4)
+    for limit, plan in best.items():
+        found = plan_memory(cut(), limit, PETRA, stage_to_rank)
+        assert max(found.peaks) <= limit
+        assert plan.work <= found.work <= 1.1 * plan.work
+
+
+def test_the_smallest_sum_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage takes all there is, so that the others can keep nothing."""
+    sizes = [{N: 0, G: 2**stage} for stage in range(4)] + [{N: 15}]
+    offered = [
+        [Choice(j, keep, StageMemory(buffers=n), 4.0 - 0.1 * n) for keep, n in of.items()]
+        for j, of in enumerate(sizes)
+    ]
+    monkeypatch.setattr(budgets, "choices", lambda *_: offered)
+    monkeypatch.setattr(budgets, "_MAX_SUMS", 4)
+    assert plan_memory(cut(), 15, PETRA, (0,) * 5).keeps == (N,) * 5
+
+
+def test_methods_that_say_what_is_kept_take_no_budget() -> None:
+    net = models.staged("vgg")
+    for method in ("backprop", "ddg", "pipedream", "gpipe"):
+        with pytest.raises(InputError, match=f"{method!r} keep what the method says"):
+            trainer_of(net, memory_budget="1GiB", method=method)
+
+
+@pytest.mark.parametrize("memory", [0, -1, True, 1.5, "2 parsecs", "GiB"])
+def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
+    with pytest.raises(InputError, match=r"memory_budget=|not understood|not a number"):
+        models.staged("vgg").memory_plan(memory)
+
+
+# -- what people see ------------------------------------------------------------------------------
+
+
+def test_the_summary_says_what_is_kept() -> None:
+    net = models.staged("vit")
+    plan = net.memory_plan("100MiB", batch_size=8)
+    assert net.summary(batch_size=8, memory_budget="100MiB").endswith(str(plan))
+    assert "stage 1 (device 1) keeps its graph" in str(plan)
+    facts = net.facts(batch_size=8, memory_budget="100MiB")
+    assert [stage.buffers for stage in facts] == [c.memory.buffers for c in plan.chosen]
+
+
+def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
+    x = torch.randn(2, 5)
+    made = {
+        keep: revcompile.petrafy(Chain(), 2, x, cost=HEAVY_HEAD, keep=keep, check="off")
+        for keep in ("nothing", "graph")
+    }
+    plans = {keep: net.memory_plan("1GiB", batch_size=8) for keep, net in made.items()}
+    assert {keep: round(plan.balance, 2) for keep, plan in plans.items()} == {
+        "nothing": 1.17,
+        "graph": 1.0,
+    }
+    assert "1.17x the mean work; petrafy(..., keep='graph')" in str(plans["nothing"])
+    assert "petrafy" not in str(plans["graph"])
+
+
+def test_a_micro_batch_larger_than_planned_is_said() -> None:
+    net = training.fresh(training.Plain)
+    trainer = training.trainer_of(net, memory_budget="1GiB", batch_size=3)
+    assert isinstance(trainer.memory_plan, MemoryPlan)
+    small, large = ((x[:size], y[:size]) for size in (3, 4) for x, y in training.batches(1))
+    trainer.step(*small)
+    with pytest.warns(UserWarning, match="micro-batches of 3 samples, but one has 4"):
+        trainer.step(*large)
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1.0),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
+        (torch.optim.Adafactor, 5 / 40),  # rows and columns of the weight; the whole bias
+    ],
+)
+def test_an_optimizer_is_asked_what_it_keeps(make: Any, copies: float) -> None:
+    layers = dict(nn.Linear(7, 5).named_parameters())
+    assert state_copies(layers, make, None) == copies
+
+
+def test_groups_by_name_are_asked_too() -> None:
+    """Half of the bytes have momentum."""
+    layers = {"a": nn.Parameter(torch.ones(8, 2)), "b": nn.Parameter(torch.ones(16))}
+
+    def groups(named: list[tuple[str, nn.Parameter]]) -> Any:
+        return [{"params": [p], "momentum": 0.9 if n == "a" else 0.0} for n, p in named]
+
+    found = state_copies(layers, lambda p: torch.optim.SGD(p, lr=0.1), groups)
+    assert found == 0.5
+
+
+# -- training under it ----------------------------------------------------------------------------
+
+BATCH: Final = 24
+NO_MORE: Final = 1.05
+
+
+def trainer_of(net: StagedModel, **settings: Any) -> Trainer:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+
+    return net.trainer(sgd, nn.functional.cross_entropy, batch_size=BATCH, **settings)
+
+
+@functools.cache
+def watched(name: str, share: float) -> tuple[MemoryPlan, Watch, int]:
+    """Train with a budget between the least and the most: the plan, and what was really held."""
+    net = models.staged(name)
+    workload = dataclasses.replace(PETRA, batch_size=BATCH)
+    stage_to_rank = (0,) * net.num_stages
+    ends = [max(held) for _, held in every_plan(net.partition, workload, stage_to_rank)]
+    limit = min(ends) + round(share * (max(ends) - min(ends)))
+    batch = images(BATCH, models.SIZE, CPU)
+    own = Bytes().of(net.model.state_dict())
+    with LiveStorages() as storages:
+        trainer = trainer_of(net, memory_budget=limit)
+        watch = Watch(trainer, CpuMeter(storages))
+        for _ in range(net.num_stages + 1):
+            trainer.step(*batch())
+        watch.start()
+        for _ in range(2):
+            trainer.step(*batch())
+        watch.stop()
+    assert isinstance(trainer.memory_plan, MemoryPlan)
+    return trainer.memory_plan, watch, own
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("name", models.MODELS)
+def test_training_holds_no_more_than_was_predicted(name: str, share: float) -> None:
+    plan, watch, own = watched(name, share)
+    assert watch.peak + own <= NO_MORE * plan.memory(0) <= NO_MORE * plan.memory_budget
+    for choice, peak in zip(plan.chosen, watch.peaks, strict=True):
+        assert peak <= NO_MORE * choice.memory.total, choice
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_graphs_hold_what_they_have_saved_and_where_they_begin_and_end(name: str) -> None:
+    plan, watch, _ = watched(name, 1.0)
+    for choice, held in zip(plan.chosen[:-1], watch.held, strict=False):
+        assert choice.keep is G
+        predicted = choice.memory.buffers + choice.memory.ends
+        assert 0.75 * predicted <= held.buffers <= 1.01 * predicted, choice
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_and_what_was_predicted_is_used(name: str) -> None:
+    plan, watch, own = watched(name, 1.0)
+    assert plan.work == pytest.approx(0.75 * plan.full_work)
+    assert watch.peak + own >= 0.8 * plan.memory(0)

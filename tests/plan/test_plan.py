@@ -1,0 +1,257 @@
+"""The planner: steady states equal the dry run's, and forecasts move the way clusters do."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.compiler.cost import Workload
+from revcompile.errors import InputError
+from revcompile.ir.program import Partition
+from revcompile.ir.types import Rewired
+from revcompile.plan.cluster import (
+    Cluster,
+    Device,
+    NetworkLink,
+    TimeModel,
+    stage_times,
+    update_speed,
+)
+from revcompile.plan.forecast import Forecast, forecast, plan_cluster
+from revcompile.schedule import (
+    Costs,
+    busy_share,
+    choose,
+    hiding_alpha,
+    in_one_process,
+    period,
+    throughput,
+    zero_bubble_period,
+)
+
+# -- steady states --------------------------------------------------------------------------------
+
+
+def drawn(stages: int, link: float, update: float, seed: int) -> Costs:
+    """Uneven stages and links."""
+    generator = random.Random(seed)
+
+    def times(count: int, most: float) -> tuple[float, ...]:
+        return tuple(generator.uniform(0.2, 1) * most for _ in range(count))
+
+    return Costs(
+        times(stages, 1),
+        times(stages, 3),
+        times(stages, update),
+        times(stages - 1, link),
+        times(stages - 1, link),
+    )
+
+
+@pytest.mark.parametrize("link", [0.0, 0.5, 6.0])
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 3.0])
+def test_the_period_without_drains_is_the_dry_runs(stages: int, link: float, alpha: float) -> None:
+    costs = drawn(stages, link, update=0.3, seed=stages)
+    method = choose("petra", alpha=alpha)
+    played = 1 / throughput(method, costs, microbatches=300)
+    assert period(method, costs) == pytest.approx(played, rel=0.01)
+
+
+@pytest.mark.parametrize("link", [0.0, 2.0])
+@pytest.mark.parametrize("method", ["gpipe", "1f1b", "backprop", "reversible_backprop"])
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
+def test_the_period_with_drains_is_exactly_the_dry_runs(
+    method: str, accumulate: int, link: float
+) -> None:
+    costs = drawn(4, link, update=0.3, seed=accumulate)
+    played = 1 / throughput(method, costs, accumulate)
+    assert period(method, costs, accumulate) == pytest.approx(played, rel=1e-9)
+
+
+def test_thousands_of_stages_take_no_time_at_all() -> None:
+    """Nothing is played: 4096 stages would be 130 million actions."""
+    costs = Costs.uniform(4096, forward=1, backward=3, link=3)
+    # All the way and back: 4 a stage and 6 a border, shared by 4096 micro-batches.
+    assert period("petra", costs) == pytest.approx((4 * 4096 + 6 * 4095) / 4096)
+    # To the next stage and back takes 4 + 4 + 6: that must be shared by four, windows 3 apart.
+    assert hiding_alpha("petra", costs) == 3.0
+
+
+def test_a_narrow_link_sets_the_pace_whatever_is_in_flight() -> None:
+    costs = Costs.uniform(4, forward=1, backward=3, link=9)
+    assert period(choose("petra", alpha=50), costs) == 4
+    assert period(choose("petra", alpha=50), costs, link_busy=[9, 9, 9]) == 9
+    alpha = hiding_alpha("petra", costs, link_busy=[9, 9, 9])
+    assert period(choose("petra", alpha=alpha), costs, link_busy=[9, 9, 9]) == 9
+
+
+@pytest.mark.parametrize("link", [1.0, 4.0, 40.0])
+def test_the_chosen_alpha_is_the_least_that_hides_the_links(link: float) -> None:
+    costs = Costs.uniform(6, forward=1, backward=3, link=link)
+    alpha = hiding_alpha("petra", costs)
+    assert period(choose("petra", alpha=alpha), costs) <= 4 * 1.01
+    if alpha > 1:
+        assert period(choose("petra", alpha=round(alpha - 0.05, 2)), costs) > 4 * 1.01
+
+
+def test_the_zero_bubble_bound_lies_between_1f1b_and_no_bubbles() -> None:
+    costs = drawn(6, link=0.2, update=0.1, seed=5)
+    work = [f + b + u / 12 for f, b, u in zip(*_work(costs), strict=True)]
+    assert max(work) < zero_bubble_period(costs, 12) < period("1f1b", costs, 12)
+
+
+def _work(costs: Costs) -> tuple[tuple[float, ...], ...]:
+    return costs.forward, costs.backward, costs.update
+
+
+def test_stages_in_one_process_run_one_after_the_other() -> None:
+    costs = Costs.uniform(5, forward=1, backward=3, update=0.5, link=7)
+    assert period("petra", in_one_process(costs)) == 5 * 4.5
+    assert busy_share(costs, period=5 * 4.5) == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0.0, 0.0), (1e9, -1.0)])
+def test_a_link_that_cannot_be_is_refused(bandwidth: float, latency: float) -> None:
+    with pytest.raises(InputError, match="above 0"):
+        NetworkLink(bandwidth, latency)
+
+
+# -- forecasts ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+@functools.cache
+def rewired() -> Rewired:
+    model = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(8)), nn.Linear(64, 4))
+    return revcompile.reversify(model, torch.randn(4, 8), check="off").rewired
+
+
+SLOW_DEVICE = TimeModel.on(Device(flops=1e9, bandwidth=1e9))
+FAST = NetworkLink(bandwidth=1e12)
+
+
+PETRA = Workload(choose("petra"), batch_size=16)
+
+
+def planned(
+    devices: int, link: NetworkLink = FAST, accumulate: int = 1, **options: Any
+) -> dict[str, Forecast]:
+    workload = replace(PETRA, accumulate=accumulate)
+    cluster = Cluster(devices, link, SLOW_DEVICE)
+    _, found = plan_cluster(rewired(), cluster, workload, **options)
+    return {one.method: one for one in found}
+
+
+def cut(stages: int) -> Partition:
+    return plan_cluster(rewired(), Cluster(stages, FAST, SLOW_DEVICE), PETRA, stages=stages)[0]
+
+
+def test_every_method_is_forecast_on_the_same_stages() -> None:
+    found = planned(4, stages=4)
+    assert set(found) == {"petra", "1f1b", "gpipe", "zero-bubble (bound)"}
+    assert {(one.stages, one.replicas) for one in found.values()} == {(4, 1)}
+    petra, drained, gpipe = (found[name] for name in ("petra", "1f1b", "gpipe"))
+    assert (petra.delay, petra.alpha, petra.accumulate) == (3, 1.0, 1)
+    assert (drained.delay, drained.alpha, drained.accumulate) == (0, None, 16)
+    # PETRA computes forward twice, but has no bubbles; GPipe keeps every graph of a group.
+    assert petra.efficiency > drained.efficiency
+    assert petra.memory < drained.memory < gpipe.memory
+
+
+def test_devices_beyond_the_stages_become_copies() -> None:
+    single, copied = planned(5, stages=5)["petra"], planned(4096, stages=5)["petra"]
+    assert (copied.stages, copied.replicas) == (5, 819)
+    # Gradients are averaged over fast links: nearly as many times the throughput.
+    assert 0.95 * 819 < copied.throughput / single.throughput <= 819
+
+
+def test_without_a_number_of_stages_no_device_idles_and_stages_are_many() -> None:
+    assert (planned(16)["petra"].stages, planned(16)["petra"].replicas) == (8, 2)
+    assert (planned(7)["petra"].stages, planned(7)["petra"].replicas) == (7, 1)
+
+
+def test_slow_links_cost_delay_and_not_throughput() -> None:
+    near = planned(8, stages=8)["petra"]
+    far = planned(8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8)["petra"]
+    assert far.alpha is not None and far.alpha > 1
+    assert far.delay > near.delay == 7
+    assert far.throughput == pytest.approx(near.throughput, rel=0.02)
+    fixed = planned(8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8, alpha=1.0)["petra"]
+    assert fixed.delay == 7 and fixed.throughput < 0.5 * far.throughput
+    assert fixed.bottleneck == "bubbles" and far.bottleneck.startswith("stage")
+
+
+def test_narrow_links_are_named() -> None:
+    found = planned(8, NetworkLink(bandwidth=1e6), stages=8)["petra"]
+    assert found.bottleneck.startswith("link")
+
+
+def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
+    roomy = planned(8, memory_budget=10**9)["petra"]
+    assert (roomy.stages, roomy.fits) == (1, True)
+    tight = planned(8, memory_budget=roomy.memory // 2)["petra"]
+    assert tight.stages > 1 and tight.fits and tight.memory <= roomy.memory // 2
+    assert planned(8, memory_budget=1000)["petra"].fits is False
+
+
+def test_averaging_over_slow_links_is_counted_but_is_no_work() -> None:
+    fast, slow = (
+        planned(8, NetworkLink(bandwidth), stages=1)["petra"] for bandwidth in (1e12, 1e6)
+    )
+    assert slow.throughput < 0.5 * fast.throughput
+    assert slow.efficiency < 0.5 * fast.efficiency
+    assert (fast.bottleneck, slow.bottleneck) == ("stage 0", "averaging")
+    seldom = planned(8, NetworkLink(1e6), stages=1, accumulate=100)["petra"]
+    assert seldom.throughput > 2 * slow.throughput
+
+
+def test_costs_grow_with_the_batch_and_kept_graphs_are_not_computed_again() -> None:
+    def costs(method: str, batch_size: int) -> Costs:
+        workload = Workload(choose(method), batch_size)
+        return stage_times(cut(3), workload, SLOW_DEVICE, NetworkLink(1e9))
+
+    small, large, kept = costs("petra", 4), costs("petra", 8), costs("1f1b", 4)
+    assert large.forward == pytest.approx([2 * time for time in small.forward])
+    assert kept.backward[0] == pytest.approx(2 / 3 * small.backward[0])
+    # A stage that ends in a coupling gets its outputs back beside their gradients.
+    assert small.link_backward == pytest.approx([2 * time for time in small.link_forward])
+    assert kept.link_backward == pytest.approx(kept.link_forward)
+
+
+def test_measured_costs_are_seconds_already() -> None:
+    stages = cut(2)
+    time_model = TimeModel.measured(update_speed(elements=2**10, repeats=1))
+    workload = Workload(choose("petra"), batch_size=4)
+    found = forecast(stages, workload, Cluster(2, FAST, time_model))
+    work = [sum(c.forward + c.backward for c in part.costs) for part in stages.parts]
+    assert found.period >= 0.7 * max(work)  # the last stage computes less than counted
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"devices": 0}, "at least 1"),
+        ({"devices": 4, "stages": 5}, "use 1 to 4"),
+        ({"devices": 64, "stages": 60}, "num_stages=60"),
+        ({"devices": 4, "methods": ["petar"]}, "did you mean 'petra'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        planned(**options)

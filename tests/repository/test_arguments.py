@@ -1,0 +1,293 @@
+"""Wrong arguments are refused with what to write; a net without couplings gets a warning."""
+
+from __future__ import annotations
+
+import collections
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, get_args
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import revcompile
+from revcompile import StagedModel, arguments
+from revcompile.compiler.capture.check import Check
+from revcompile.compiler.cost.measured import Clock
+from revcompile.errors import InputError, RevcompileWarning
+from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.reversible.overlap import Overlap
+from revcompile.schedule import METHODS, Keep
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x + self.f(x).tanh()
+
+
+X = torch.randn(3, 4)
+LOADER: DataLoader[Any] = DataLoader(TensorDataset(X))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"x": X}, r"a dict of x, which Block.forward takes as keyword arguments; .* example_kwar"),
+        (collections.UserDict(x=X, mask=X), "a UserDict of x, mask, which Block.forward takes"),
+        ((2, 4), r"\(2, 4\) is a shape; pass a tensor: torch.randn\(2, 4\)"),
+        (X.numpy(), "example_inputs: a numpy array; pass a tensor, torch.from_numpy"),
+        ((X, X.numpy()), r"example_inputs\[1\]: a numpy array"),
+        (LOADER, r"a DataLoader; pass the inputs of one batch: x, y = next\(iter\(loader\)\)"),
+        ((x for x in [X]), "a generator; pass the inputs of one batch"),
+    ],
+)
+def test_example_inputs_of_a_wrong_kind(inputs: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        revcompile.reversify(Block(), inputs)
+
+
+def test_a_dict_that_is_an_argument_is_taken() -> None:
+    class FromDict(Block):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            return super().forward(batch["x"])
+
+    net = revcompile.reversify(FromDict(), {"x": X})
+    assert net({"x": X}).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Block, r"got the class Block; pass a model of it, Block\(\.\.\.\)"),
+        ("resnet18", r"got 'resnet18'; create it first: timm.create_model\('resnet18'\)"),
+        (X, "expected a torch.nn.Module, got Tensor"),
+    ],
+)
+def test_what_is_no_model(model: Any, said: str) -> None:
+    with pytest.raises(InputError, match=f"reversify: .*{said}"):
+        revcompile.reversify(model, X)
+    with pytest.raises(InputError, match=f"petrafy: .*{said}"):
+        revcompile.petrafy(model, 2, X)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_stages": 0}, "petrafy: num_stages=0; expected a whole number, at least 1"),
+        ({"num_stages": X}, r"num_stages=Tensor; .*: petrafy\(model, num_stages, example_inputs\)"),
+        ({"num_stages": 2.0}, "num_stages=2.0; expected a whole number"),
+        ({"num_stages": True}, "num_stages=True; expected a whole number"),
+        ({"num_stages": 40}, r"num_stages=40, but Block has \d+ pieces .* use num_stages <= \d+"),
+        ({"cost": "mesured"}, r"cost: expected .* got 'mesured'; did you mean 'measured'\?"),
+        ({"keep": "graphs"}, r"keep='graphs'; use one of: .*; did you mean 'graph'\?"),
+        ({"policy": "papers"}, "policy: expected 'paper', 'pretrained' or a revcompile.Policy"),
+        ({"policy": ["paper"]}, r"policy: expected .* got \['paper'\]"),
+        ({"check": "slow"}, "check: expected one of 'full', 'fast', 'off', got 'slow'"),
+        ({"optimizer_copies": -1}, "optimizer_copies=-1; use .* 1 for SGD with momentum, 2 for Ad"),
+        ({"tolerance": X}, "tolerance=Tensor; use a number above 0, or None"),
+        ({"leaf_modules": "f"}, r"expected a list .* got 'f'; write leaf_modules=\['f'\]"),
+        ({"leaf_modules": nn.Linear}, r"got Linear; write leaf_modules=\[Linear\]"),
+        ({"memory_budget": 0}, 'memory_budget=0; give bytes above 0, or a size like "2GiB"'),
+        ({"batch_size": 0}, "batch_size=0; expected a whole number"),
+        ({"example_kwargs": X}, "example_kwargs: expected a dict of keyword arguments, got Tensor"),
+    ],
+)
+def test_options_of_petrafy(options: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"num_stages": 1, "example_inputs": X} | options
+    with pytest.raises(InputError, match=said):
+        revcompile.petrafy(Block(), **given)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert revcompile.petrafy(Block(), numpy.int64(1), X).num_stages == 1  # type: ignore[arg-type]
+
+
+# -- trainers, drawings and plans -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def staged() -> StagedModel:
+    return revcompile.petrafy(nn.Sequential(Block(), Block()), 2, X)
+
+
+def raising(argument: Any) -> Any:
+    raise KeyError("weight")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": None}, "method=None; use the name of a method, e.g. method='petra'"),
+        ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
+        ({"order": ["paper"]}, 'use "1f1b" or "paper"'),
+        ({"alpha": "x"}, r"alpha='x'; use a number, at least 1 \(1: order='1f1b'"),
+        ({"alpha": True}, "alpha=True; use a number, at least 1"),
+        (
+            {"param_groups": lambda named: None},
+            r"stage 0: .* got None; return a list of dicts",
+        ),
+        ({"param_groups": lambda named: [1]}, "expected parameter groups, got .*; return a list"),
+        ({"param_groups": raising}, "param_groups, stage 0: it raised KeyError: 'weight'"),
+        ({"lr_schedule": raising}, "lr_schedule, stage 0: it raised KeyError: 'weight'"),
+        ({"device": "gpu"}, "device='gpu' does not exist; use 'cpu', 'cuda', 'cuda:1'"),
+        ({"device": "cuda:99"}, r"device='cuda:99', but torch sees \d+ CUDA devices here"),
+        ({"check_finite": "no"}, "check_finite='no'; use True or False"),
+        ({"report_loss": 1}, "report_loss=1; use True or False"),
+        ({"average_statistics": None}, "average_statistics=None; use True or False"),
+        ({"clip_grad_norm": True}, "clip_grad_norm=True; use a positive norm or None"),
+        ({"timeout": -1}, "net.trainer: timeout=-1; use a number of seconds above 0"),
+        ({"timeout": None}, "timeout=None; use a number of seconds"),
+        (
+            {"stage_to_rank": [0]},
+            r"stage_to_rank=\[0\]; expected a list of 2 numbers",
+        ),
+        ({"stage_to_rank": "01"}, "stage_to_rank='01'; expected a list of 2 numbers"),
+        ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
+        ({"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
+    ],
+)
+def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda net: net(X), r"net\.trainer\(\.\.\.\) trains it.*net\.module\(\)\(x\)"),
+        (lambda net: net.draw(None), r"path of a file, got None; .* net\.draw\('net\.svg'\)"),
+        (
+            lambda net: net.draw("x.svg", batch_size="8"),
+            "net.draw: batch_size='8'; expected",
+        ),
+        (lambda net: net.draw_schedule(3), r"got 3; write e.g. net.draw_schedule\('timeline.svg'"),
+        (lambda net: net.load(None), "net.load: expected the path of a file, got None"),
+        (lambda net: net.export(None), "net.export: expected the path of a file, got None"),
+        (lambda net: net.explain(None), "net.explain: expected the path of a module, got None"),
+        (lambda net: net.delays("2"), "net.delays: accumulate='2'; expected a whole number"),
+        (
+            lambda net: net.memory(-1),
+            "net.memory: batch_size=-1; .* at least 1",
+        ),
+        (lambda net: net.summary(0), "batch_size=0; expected a whole number, at least 1"),
+        (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
+        (
+            lambda net: net.memory_plan("1GiB", stage_to_rank=[0]),
+            "one for each stage",
+        ),
+        (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
+        (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
+        (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.module\(\)"),
+        (lambda net: revcompile.check_invertible(net.module(), X, tolerance=-1), "tolerance=-1"),
+    ],
+)
+def test_calls_of_a_staged_model(
+    staged: StagedModel, call: Callable[[StagedModel], Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        call(staged)
+
+
+def test_a_trace_needs_a_file(staged: StagedModel) -> None:
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+    with pytest.raises(InputError, match=r"got None; write e.g. trainer.trace\('run.json'\)"):
+        trainer.trace(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (arguments.MethodName, list(METHODS)),
+        (arguments.OrderName, ["1f1b", "paper"]),
+        (arguments.BackendName, [backend.value for backend in Backend]),
+        (arguments.KeepName, [keep.value for keep in Keep]),
+        (arguments.CheckName, [check.value for check in Check]),
+        (arguments.CostName, ["analytic", *(clock.value for clock in Clock)]),
+        (arguments.OverlapName, [overlap.value for overlap in Overlap]),
+    ],
+)
+def test_literal_types_list_what_is_accepted(names: Any, words: list[str]) -> None:
+    assert sorted(get_args(names)) == sorted(words)
+
+
+def test_policy_names_are_accepted() -> None:
+    for name in get_args(arguments.PolicyName):
+        assert isinstance(revcompile.Policy.named(name), revcompile.Policy)
+
+
+# -- public names and what they print -------------------------------------------------------------
+
+
+def test_every_public_name_is_importable() -> None:
+    for name in revcompile.__all__:
+        assert getattr(revcompile, name).__module__.startswith("revcompile.")
+
+
+def test_reprs_are_one_line(staged: StagedModel) -> None:
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+    metrics = trainer.step(X, X)
+    assert isinstance(trainer, revcompile.Trainer) and isinstance(metrics, revcompile.Metrics)
+    assert f"loss={metrics.loss:.6g}, " in repr(metrics)
+    assert re.fullmatch(r"CompiledStage\(0 of 2: .*, (not )?reversible\)", repr(staged.stages[0]))
+    assert "\n" not in repr(metrics) + repr(staged.stages[0])
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_a_warning_of_hooks_names_who_was_called() -> None:
+    model = Hooked()
+    model.blocks[0].register_forward_hook(lambda module, args, output: None)
+    with pytest.warns(RevcompileWarning, match=r"^petrafy: blocks\.0 has hooks"):
+        revcompile.petrafy(model, 2, X)
+    with pytest.warns(RevcompileWarning, match=r"^reversify: blocks\.0 has hooks"):
+        revcompile.reversify(model, X)
+
+
+# -- nothing reversible ---------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x + self.inner.f(x)
+
+
+MLP = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+CASES = [
+    (MLP, "nothing in Sequential became reversible, .* x \\+ F\\(x\\)"),
+    (Scaled(), r"nothing in Scaled became .*Why: \(top level\): the shortcut is scaled by 0.5"),
+]
+
+
+@pytest.mark.parametrize(("model", "said"), CASES)
+def test_one_warning_says_that_nothing_is_reversible_and_why(model: nn.Module, said: str) -> None:
+    for caller, make in (
+        ("reversify", lambda: revcompile.reversify(model, X)),
+        ("petrafy", lambda: revcompile.petrafy(model, 1, X)),
+    ):
+        with pytest.warns(RevcompileWarning, match=f"{caller}: {said}") as seen:
+            make()
+        assert len(seen) == 1 and seen[0].filename == __file__
+
+
+def test_something_reversible_gives_no_warning() -> None:
+    with warnings.catch_warnings(action="error"):
+        revcompile.reversify(Block(), X)

@@ -1,0 +1,139 @@
+"""Every example runs, and does what it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(autouse=True)
+def beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_train_compiled_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "test_resnet", "--epochs", "2", "--out", str(tmp_path)]
+    assert example("train_compiled").main(options) > 0.5
+    printed = capsys.readouterr().out
+    assert "ResNet: 4 stages, petra" in printed and "test accuracy" in printed
+    log = (tmp_path / "log.csv").read_text().splitlines()
+    assert len(log) == 3 and log[0].startswith("epoch,train_loss")
+    assert json.loads((tmp_path / "run.json").read_text())["result"]["epoch"] == 2
+    assert (tmp_path / "curves.svg").exists()
+
+
+def test_a_training_goes_on_from_the_middle_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = example("train_compiled")
+    common = ["--data", "fake", "--model", "test_resnet", "--batch-size", "256", "--stages", "2"]
+    common += ["--method", "backprop", "--epochs", "2", "--size", "16"]
+
+    def test_losses(*options: str) -> list[str]:
+        module.main([*common, *options])
+        rows = (Path(options[1]) / "log.csv").read_text().splitlines()[1:]
+        return [row.split(",")[3] for row in rows]
+
+    whole = test_losses("--out", str(tmp_path / "whole"))
+    told = module.Report.step
+
+    def taken_away(report: Any, *values: Any) -> None:
+        told(report, *values)
+        if report.epochs:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.Report, "step", taken_away)
+        with pytest.raises(SystemExit) as stopped:
+            test_losses("--out", str(tmp_path / "stopped"), "--checkpoint")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert test_losses("--out", str(tmp_path / "stopped"), "--resume") == whole
+
+
+def test_a_dataset_that_needs_a_folder_says_so() -> None:
+    with pytest.raises(SystemExit, match="--data cifar10 needs --data-dir"):
+        example("train_compiled").main(["--data", "cifar10"])
+
+
+def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
+    options = ["--methods", "petra", "petra:paper", "--data", "fake", "--model", "test_resnet"]
+    options += ["--epochs", "1", "--stages", "3", "--batch-size", "256", "--size", "16"]
+    options += ["--out", str(tmp_path)]
+    found = example("compare_methods").main(options)
+    assert found.keys() == {"petra", "petra:paper"}
+    assert "petra:paper" in (tmp_path / "curves.svg").read_text()
+
+
+def test_reversible_finetune_carries_weights_over() -> None:
+    assert example("reversible_finetune").main(["--model", "test_resnet", "--epochs", "2"]) > 0.6
+
+
+def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:
+    make = example("recipe").paper_recipe
+    long = make(391, 128, 4, 30, schedule="cosine")
+    assert (long.rate, long.updates, long.warmup) == (0.2, 2932, 489)
+    assert long.schedule == "cosine"
+    short = make(10, 64, 1, 3, rate=0.3)
+    assert (short.rate, short.updates, short.warmup) == (0.3, 30, 5)
+    assert make(10, 64, 1, 3, warmup=0.0).warmup == 1
+
+
+def test_the_paper_s_recipe() -> None:
+    recipe = example("recipe").Recipe(rate=0.1, updates=100, warmup=4)
+    factors = [round(recipe.factor(update), 6) for update in (0, 3, 4, 49, 50, 75)]
+    assert factors == [0.25, 1.0, 1.0, 1.0, 0.1, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"),
+    [
+        ("sgd", "SGD", {"momentum": 0.9, "nesterov": True}),
+        ("adamw", "AdamW", {"betas": (0.9, 0.999)}),
+        ("nadam", "NAdam", {"betas": (0.99, 0.999), "decoupled_weight_decay": True}),
+        ("delay-aware-sgd", "DelayAwareSGD", {"momentum": 0.9}),
+        ("delay-aware-adamw", "DelayAwareAdamW", {"momentum": 0.9, "beta": 0.999}),
+    ],
+)
+def test_a_recipe_s_optimizer(kind: str, name: str, settings: dict[str, Any]) -> None:
+    recipe = example("recipe").Recipe(0.1, updates=100, warmup=4, kind=kind, weight_decay=0.05)
+    optimizer = recipe.optimizer([torch.zeros(2)])
+    assert type(optimizer).__name__ == name
+    wanted = {"lr": 0.1, "weight_decay": 0.05, **settings}
+    assert {key: optimizer.defaults[key] for key in wanted} == wanted
+    assert example("train_compiled").parse_args(["--optimizer", kind]).optimizer == kind
+
+
+@pytest.mark.slow
+def test_train_compiled_reaches_its_accuracy(tmp_path: Path) -> None:
+    assert example("train_compiled").main(["--out", str(tmp_path)]) > 0.95
+
+
+@pytest.mark.slow
+def test_train_compiled_with_a_transformer(tmp_path: Path) -> None:
+    argv = ["--model", "vit_tiny_patch16_224", "--lr", "0.02", "--epochs", "3"]
+    assert example("train_compiled").main([*argv, "--out", str(tmp_path)]) > 0.3
+
+
+def test_inspect_stages_shows_a_model_from_all_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "resnet18", "--stages", "4", "--stage", "1", "--block", "layer1.0"]
+    folder = example("inspect_stages").main([*options, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "4 stages" in printed and "def forward" in printed and "layer1.0" in printed
+    assert {file.name for file in folder.iterdir()} == {"net.svg", "net.html", "timeline.svg"}

@@ -1,0 +1,79 @@
+"""The reversible module on CUDA: masks, autocast, memory. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+from helpers import gradients, worst
+
+import revcompile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _vit(**options: object) -> torch.nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=64, patch_size=8, depth=6, num_classes=10, **options
+    )
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet18", "swin"])
+def test_gradients_equal_stored_activations_with_dropout(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "vit":
+        model = _vit(drop_path_rate=0.3, proj_drop_rate=0.2, pos_drop_rate=0.1)
+    elif name == "swin":
+        model = timm.create_model(
+            "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(2, 4),
+            embed_dim=24, drop_path_rate=0.3, num_classes=10,
+        )  # fmt: skip
+    else:
+        model = timm.create_model(name, num_classes=10, drop_path_rate=0.3, zero_init_last=False)
+    size = 56 if name == "swin" else 64
+    model = model.double().cuda()
+    x = torch.randn(4, 3, size, size, dtype=torch.float64, device="cuda")
+    net = revcompile.reversify(model, x, check="full").train()
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    deviation, where = worst(gradients(reference, x), gradients(net, x))
+    assert deviation < 1e-10, where
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_replayed(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = _vit().cuda()
+    x = torch.randn(8, 3, 64, 64, device="cuda")
+    net = revcompile.reversify(model, x).train()
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    found = []
+    for module in (reference, net):
+        with torch.autocast("cuda", dtype):
+            loss = module(x).float().pow(2).mean()
+        loss.backward()
+        found.append(
+            {n: p.grad.float() for n, p in module.named_parameters() if p.grad is not None}
+        )
+    assert worst(found[0], found[1])[0] < 5e-2
+
+
+def test_a_model_captured_on_the_cpu_moves_to_the_gpu() -> None:
+    net = revcompile.reversify(_vit(), torch.randn(2, 3, 64, 64)).cuda().train()
+    net(torch.randn(4, 3, 64, 64, device="cuda")).sum().backward()
+    assert net.get_parameter("head.weight").grad.is_cuda
+
+
+def test_compiled_training_step() -> None:
+    net = revcompile.reversify(_vit(), torch.randn(2, 3, 64, 64)).cuda().train()
+    x = torch.randn(4, 3, 64, 64, device="cuda")
+    want = gradients(copy.deepcopy(net), x)
+    found = gradients(torch.compile(net), x)
+    found = {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+    assert worst(want, found)[0] < 1e-2

@@ -1,0 +1,215 @@
+"""Imports point one way: errors, ir, schedule <- compiler | runtime | inspect <- api <- cli.
+
+Parts of one layer do not import each other, no modules import each other in a circle, and
+revcompile imports nothing of the repository outside itself. Imports inside functions and under
+TYPE_CHECKING count.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx
+import pytest
+
+import revcompile
+
+LAYERS = (
+    {"errors"},
+    {"arguments", "units", "kernels", "schedule", "optim"},
+    {"ir"},
+    {"compiler", "runtime", "inspect"},
+    {"interop", "plan"},
+    {"staged"},
+    {"gradcheck"},
+    {"api"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+)
+"""What a part may import: the parts of earlier layers, and its own modules."""
+RUNTIME = ("reversible", "stage", "executor", "checkpoint", "trainer", "distributed")
+"""The folders of runtime/: each may import those before it."""
+LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+OUTSIDE = {"models", "examples", "benchmarks", "tests"}
+
+Module = tuple[str, ...]
+
+
+def violations(package: Path) -> list[str]:
+    """Every import in `package` that breaks the rule, as `file:line: what is wrong`."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        where = file.relative_to(package.parent).as_posix()
+        source = part_of(file.relative_to(package).with_suffix("").parts)
+        if source not in LAYER:
+            found.append(f"{where}:1: {source} is in no layer; give it one in test_layers.py")
+            continue
+        folder = runtime_folder(file.relative_to(package).with_suffix("").parts)
+        for line, target in imports(file, package):
+            if (problem := why_illegal(source, target, package.name)) or (
+                problem := why_illegal_in_runtime(folder, target)
+            ):
+                found.append(f"{where}:{line}: {problem}")
+    return found
+
+
+def why_illegal(source: str, target: Module, package: str) -> str | None:
+    """What is wrong with part `source` of the package importing `target`; None if nothing is."""
+    if target[0] in OUTSIDE:
+        return f"{package} never imports {target[0]}"
+    if source == "schedule" and target[0] == "torch":
+        return "schedule is pure and never imports torch"
+    if target[0] != package:
+        return None
+    part = part_of(target[1:])
+    legal = part == source or (part in LAYER and LAYER[part] < LAYER[source])
+    return None if legal else f"{source} may not import {'.'.join(target)}"
+
+
+def runtime_folder(inner: Module) -> str | None:
+    """The folder of runtime/ that a module is in."""
+    return inner[1] if len(inner) > 1 and inner[0] == "runtime" and inner[1] in RUNTIME else None
+
+
+def why_illegal_in_runtime(source: str | None, target: Module) -> str | None:
+    """What is wrong with a module in a folder of runtime/ importing `target`."""
+    folder = runtime_folder(target[1:])
+    if source is None or folder is None or RUNTIME.index(folder) <= RUNTIME.index(source):
+        return None
+    return f"runtime/{source} may not import {'.'.join(target)}"
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    graph = networkx.DiGraph()
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        module = parts[:-1] if parts[-1] == "__init__" else parts
+        targets = {target for _, target in imports(file, package) if target[0] == package.name}
+        graph.add_edges_from((module, target) for target in targets - {module})
+    groups = networkx.strongly_connected_components(graph)
+    return sorted(sorted(".".join(m) for m in group) for group in groups if len(group) > 1)
+
+
+def imports(file: Path, package: Path) -> Iterator[tuple[int, Module]]:
+    """Line and absolute name of everything `file` imports, wherever in the file it does."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base: Module = tuple(node.module.split(".")) if node.module else ()
+            if node.level:  # one dot is the folder of the file itself
+                folder = file.parents[node.level - 1].relative_to(package.parent)
+                base = (*folder.parts, *base)
+            for alias in node.names:
+                yield node.lineno, module_of(base, alias.name, package)
+
+
+def module_of(base: Module, name: str, package: Path) -> Module:
+    """`from base import name` imports the module `base.name` if there is one, else `base`."""
+    path = package.parent.joinpath(*base, name)
+    return (*base, name) if path.is_dir() or path.with_suffix(".py").is_file() else base
+
+
+def part_of(inner: Module) -> str:
+    """The part of the package that a name within it belongs to."""
+    return inner[0] if inner else "__init__"
+
+
+def test_revcompile_imports_point_one_way() -> None:
+    found = violations(Path(revcompile.__file__).parent)
+    assert not found, "\n".join(["", *found])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(Path(revcompile.__file__).parent) == []
+
+
+PACKAGE = {
+    "__init__.py": "from revcompile.api import petrafy",
+    "errors.py": "",
+    "ir/types.py": "import inspect, torch\nfrom revcompile.errors import CaptureError",
+    "schedule.py": "from revcompile import errors",
+    "compiler/__init__.py": "from . import capture",
+    "compiler/capture.py": "from ..ir import Captured\nfrom revcompile import errors",
+    "compiler/rewire.py": "from .capture import capture",
+    "runtime/__init__.py": "",
+    "runtime/stage.py": "from revcompile.schedule import Action",
+    "api.py": "from revcompile.compiler import capture\nfrom .runtime import stage",
+    "cli.py": "import revcompile\nfrom revcompile import api",
+    "__main__.py": "from revcompile.cli import main",
+}
+
+
+def build(root: Path, files: dict[str, str]) -> Path:
+    package = root / "revcompile"
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text, encoding="utf-8")
+    return package
+
+
+def test_a_package_in_order_passes(tmp_path: Path) -> None:
+    assert violations(build(tmp_path, PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        ("ir/types.py", "import revcompile.compiler", "ir may not import revcompile.compiler"),
+        (
+            "runtime/stage.py",
+            "from .. import compiler",
+            "runtime may not import revcompile.compiler",
+        ),
+        (
+            "compiler/a.py",
+            "from ..runtime.b import c",
+            "compiler may not import revcompile.runtime.b",
+        ),
+        ("compiler/a.py", "from .. import api", "compiler may not import revcompile.api"),
+        (
+            "runtime/stage.py",
+            "from revcompile import petrafy",
+            "runtime may not import revcompile",
+        ),
+        ("api.py", "from .cli import main", "api may not import revcompile.cli"),
+        ("api.py", "import os, models.revnet", "revcompile never imports models"),
+        ("schedule.py", "from torch import nn", "schedule is pure and never imports torch"),
+    ],
+)
+@pytest.mark.parametrize("indoors", ["if True:", "def f():"])
+def test_a_violation_is_named_by_file_line_and_fault(
+    tmp_path: Path, file: str, text: str, fault: str, indoors: str
+) -> None:
+    package = build(tmp_path, PACKAGE | {file: f"import os\n{indoors}\n    {text}\n"})
+    assert violations(package) == [f"revcompile/{file}:3: {fault}"]
+
+
+def test_a_file_in_no_layer_is_a_violation(tmp_path: Path) -> None:
+    package = build(tmp_path, PACKAGE | {"helpers.py": ""})
+    assert violations(package) == [
+        "revcompile/helpers.py:1: helpers is in no layer; give it one in test_layers.py"
+    ]
+
+
+def test_folders_of_the_runtime_are_in_order(tmp_path: Path) -> None:
+    text = "from revcompile.runtime.trainer import data"
+    package = build(tmp_path, PACKAGE | {"runtime/stage/a.py": text})
+    fault = "runtime/stage may not import revcompile.runtime.trainer"
+    assert violations(package) == [f"revcompile/runtime/stage/a.py:1: {fault}"]
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    package = build(tmp_path, PACKAGE | {"errors.py": "if TYPE_CHECKING:\n    from . import api"})
+    assert circles(package) == [
+        [
+            "revcompile.api",
+            "revcompile.compiler.capture",
+            "revcompile.errors",
+            "revcompile.runtime.stage",
+            "revcompile.schedule",
+        ]
+    ]

@@ -1,0 +1,302 @@
+"""The reference models: the papers' counts, exact inverses, and the compiler's yardstick."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import gradients, worst
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import revcompile
+from models import resnet, revnet, vit
+from models.branches import Basic, Bottleneck, Shape, ZeroPad, pre_activation
+from models.reversible import Coupling, RevBlock
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+PETRA_TABLE_2 = {revnet.revnet18: 12.2, revnet.revnet34: 22.3, revnet.revnet50: 30.4}
+HE_2015 = {
+    resnet.resnet20: 0.27,
+    resnet.resnet32: 0.46,
+    resnet.resnet44: 0.66,
+    resnet.resnet56: 0.85,
+    resnet.resnet110: 1.73,
+}
+REVNET_TABLE_2 = {  # CIFAR-10, CIFAR-100
+    resnet.preact_resnet32: (0.46, 0.47),
+    revnet.revnet38: (0.46, 0.48),
+    resnet.preact_resnet110: (1.73, 1.73),
+    revnet.revnet110: (1.73, 1.74),
+    resnet.preact_resnet164: (1.70, 1.73),
+    revnet.revnet164: (1.75, 1.79),
+}
+
+
+@pytest.mark.parametrize("make", PETRA_TABLE_2, ids=lambda f: f.__name__)
+def test_revnets_have_the_parameters_of_petra(make: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        assert round(parameters(make()) / 1e6, 1) == PETRA_TABLE_2[make]
+
+
+@pytest.mark.parametrize("make", HE_2015, ids=lambda f: f.__name__)
+def test_cifar_resnets_have_the_parameters_of_he_et_al(make: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        assert round(parameters(make()) / 1e6, 2) == HE_2015[make]
+
+
+@pytest.mark.parametrize("make", REVNET_TABLE_2, ids=lambda f: f.__name__)
+def test_cifar_models_have_the_parameters_of_the_revnet_paper(
+    make: Callable[[int], nn.Module],
+) -> None:
+    with torch.device("meta"):
+        counts = tuple(round(parameters(make(classes)) / 1e6, 2) for classes in (10, 100))
+    assert counts == REVNET_TABLE_2[make]
+
+
+def test_imagenet_models_have_the_parameters_of_the_revnet_paper() -> None:
+    with torch.device("meta"):
+        assert round(parameters(resnet.preact_resnet101()) / 1e6, 1) == 44.5
+        # The paper prints 45.2 for the channels and units that make this count.
+        assert parameters(revnet.revnet104()) == 45_428_072
+
+
+def test_pre_activation_moves_norms_and_adds_none() -> None:
+    with torch.device("meta"):
+        assert parameters(resnet.preact_resnet32()) == parameters(resnet.resnet32()) == 464_154
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101"])
+def test_resnets_are_as_large_as_those_of_timm(name: str) -> None:
+    with torch.device("meta"):
+        assert parameters(getattr(resnet, name)()) == parameters(timm.create_model(name))
+
+
+def test_rev_vit_is_as_large_as_the_plain_one() -> None:
+    with torch.device("meta"):
+        plain = timm.create_model("vit_tiny_patch16_224")
+        assert parameters(vit.rev_vit()) == parameters(plain)
+        # Concatenated streams double the head's weights and the norm before it.
+        extra = 192 * 1000 + 2 * 192
+        assert parameters(vit.rev_vit(fuse="concat")) == parameters(plain) + extra
+
+
+def test_depths_are_those_in_the_names() -> None:
+    """The longest path from pixels to logits, counted in convolutions and linear layers."""
+    for make, depth in [
+        (resnet.resnet56, 56),
+        (resnet.preact_resnet164, 164),
+        (revnet.revnet38, 38),
+        (revnet.revnet110, 110),
+        (revnet.revnet164, 164),
+        (revnet.revnet104, 104),
+    ]:
+        with torch.device("meta"):
+            model = make()
+        layers = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Conv2d | nn.Linear)
+            and not re.search(r"\.(downsample|p1|p2)$", name)
+        ]
+        assert len(layers) == depth, make.__name__
+
+
+MODELS = {
+    "resnet20": (resnet.resnet20, 32),
+    "resnet18 cifar": (lambda n: resnet.resnet18(n, stem="cifar"), 32),
+    "resnet50 imagenet": (resnet.resnet50, 64),
+    "preact_resnet32": (resnet.preact_resnet32, 32),
+    "preact_resnet164": (resnet.preact_resnet164, 32),
+    "revnet18 cifar": (lambda n: revnet.revnet18(n, stem="cifar"), 32),
+    "revnet50 imagenet": (revnet.revnet50, 64),
+    "revnet38": (revnet.revnet38, 32),
+    "revnet164": (revnet.revnet164, 32),
+    "revnet104": (revnet.revnet104, 64),
+    "rev_vit mean": (lambda n: vit.rev_vit(32, 8, 24, 2, 3, n), 32),
+    "rev_vit concat": (lambda n: vit.rev_vit(32, 8, 24, 2, 3, n, fuse="concat"), 32),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_come_out(name: str) -> None:
+    make, size = MODELS[name]
+    with torch.device("meta"):
+        assert make(7)(torch.randn(3, 3, size, size)).shape == (3, 7)
+
+
+@pytest.mark.parametrize("kind", ["cifar", "imagenet"])
+def test_the_cifar_stem_keeps_the_image_and_the_imagenet_stem_shrinks_it(kind: str) -> None:
+    with torch.device("meta"):
+        net = revnet.revnet18(stem=kind)
+        size = 32 if kind == "cifar" else 8
+        assert net.stem(torch.randn(2, 3, 32, 32)).shape == (2, 128, size, size)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: revnet.revnet18(stem="mnist"),
+        lambda: vit.rev_vit(fuse="sum"),
+        lambda: vit.rev_vit(image=30, patch=8),
+        lambda: vit.rev_vit(width=50, heads=4),
+    ],
+)
+def test_what_cannot_be_built_is_a_clear_error(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"expected .* got"):
+        make()
+
+
+def test_shortcuts_without_parameters() -> None:
+    x = torch.arange(16.0).reshape(1, 1, 4, 4)
+    shape = Shape(1, 4, stride=2)
+    zeros = torch.zeros(2, 2)
+    taken = torch.tensor([[0.0, 2.0], [8.0, 10.0]])
+    assert torch.equal(ZeroPad(shape)(x)[0], torch.stack((zeros, taken, zeros, zeros)))
+    assert torch.equal(ZeroPad(shape, window=2)(x)[0, 1], taken + 2.5)
+
+
+REVERSIBLE = {
+    "basic, petra": lambda: Coupling(Basic(Shape(8, 8)), nn.ReLU()),
+    "bottleneck, petra": lambda: Coupling(Bottleneck(Shape(8, 8)), nn.ReLU()),
+    "basic, revnet": lambda: RevBlock(*(pre_activation(Shape(8, 8), (3, 3)) for _ in "fg")),
+    "bare, revnet": lambda: RevBlock(
+        pre_activation(Shape(8, 8), (3, 3), bare=True), pre_activation(Shape(8, 8), (3, 3))
+    ),
+    "bottleneck, revnet": lambda: RevBlock(*(pre_activation(Shape(8, 8), (1, 3, 1)) for _ in "fg")),
+    "transformer": lambda: RevBlock(vit.Attention(8, 2), vit.Mlp(8)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", REVERSIBLE)
+def test_blocks_run_backwards(name: str, training: bool) -> None:
+    block = randomised(REVERSIBLE[name]().double()).train(training)
+    shape = (2, 5, 8) if name == "transformer" else (2, 8, 6, 6)
+    x1, x2 = torch.randn(2, *shape, dtype=torch.float64)
+    y1, y2 = block(x1, x2)
+    assert not torch.allclose(y2, x1) and not torch.allclose(y2, x2)
+    back = block.inverse(y1, y2)
+    for want, have in zip((x1, x2), back, strict=True):
+        assert torch.allclose(want, have, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [revnet.revnet18, revnet.revnet110], ids=lambda f: f.__name__)
+def test_whole_stages_run_backwards(make: Callable[[int], revnet.RevNet]) -> None:
+    """From a stage's last pair of streams to what its transition made."""
+    net = make(10).double().eval()
+    for layer in net.layers:
+        blocks = [block for block in layer if hasattr(block, "inverse")]
+        width = next(m.in_channels for m in blocks[0].modules() if isinstance(m, nn.Conv2d))
+        start = pair = tuple(torch.randn(2, 2, width, 4, 4, dtype=torch.float64))
+        for block in blocks:
+            pair = block(*pair)
+        for block in reversed(blocks):
+            pair = block.inverse(*pair)
+        for want, have in zip(start, pair, strict=True):
+            assert torch.allclose(want, have, rtol=0, atol=1e-10)
+
+
+def test_two_couplings_in_a_row_are_one_block_of_the_revnet_paper() -> None:
+    f, g = (randomised(Basic(Shape(4, 4)).double()).eval() for _ in "fg")
+    x1, x2 = torch.randn(2, 2, 4, 6, 6, dtype=torch.float64)
+    for want, have in zip(RevBlock(f, g)(x1, x2), Coupling(g)(*Coupling(f)(x1, x2)), strict=True):
+        assert torch.equal(want, have)
+
+
+# The yardstick: what the compiler makes of timm's models is what is written out here.
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """Every parameter and statistic its own random value: no zero or one to hide a mistake."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                nn.init.kaiming_uniform_(p)
+            else:
+                p.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer.zero_()
+            else:
+                buffer.uniform_(0.5, 1.5)
+    return model
+
+
+def revnet_name(timm_name: str) -> str:
+    """The name in `models.revnet` of a tensor of a rewired timm ResNet."""
+    name = re.sub(r"^(conv1|bn1)", r"stem.\1", timm_name)
+    name = re.sub(r"^fc", "head.fc", name)
+    name = re.sub(r"^layer(\d)", lambda m: f"layers.{int(m[1]) - 1}", name)
+    name = re.sub(r"^(layers\.\d\.\d+)\.(conv|bn)", r"\1.branch.\2", name)
+    return re.sub(r"downsample\.(\d)_copy", r"downsample_b.\1", name)
+
+
+def vit_name(timm_name: str) -> str:
+    """The name in `models.vit` of a tensor of a rewired timm ViT."""
+    name = timm_name.replace("patch_embed.proj", "patch_embed")
+    name = name.replace(".norm1", ".f.norm")
+    name = name.replace(".norm2", ".g.norm")
+    return name.replace(".attn", ".f").replace(".mlp", ".g")
+
+
+def compare(
+    net: nn.Module, reference: nn.Module, rename: Callable[[str], str], x: Tensor, training: bool
+) -> None:
+    """Same weights, same outputs, gradients and batch statistics."""
+    state = {rename(name): tensor.clone() for name, tensor in net.state_dict().items()}
+    reference.load_state_dict(state, strict=True, assign=True)
+    have = gradients(net.train(training), x)
+    have = {" ".join((k.split()[0], rename(k.split()[1]))): v for k, v in have.items()}
+    deviation, where = worst(gradients(reference.train(training), x), have)
+    assert deviation < 1e-10, where
+
+
+@pytest.fixture(scope="module", params=["resnet18", "resnet34", "resnet50"])
+def rewired_resnet(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module, Tensor]:
+    """A compiled timm ResNet, the RevNet it should be (still without weights), and images."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.device("meta"):
+        model = timm.create_model(request.param, num_classes=7).double()
+        reference = getattr(revnet, request.param.replace("res", "rev"))(num_classes=7).double()
+    model = model.to_empty(device="cpu")
+    return randomised(revcompile.reversify(model, x, check="off")), reference, x
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_compiled_resnets_are_petras_revnets(
+    rewired_resnet: tuple[nn.Module, nn.Module, Tensor], training: bool
+) -> None:
+    net, reference, x = rewired_resnet
+    compare(net, reference, revnet_name, x, training)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_compiled_vit_is_rev_vit(training: bool) -> None:
+    model = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=10
+    ).double()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    net = randomised(revcompile.reversify(model, x, policy="pretrained"))
+    reference = vit.rev_vit(image=32, patch=8, width=48, depth=3, heads=3, num_classes=10)
+    compare(net, reference.double(), vit_name, x, training)
+
+
+def test_models_know_nothing_of_the_compiler() -> None:
+    files = sorted(Path(revnet.__file__).parent.glob("*.py"))
+    assert len(files) > 3
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
+                assert not any(name.split(".")[0] == "revcompile" for name in names), file

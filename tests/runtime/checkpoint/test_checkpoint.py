@@ -1,0 +1,736 @@
+"""Checkpoints on disk: exact, never half of one, readable without trusting them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import safetensors.torch
+import torch
+from paths import ROOT, SUPPORT
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.utils import _pytree as pytree
+from training import (
+    SCHEDULES,
+    Batch,
+    Net,
+    Plain,
+    adam,
+    batches,
+    feed,
+    fresh,
+    momentum,
+    same,
+    seeded,
+    trainer_of,
+    weights,
+)
+
+import revcompile
+from revcompile.errors import InputError
+from revcompile.runtime.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    load_training,
+    load_weights,
+    save_checkpoint,
+    save_training,
+    until_signal,
+)
+from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree
+
+RUNS: Final[dict[str, dict[str, Any]]] = {
+    "petra": {"order": "1f1b", "optimizer": momentum},
+    "petra, k=3": {"order": "1f1b", "optimizer": adam, "accumulate": 3},
+    "petra, the paper's order": {"order": "paper", "optimizer": adam},
+    "petra, the paper's order, k=3": {"order": "paper", "optimizer": momentum, "accumulate": 3},
+    "stashed weights": {"method": "pipedream", "optimizer": momentum},
+    "gradient predictors": {"method": "dni", "optimizer": adam},
+}
+
+
+def started(run: str, seed: int = 3) -> Any:
+    """A trainer of a model with batch norm, dropout and a tied layer."""
+    return trainer_of(fresh(), **RUNS[run], lr_schedule=SCHEDULES["one cycle"], seed=seed)
+
+
+def drawn(count: int) -> list[Batch]:
+    """Micro-batches from the global generators, as a shuffling loader draws them."""
+    sizes = [random.choice((3, 4)) for _ in range(count)]
+    return [
+        (torch.randn(size, 5, dtype=torch.float64), torch.randint(0, 3, (size,))) for size in sizes
+    ]
+
+
+def in_order(tree: Any) -> Any:
+    """Entries sorted by name: their order is not part of a state."""
+    if isinstance(tree, Mapping):
+        return {key: in_order(tree[key]) for key in sorted(tree, key=str)}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(in_order, tree))
+    return tree
+
+
+def equal_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """To the bit; messages between different stages have no order."""
+    states = []
+    for state in (a, b):
+        messages = sorted(state["messages"], key=lambda message: message[:3])
+        kept = {key: value for key, value in state.items() if key != "rng"}
+        states.append(in_order(kept | {"messages": messages}))
+    return same(*states)
+
+
+def python(code: str, *arguments: Any) -> str:
+    """What a new process prints."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environment = {
+        **os.environ,
+        **threads,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(SUPPORT))),
+    }
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- going on -------------------------------------------------------------------------------------
+
+
+def resume(folder: Path) -> dict[str, list[str]]:
+    """In a new process: load each run, go on, save how it ended."""
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for run in RUNS:
+        trainer = started(run, seed=8)
+        feed(trainer, batches(2, seed=9))  # something else is in flight, and is forgotten
+        trainer.load(folder / run)
+        found[run] = [loss.hex() for loss in feed(trainer, drawn(5))]
+        trainer.save(folder / run / "end")
+    return found
+
+
+def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # as in the other process: sums depend on it
+    expected, ends = {}, {}
+    for run in RUNS:
+        trainer = started(run)
+        feed(trainer, drawn(8))
+        trainer.save(tmp_path / run)
+        expected[run] = [loss.hex() for loss in feed(trainer, drawn(5))]
+        ends[run] = trainer.state_dict()
+    code = (
+        "import json, pathlib, sys; from tests.runtime.checkpoint import test_checkpoint as t; "
+        "print(json.dumps(t.resume(pathlib.Path(sys.argv[1]))))"
+    )
+    assert json.loads(python(code, tmp_path)) == expected
+    for run, end in ends.items():
+        assert equal_states(load_training(tmp_path / run / "end")[1], end), run
+
+
+def test_a_drained_checkpoint_moves_to_other_stages_methods_and_modules(tmp_path: Path) -> None:
+    """4 stages to 2, to another method, to the plain modules."""
+    data = batches(3, seed=5)
+    four = trainer_of(fresh(Net, 4), adam)
+    feed(four, batches(6))
+    four.save(tmp_path / "four", drain=True)
+    expected = four.evaluate(data)
+
+    two = trainer_of(fresh(Net, 2), adam, method="pipedream")
+    two.load(tmp_path / "four")
+    assert two.schedule.updates == (6, 6)
+    assert two.evaluate(data) == expected
+    two.save(tmp_path / "two")
+
+    net = fresh(Net, 3)
+    net.load(tmp_path / "two")
+    assert same(weights(net), four.state_dict()["model"])
+    plain = revcompile.reversify(seeded(Net), torch.zeros(4, 5, dtype=torch.float64), check="off")
+    for module in (net.module(), plain):
+        module.load_state_dict(load_weights(tmp_path / "two"))
+        output = module.eval()(torch.cat([x for x, _ in data]))
+        loss = nn.functional.cross_entropy(output, torch.cat([y for _, y in data]))
+        assert float(loss.detach()) == pytest.approx(expected.loss, rel=1e-12)
+
+
+def test_a_checkpoint_with_something_in_flight_stays_with_its_stages(tmp_path: Path) -> None:
+    trainer = trainer_of(fresh(Net, 4))
+    feed(trainer, batches(3))
+    trainer.save(tmp_path)
+    others = [trainer_of(fresh(Net, 2)), trainer_of(fresh(Net, 4), order="paper")]
+    for other in others:
+        before, generator = other.state_dict(), torch.get_rng_state()
+        torch.rand(1)
+        with pytest.raises(InputError, match=re.escape("trainer.save(folder, drain=True)")):
+            other.load(tmp_path)
+        assert same(other.state_dict(), before)
+        assert not torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_drained_save_is_a_flush_and_a_save(tmp_path: Path) -> None:
+    saved, flushed, resumed = (trainer_of(fresh(), order="paper") for _ in range(3))
+    for trainer in (saved, flushed):
+        feed(trainer, batches(5))
+    saved.save(tmp_path, drain=True)
+    flushed.flush()
+    resumed.load(tmp_path)
+    expected = feed(flushed, batches(4, seed=2))
+    assert feed(saved, batches(4, seed=2)) == expected
+    assert feed(resumed, batches(4, seed=2)) == expected
+
+
+def test_methods_that_keep_graphs_say_how_to_save_them(tmp_path: Path) -> None:
+    trainer = trainer_of(fresh(), method="gpipe", accumulate=3)
+    feed(trainer, batches(2))
+    with pytest.raises(InputError, match=re.escape("trainer.save(folder, drain=True)")):
+        trainer.save(tmp_path)
+    trainer.save(tmp_path, drain=True)
+    trainer.load(tmp_path)
+
+
+def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = started("stashed weights")
+    feed(trainer, batches(4))
+    trainer.save(tmp_path)
+    file = fresh().export(tmp_path / "weights.safetensors")
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("unpickled")
+
+    for owner, name in [
+        (pickle, "loads"),
+        (pickle, "load"),
+        (pickle, "Unpickler"),
+        (torch, "load"),
+        (torch.serialization, "load"),
+    ]:
+        monkeypatch.setattr(owner, name, refuse)
+    trainer.load(tmp_path)
+    fresh().load(tmp_path)
+    fresh().load(file)
+    names = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {".json", ".safetensors", ""}  # the last is `latest`
+
+
+# -- the folder -----------------------------------------------------------------------------------
+
+
+def content(step: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    return {"model.w": torch.full((50,), float(step))}, {"step": step}
+
+
+def put(folder: Path, step: int, **options: Any) -> Path:
+    return save_checkpoint(folder, *content(step), step=step, **options)
+
+
+def step_in(folder: Path) -> int:
+    """The step of the checkpoint that would be loaded, seen to be whole."""
+    checkpoint = Checkpoint(find_checkpoint(folder))
+    tensors, plain = content(checkpoint.step)
+    assert checkpoint.plain == [plain]
+    assert same(checkpoint.tensors(), tensors)
+    return checkpoint.step
+
+
+def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 5):  # 5: a run that continued from an earlier one
+        saved = put(tmp_path, step)
+        assert saved == find_checkpoint(tmp_path)
+        assert step_in(tmp_path) == step
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "step_00000005",
+        "step_00000030",
+    ]
+    put(tmp_path, 40, keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000040"]
+    with pytest.raises(InputError, match="keep=0"):
+        put(tmp_path, 50, keep=0)
+
+
+def test_a_step_can_be_saved_twice(tmp_path: Path) -> None:
+    trainer = trainer_of(fresh())
+    feed(trainer, batches(3))
+    first = trainer.save(tmp_path)
+    second = trainer.save(tmp_path, drain=True)
+    assert (first.name, second.name) == ("step_00000003", "step_00000003_2")
+    assert (tmp_path / "latest").read_text() == "step_00000003_2\n"
+    trainer_of(fresh(Net, 2)).load(tmp_path)  # nothing is in flight in the second one
+    again = trainer_of(fresh())
+    again.load(first)
+    assert again.schedule.outstanding[0]
+
+
+class Interrupted(Exception):
+    """What a save dies of in a test."""
+
+
+def die_in_a_save(folder: Path, moment: int, kill: bool) -> bool:
+    """Save, and die at so many operations on files in the folder; were there as many?"""
+    seen = 0
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        touches = event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+        if touches and str(arguments[0]).startswith(str(folder)):
+            seen += 1
+            if seen == moment and kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif seen == moment:
+                raise Interrupted
+
+    sys.addaudithook(watch)  # stays for the life of the process, so it needs one of its own
+    put(folder, 3, keep=1)
+    return seen >= moment
+
+
+def die_everywhere(folder: Path) -> list[str]:
+    """Let a save die at every moment: how each ended, and which step is loaded then."""
+    os.fsync = lambda descriptor: None  # slow, and of no use to a process that dies alone
+    put(folder / "before", 1)
+    put(folder / "before", 2)
+    report: list[str] = []
+    for kill in (True, False):
+        for moment in range(1, 100):
+            place = folder / f"{kill}{moment}"
+            shutil.copytree(folder / "before", place)
+            child = os.fork()
+            if not child:
+                try:
+                    os._exit(2 if die_in_a_save(place, moment, kill) else 3)
+                except Interrupted:
+                    os._exit(4)
+                finally:
+                    os._exit(5)
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            how = {-signal.SIGKILL: "killed", 2: "went on", 3: "whole", 4: "raised"}[ended]
+            report.append(f"{how} {step_in(place)}")
+            for path in place.glob("step_*"):
+                assert path.suffix == ".tmp" or Checkpoint(path).tensors()  # else it raises
+            put(place, 4)
+            assert step_in(place) == 4
+            assert len(list(place.iterdir())) == 3  # two checkpoints, `latest`, no rubbish
+            if how == "whole":
+                break
+    return report
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path: Path) -> None:
+    code = (
+        "import json, pathlib, sys; from tests.runtime.checkpoint import test_checkpoint as t; "
+        "print(json.dumps(t.die_everywhere(pathlib.Path(sys.argv[1]))))"
+    )
+    report = json.loads(python(code, tmp_path))
+    for how in ("killed", "raised"):
+        found = [line for line in report if line.startswith(how)]
+        # The old one, and from the moment it gets its name on the new one.
+        assert found == sorted(found)
+        assert set(found) == {f"{how} 2", f"{how} 3"}
+        assert found.count(f"{how} 2") >= 8
+    others = {line for line in report if not line.startswith(("killed", "raised"))}
+    assert others <= {"whole 3", "went on 3"}  # what cannot be removed does not matter
+    assert report.count("whole 3") == 2
+
+
+def test_a_file_that_is_half_written_is_never_taken_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 1)
+    write = safetensors.torch.save_file
+
+    def disk_full(tensors: Any, file: Path, *rest: Any) -> None:
+        write(tensors, file, *rest)
+        os.truncate(file, 100)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", disk_full)
+        with pytest.raises(InputError, match=r"rank 0 cannot write .*No space left.* as before"):
+            put(tmp_path, 2)
+    assert step_in(tmp_path) == 1
+    put(tmp_path, 2)
+    assert step_in(tmp_path) == 2
+
+
+def cut_short(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "rank_00000.safetensors", 100)
+
+
+def overwritten(checkpoint: Path) -> None:
+    file = checkpoint / "rank_00000.safetensors"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def without_tensors(checkpoint: Path) -> None:
+    (checkpoint / "rank_00000.safetensors").unlink()
+
+
+def without_index(checkpoint: Path) -> None:
+    (checkpoint / "checkpoint.json").write_text('{"format"')
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut_short, r"rank_00000.safetensors: expected \d+ bytes, got 100 bytes"),
+        (overwritten, r"rank_00000.safetensors: .*header"),
+        (without_tensors, r"rank_00000.safetensors: expected \d+ bytes, got no such file"),
+        (without_index, r"checkpoint.json: "),
+    ],
+)
+def test_damage_is_named_not_worked_around(
+    tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    older, newer = put(tmp_path, 1), put(tmp_path, 2)
+    damage(newer)
+    with pytest.raises(InputError, match=f"step_00000002 is damaged: {said}.*load .*_00000001"):
+        load_weights(tmp_path)
+    assert Checkpoint(find_checkpoint(older)).step == 1
+    shutil.rmtree(newer)
+    assert step_in(tmp_path) == 1
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(fresh())
+    with pytest.raises(InputError, match=r"there is no folder .*nowhere"):
+        trainer.load(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="there is no whole checkpoint in"):
+        trainer.load(tmp_path)
+    (tmp_path / "saving.tmp").mkdir()
+    with pytest.raises(InputError, match="a save began there and did not finish"):
+        trainer.load(tmp_path)
+    with pytest.raises(InputError, match=r"nothing.safetensors cannot be read"):
+        load_weights(tmp_path / "nothing.safetensors")
+    index = trainer.save(tmp_path) / "checkpoint.json"
+    content = json.loads(index.read_text())
+    for change, said in [
+        ({"version": 2}, r"format version 2, but this revcompile reads 1; .* saved it \("),
+        ({"format": "other"}, "was not written by trainer.save"),
+    ]:
+        index.write_text(json.dumps(content | change))
+        with pytest.raises(InputError, match=said):
+            trainer.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    trainer_of(fresh(Plain)).save(tmp_path / "plain")
+    trainer_of(fresh(), adam).save(tmp_path / "adam")
+    net = fresh()
+    trainer = trainer_of(net)
+    feed(trainer, batches(2))
+    before = trainer.state_dict()
+    for folder, said in [
+        ("plain", "it lacks first.weight; it lacks first.bias; .*; and [0-9]+ more"),
+        ("adam", "stage 0 has torch.optim.sgd.SGD, but the state is of another optimizer"),
+    ]:
+        with pytest.raises(InputError, match=f"trainer.load: .*step_00000000: .*{said}"):
+            trainer.load(tmp_path / folder)
+    with pytest.raises(
+        InputError, match=r"net.load: .* holds another model: it lacks first.weight"
+    ):
+        net.load(tmp_path / "plain")
+    assert same(trainer.state_dict(), before)
+
+
+@pytest.mark.parametrize("method", ["petra", "gpipe"])
+def test_a_signal_saves_when_the_step_is_over(tmp_path: Path, method: str) -> None:
+    trainer = trainer_of(fresh(), method=method)
+    handler = signal.getsignal(signal.SIGTERM)
+    seen = 0
+    with pytest.raises(SystemExit) as left:
+        for x, y in trainer.save_on_signal(tmp_path, batches(9)):
+            seen += 1
+            if seen == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            trainer.step(x, y)
+    assert left.value.code == 143
+    assert Checkpoint(find_checkpoint(tmp_path)).step == seen == 4
+    assert signal.getsignal(signal.SIGTERM) is handler
+    trainer.load(tmp_path)
+    assert len(list(trainer.save_on_signal(tmp_path, batches(2)))) == 2  # no signal: all of it
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
+    seen: list[str] = []
+    saved: list[list[str]] = []
+    others = iter([False, False, True])  # another rank got the signal at the third step
+    batches = until_signal("abcde", lambda: saved.append([*seen]), agree=lambda _: next(others))
+    with pytest.raises(SystemExit) as left:
+        seen.extend(batches)
+    assert (saved, left.value.code) == ([["a", "b", "c"]], 143)
+    batches = until_signal("abc", saved.clear, agree=lambda _: False, agree_at_end=lambda: True)
+    with pytest.raises(SystemExit):  # at the third, and there is no fourth
+        list(batches)
+    assert not saved
+    (error,) = together(1, lambda rank, barrier: list(until_signal("ab", list)))
+    assert "Python delivers signals to the main thread" in str(error)
+
+
+# -- several ranks --------------------------------------------------------------------------------
+
+
+def together(world: int, work: Callable[[int, Callable[[], Any]], Any]) -> list[Any]:
+    """Every rank in a thread of its own; what each returned or raised."""
+    barrier = threading.Barrier(world, timeout=30)
+    found: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank, barrier.wait)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def rank_state(trainer: Any, stages: Sequence[int]) -> dict[str, Any]:
+    """What a rank that holds some of the stages would save."""
+    state = trainer.state_dict()
+    owners = {n: a.index for a in reversed(trainer.executors) for n in a.program.parameters}
+    first = {n: t for n, t in state["model"].items() if owners.get(n, 0) in stages}
+    own = {n for j in stages for n in trainer.executors[j].updater.parameters}
+    return state | {
+        "model": first,
+        "optimizer": {n: s for n, s in state["optimizer"].items() if n in own},
+        "groups": [group for group in state["groups"] if set(group["params"]) <= own],
+        "lr_schedules": [state["lr_schedules"][j] for j in stages],
+        "stages": [state["stages"][j] for j in stages],
+        "messages": [message for message in state["messages"] if message[1] in stages],
+    }
+
+
+def test_ranks_save_their_states_and_anybody_loads_all(tmp_path: Path) -> None:
+    trainer = started("petra")
+    feed(trainer, batches(6))
+    stages_of_rank = [(0, 3), (1, 2)]  # not in a row
+    states = [rank_state(trainer, stages) for stages in stages_of_rank]
+
+    def save(rank: int, barrier: Callable[[], Any]) -> Path:
+        return save_training(
+            tmp_path,
+            states[rank],
+            trainer.model,
+            stages_of_rank[rank],
+            rank=rank,
+            world=2,
+            barrier=barrier,
+        )
+
+    assert together(2, save) == [tmp_path / "step_00000006"] * 2
+    files = sorted(p.name for p in (tmp_path / "step_00000006").iterdir())
+    assert files == [
+        "checkpoint.json",
+        *(f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")),
+    ]
+    generator = torch.get_rng_state()
+    alone = started("petra", seed=8)
+    alone.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), generator)  # another number of ranks: left alone
+    assert feed(alone, batches(4, seed=2)) == feed(trainer, batches(4, seed=2))
+    for one in (alone, trainer):
+        one.flush()
+    assert equal_states(alone.state_dict(), trainer.state_dict())
+
+
+def test_what_stages_hold_goes_to_the_device_of_the_model(tmp_path: Path) -> None:
+    trainer = started("petra")
+    feed(trainer, batches(6))
+    trainer.save(tmp_path)
+
+    def kinds(tree: Any) -> set[str]:
+        return {t.device.type for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)}
+
+    elsewhere = torch.device("meta")
+    _, state = load_training(tmp_path, elsewhere)
+    assert kinds(state["stages"]) == kinds(state["messages"]) == {"meta"}
+    assert kinds([state[key] for key in ("model", "optimizer", "rng")]) == {"cpu"}
+    _, state = load_training(tmp_path, elsewhere, stages=[0])
+    # Reversible stages hold nothing.
+    assert [kinds(held) for held in state["stages"]] == [{"meta"}, set(), set(), {"cpu"}]
+    targets = {target: kinds(message) for _, target, _, message in state["messages"]}
+    assert targets == {0: {"meta"}, 1: {"cpu"}, 2: {"cpu"}, 3: {"cpu"}}
+
+
+def test_when_one_rank_fails_all_do_and_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(step: int, names: Sequence[str], rank: int, barrier: Callable[[], Any]) -> Path:
+        tensors = {names[rank]: torch.ones(3)}
+        return save_checkpoint(
+            tmp_path, tensors, {}, step=step, rank=rank, world=3, barrier=barrier
+        )
+
+    names = ["model.a", "model.b", "model.c"]
+    assert set(together(3, functools.partial(save, 1, names))) == {tmp_path / "step_00000001"}
+    write = safetensors.torch.save_file
+
+    def full_at_rank_1(tensors: Any, file: Path, *rest: Any) -> None:
+        if "rank_00001" in file.name:
+            raise OSError("No space left on device")
+        write(tensors, file, *rest)
+
+    for step in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(safetensors.torch, "save_file", full_at_rank_1)
+            errors = together(3, functools.partial(save, step, names))
+        assert "rank_00001.safetensors is missing" in str(errors[0])
+        assert "rank 1 cannot write" in str(errors[1])
+        assert "another rank failed" in str(errors[2])
+    errors = together(3, functools.partial(save, 2, ["model.a", "model.a", "model.c"]))
+    assert "both hold 'model.a'" in str(errors[0])
+    assert "another rank failed" in str(errors[1])
+    checkpoint = Checkpoint(find_checkpoint(tmp_path))
+    assert (checkpoint.step, checkpoint.world) == (1, 3)
+    assert sorted(checkpoint.tensors("model.")) == names
+
+
+def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: Path) -> None:
+    trainer = started("petra")
+    stages_of_rank = [(0, 1), (2, 3)]
+    states = [rank_state(trainer, stages) for stages in stages_of_rank]
+
+    def save(rank: int, barrier: Callable[[], Any]) -> Path:
+        options: dict[str, Any] = {"rank": rank, "world": 2, "barrier": barrier}
+        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
+
+    assert together(2, save) == [tmp_path / "step_00000000"] * 2
+    states[1]["groups"] = [{"callback": print}]
+    errors = together(2, save)
+    assert "rank_00001.safetensors is missing" in str(errors[0])
+    assert "rank.1.groups.0.callback: a builtin_function" in str(errors[1])
+    assert Checkpoint(find_checkpoint(tmp_path)).step == 0
+
+
+# -- what is in the files -------------------------------------------------------------------------
+
+
+def test_names_are_the_models(tmp_path: Path) -> None:
+    trainer = trainer_of(fresh(), adam)
+    feed(trainer, batches(4))
+    saved = trainer.save(tmp_path)
+    names = Checkpoint(saved).tensors().keys()
+    assert {"model.stem.weight", "model.first.running_mean"} <= names
+    assert {"optimizer.head.bias.exp_avg", "optimizer.head.bias.step"} <= names
+    assert "model.blocks.0.up.weight" in names
+    assert "model.blocks.3.up.weight" not in names  # the same tensor
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "stages_of_rank", [[(0, 1, 2, 3)], [(0, 3), (1, 2)]], ids=["one rank", "two"]
+)
+def test_torch_distributed_checkpoint_reads_all_of_it(
+    tmp_path: Path, stages_of_rank: Sequence[tuple[int, ...]]
+) -> None:
+    trainer = trainer_of(fresh(), adam)
+    feed(trainer, batches(4))
+    states = [rank_state(trainer, stages) for stages in stages_of_rank]
+    for state in states:  # further names of a tensor are in the JSON alone
+        weights_of_rank = state["model"].items()
+        state["model"] = {n: t for n, t in weights_of_rank if not n.startswith("blocks.3.up.")}
+
+    def save(rank: int, barrier: Callable[[], Any]) -> Path:
+        world = {"rank": rank, "world": len(stages_of_rank), "barrier": barrier}
+        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **world)
+
+    saved = together(len(stages_of_rank), save)[0]
+    expected = {
+        key: {name: value for state in states for name, value in state[key].items()}
+        for key in ("model", "optimizer")
+    }
+    assert expected["optimizer"]["head.bias"]["step"] == 4
+    found = pytree.tree_map(torch.zeros_like, expected)
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(saved)), no_dist=True)
+    assert same(found, expected)
+
+
+def test_an_export_holds_tied_tensors_once_and_loads_anywhere(tmp_path: Path) -> None:
+    net = fresh()
+    feed(trainer_of(net), batches(3))
+    file = net.export(tmp_path / "new" / "net.safetensors")
+    assert [path.name for path in file.parent.iterdir()] == ["net.safetensors"]
+    stored = safetensors.torch.load_file(file)
+    tied = {"blocks.3.up.weight", "blocks.3.up.bias"}
+    assert stored.keys() == weights(net).keys() - tied
+    other = fresh().module()
+    safetensors.torch.load_model(other, file)
+    again = fresh(Net, 2)
+    again.load(file)
+    for state in (other.state_dict(), weights(again), load_weights(file)):
+        assert same(in_order(dict(state)), in_order(weights(net)))
+    with pytest.raises(InputError, match=r"net.pt; name the file"):
+        net.export(tmp_path / "net.pt")
+
+
+def test_values_come_back_as_they_were() -> None:
+    """Layout in memory too: kernels round differently for another one."""
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tree = {
+        "images": images,
+        "transposed": [torch.randn(3, 4).t(), torch.randn(3)],
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2, dtype=torch.int64),
+        "sizes": (torch.Size([2, 3]), (1, [True, None]), torch.bfloat16),
+        3: {"numbers": [0.1, float("inf"), 1e-300, -0.0, 10**20]},
+    }
+    plain, tensors = encode_tree(tree)
+    assert set(tensors) == {"images", "transposed.0", "transposed.1", "empty", "scalar"}
+    stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    found = decode_tree(json.loads(json.dumps(plain)), stored)
+    assert same(found, tree)
+    assert repr(found[3]) == repr(tree[3])
+    assert type(found["sizes"][0]) is torch.Size
+    assert found["images"].stride() == images.stride()
+    assert found["transposed"][0].stride() == (1, 4)
+    with pytest.raises(InputError, match="the tensor 'images' is missing"):
+        decode_tree(plain, {})
+
+
+def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
+    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        return [{"params": [p for _, p in named], "callback": print}]
+
+    trainer = trainer_of(fresh(), param_groups=groups)
+    with pytest.raises(InputError, match=r"rank\.0\.groups\.0\.callback: a builtin_function"):
+        trainer.save(tmp_path)
+    with pytest.raises(InputError, match=r"two tensors would be saved as 'a.b'"):
+        encode_tree({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
+    with pytest.raises(InputError, match=r"safetensors cannot write .*bits8"):
+        save_checkpoint(
+            tmp_path, {"z": torch.zeros(1).to(torch.uint8).view(torch.bits8)}, {}, step=0
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_saved_as_pairs(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"z": torch.randn(2, 3, dtype=dtype), "c": torch.randn(2, 2, dtype=dtype).conj()}
+    tensors |= {"number": torch.randn((), dtype=dtype), "x": torch.randn(3, 2)}
+    found = Checkpoint(save_checkpoint(tmp_path, tensors, {}, step=0)).tensors()
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype

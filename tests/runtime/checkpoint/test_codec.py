@@ -1,0 +1,95 @@
+"""codec: plain values come back as they were, and a file cannot make the reader run anything."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from revcompile.errors import InputError
+from revcompile.runtime.checkpoint import codec
+from revcompile.runtime.checkpoint.codec import as_text, decode, encode
+
+VALUES: list[Any] = [
+    None,
+    True,
+    -3,
+    "text",
+    0.5,
+    float("inf"),
+    [1, [2.5, None]],
+    (1, (2, "a")),
+    {"a": 1, (1, 2): [3]},
+    {1, 2, 3},
+    frozenset(("x", "y")),
+    slice(1, None, 2),
+    ...,
+    1 + 2j,
+    torch.float16,
+    torch.channels_last,
+    torch.strided,
+    torch.Size((2, 3)),
+    torch.device("cpu"),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    read = decode(json.loads(json.dumps(encode(value))))
+    assert type(read) is type(value) and read == value
+
+
+def test_what_is_not_a_number_comes_back() -> None:
+    assert decode(encode(float("nan"))) != decode(encode(float("nan")))
+
+
+@pytest.mark.parametrize("value", [print, torch.nn.Linear, torch.nn.ReLU(), object(), Path("x")])
+def test_code_and_objects_cannot_be_written(value: Any) -> None:
+    with pytest.raises(InputError, match="a value of type"):
+        encode([value])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"function": "os:system"},
+        {"layer": "torch.nn:Linear"},
+        {"enum": ["x:Y", "Z"]},
+        {"dtype": "load"},
+        {"dtype": "os"},
+        {"layout": "float32"},
+        {"device": "no such device"},
+        {"dtype": 3},
+        {"slice": [1]},
+        {"complex": [1, 2, 3]},
+        {"size": ["a"]},
+        {"dict": [1]},
+        {"dict": [[{"dict": []}, 1]]},
+        {"tuple": 3},
+        {"float": "many"},
+        {"a": 1, "b": 2},
+        {},
+    ],
+    ids=repr,
+)
+def test_what_nobody_wrote_is_refused(data: Any) -> None:
+    with pytest.raises(InputError):
+        decode(data)
+
+
+def test_text_is_json_with_short_lines() -> None:
+    value = {"a": list(range(100)), "b": {"c": "d" * 90}}
+    text = as_text(value)
+    assert json.loads(text) == value
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_nothing_that_reads_files_knows_pickle_eval_or_exec() -> None:
+    folder = Path(codec.__file__).parent
+    for file in (Path(codec.__file__), *(folder / "checkpoint").glob("*.py")):
+        names = {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
+        assert not names & {"pickle", "eval", "exec", "compile", "__import__"}, file

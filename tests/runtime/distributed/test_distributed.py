@@ -1,0 +1,437 @@
+"""Several ranks train what one process trains, to the bit; and end well when one of them does not.
+
+Ranks are processes on this machine, over gloo. What they do is in `distributed_worker`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import pytest
+import torch
+from distributed_memory import absent, holdings, resume, steady
+from distributed_worker import Run, batches, fed, free_port, launch, looked_at, trained, trainer_of
+from paths import ROOT, SUPPORT
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+
+import revcompile
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.runtime.distributed.collectives import check_ranks_agree
+from revcompile.runtime.distributed.placement import Layout, make_layout, pipeline_ranks
+from revcompile.runtime.distributed.rank_weights import SharedBuffers
+from revcompile.schedule import METHODS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """As the ranks have: sums depend on it."""
+    torch.set_num_threads(1)
+
+
+@functools.cache
+def alone(run: Run) -> dict[str, Any]:
+    """The same training in one process."""
+    return trained(dataclasses.replace(run, stage_to_rank=None))
+
+
+def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(run) for run in runs]
+
+
+def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    assert expected.keys() == found.keys()
+    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+def assert_equal_to_one_process(folder: Path, ranks: int, runs: Sequence[Run]) -> None:
+    results, codes = launch(folder, ranks, "train_all", runs=plain(runs))
+    assert codes == [0] * ranks
+    for number, run in enumerate(runs):
+        expected = alone(run)
+        for rank, found in enumerate(results):
+            odd = differences(expected["state"], found[number]["state"])
+            assert not odd, f"{run}, rank {rank}: {odd[:3]}"
+        last = ranks - 1 if run.stage_to_rank is None else run.stage_to_rank[-1]
+        assert results[last][number]["losses"] == expected["losses"], run
+
+
+# -- the same training ----------------------------------------------------------------------------
+
+
+def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> None:
+    runs = [Run(method=method, accumulate=2, steps=9) for method in METHODS]
+    assert_equal_to_one_process(tmp_path, 2, runs)
+
+
+def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
+    """Dropout, tied weights, clipping over all stages, the paper's order, an incomplete group."""
+    runs = [
+        Run(model="vit"),
+        Run(model="vit", method="1f1b", accumulate=4, steps=10),
+        Run(model="words", steps=9),
+        Run(model="words", method="gpipe", accumulate=2, steps=7),
+        Run(method="backprop", clip=0.1, steps=5),
+        Run(method="petra", order="paper", clip=0.1, steps=9),
+    ]
+    assert_equal_to_one_process(tmp_path, 4, runs)
+
+
+def test_stages_may_live_on_any_rank(tmp_path: Path) -> None:
+    runs = [
+        Run(stage_to_rank=(1, 0, 1, 0), steps=7),
+        Run(stage_to_rank=(0, 1, 1, 1), method="1f1b", accumulate=3, clip=0.1, steps=7),
+        Run(model="words", stage_to_rank=(1, 1, 0, 0), method="pipedream", steps=7),
+    ]
+    assert_equal_to_one_process(tmp_path, 2, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["resnet", "vit", "words"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (2, 4), (4, 4)])
+def test_every_method_on_any_number_of_ranks(
+    tmp_path: Path, model: str, ranks: int, stages: int
+) -> None:
+    runs = [
+        Run(model=model, method=method, stages=stages, accumulate=accumulate)
+        for method in METHODS
+        for accumulate in (1, 4)
+    ]
+    assert_equal_to_one_process(tmp_path, ranks, runs)
+
+
+@pytest.mark.parametrize("stage_to_rank", [None, (0, 1, 1, 0)])
+def test_copies_of_the_pipeline_train_with_the_mean_gradient(
+    tmp_path: Path, stage_to_rank: tuple[int, ...] | None
+) -> None:
+    """Two copies with half the data each are one pipeline that gathers two micro-batches."""
+    run = Run(
+        method="backprop", stages=4 if stage_to_rank else 2, steps=10, stage_to_rank=stage_to_rank
+    )
+    results, codes = launch(tmp_path, 4, "copies", run=dataclasses.asdict(run))
+    assert codes == [0] * 4
+    expected = alone(dataclasses.replace(run, accumulate=2))["state"]
+    trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
+    for found in results:
+        assert not differences(results[0], found)
+        assert not [n for n in differences(expected, found) if n in trainable]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [Run(steps=5), Run(model="words", stage_to_rank=(1, 1, 0, 0), steps=5)],
+    ids=["stages in a row", "tied weights"],
+)
+def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -> None:
+    """And all of them find each other again: for the whole model, and for another trainer."""
+    one = dataclasses.asdict(run)
+    results, codes = launch(tmp_path, 2, holdings, run=one, other=(0, 1, 0, 1))
+    assert codes == [0, 0]
+    net, _ = trainer_of(run)
+    programs, tensors = net._programs(net.method), dict(net.model.named_parameters())
+    stage_to_rank = run.stage_to_rank or net._default_stage_to_rank(2)
+    for rank, found in enumerate(results):
+        used = {n for p in programs if stage_to_rank[p.index] == rank for n in p.parameters}
+        assert found["names"] == sorted(used)
+        assert found["bytes"] == sum(4 * tensors[name].numel() for name in used)
+        assert not differences(alone(run)["state"], found["state"])
+    assert used != tensors.keys()
+
+
+def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
+    run = Run(model="vit", steps=4)
+    results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
+    assert codes == [0, 0]
+    for state, error in results:
+        assert not differences(alone(run)["state"], state)
+        assert "no rank has the values of token" in error and "load weights" in error
+
+
+def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
+    """Of a stage that keeps its inputs, and of one that sends back what it was sent."""
+    runs = [Run(steps=24), Run(model="vit", method="ddg", steps=24)]
+    results, codes = launch(tmp_path, 2, steady, runs=plain(runs))
+    assert codes == [0, 0]
+    for found in results:
+        for made in found:  # as many as are in flight, however many steps there are
+            allocations, _ = made[-1]
+            assert 0 < allocations <= 8
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """Each rank loads the stages it has now, whoever saved them."""
+    run = dataclasses.asdict(Run(model="words", steps=9, stage_to_rank=(0, 0, 1, 1)))
+    others, saved = [(1, 0, 1, 0), (0, 1, 1, 1)], str(tmp_path / "saved")
+    results, codes = launch(tmp_path, 2, resume, run=run, others=others, saved=saved)
+    assert codes == [0, 0]
+    for first, *resumed in results:
+        assert not [odd for found in resumed for odd in differences(first, found)]
+
+
+def test_ranks_train_in_low_precision_as_one_process(tmp_path: Path) -> None:
+    run, how = Run(model="vit", steps=6), {"autocast": torch.bfloat16}
+    results, codes = launch(tmp_path, 2, "train_all", runs=plain([run]), trainer=how)
+    assert codes == [0, 0]
+    expected = trained(run, **how)
+    for (found,) in results:
+        assert not differences(expected["state"], found["state"])
+
+
+def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
+    """Of a budget for each rank: tied weights, dropout and statistics, any layout."""
+    runs = [
+        Run(model="resnet", accumulate=2, steps=9, clip=0.1),
+        Run(model="words", steps=9, order="paper"),
+        Run(model="vit", steps=7, stage_to_rank=(1, 0, 1, 0)),
+    ]
+    how = {"memory_budget": "1GiB", "batch_size": 3}
+    results, codes = launch(tmp_path, 2, "train_all", runs=plain(runs), trainer=how)
+    assert codes == [0, 0]
+    for number, run in enumerate(runs):
+        expected = trained(dataclasses.replace(run, stage_to_rank=None), **how)
+        assert differences(expected["state"], alone(run)["state"])  # graphs make a difference
+        for rank, found in enumerate(results):
+            odd = differences(expected["state"], found[number]["state"])
+            assert not odd, f"{run}, rank {rank}: {odd[:3]}"
+
+
+SCRIPT: Final = """
+import torch, distributed_worker
+torch.set_num_threads(1)
+run = distributed_worker.Run(steps=7)
+net, trainer = distributed_worker.trainer_of(run)
+for x, y in distributed_worker.batches(run):
+    loss = trainer.step(x, y).loss
+trainer.flush()
+total = sum(float(p.double().sum()) for p in net.module().parameters())
+print(f"loss {loss} weights {total}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
+    """It says nothing of ranks, and its trainer is left open at the end."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    paths = [str(SUPPORT), str(ROOT)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    torchrun += [f"--master-port={free_port()}"]
+    said = []
+    for how in ([], torchrun):
+        command = [sys.executable, *how, str(script)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        said.append({line for line in done.stdout.splitlines() if line.startswith("loss")})
+    alone, together = said
+    assert alone < together and len(together) == 2
+    assert {line.split()[-1] for line in together} == {line.split()[-1] for line in alone}
+
+
+def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Path) -> None:
+    results, _ = launch(tmp_path, 2, "report")
+    losses = trained(Run(steps=5))["losses"]
+    for found in results:
+        assert found["losses"] == losses
+        assert found["mean"] == pytest.approx(sum(losses) / 5, rel=1e-12)
+    assert [found["samples"] for found in results] == [2, 2]
+
+
+def test_evaluation_during_training_disturbs_nothing(tmp_path: Path) -> None:
+    runs = [Run(model="words", steps=7), Run(method="1f1b", accumulate=2, steps=7)]
+    results, codes = launch(tmp_path, 2, "evaluate", runs=plain(runs))
+    assert codes == [0, 0]
+    for number, run in enumerate(runs):
+        expected = looked_at(run)
+        for found in results:
+            assert not differences(expected["state"], found[number]["state"])
+            assert not differences(alone(run)["state"], found[number]["state"])
+            for mine, theirs in zip(expected["seen"], found[number]["seen"], strict=True):
+                assert theirs == pytest.approx(mine, rel=1e-6)
+
+
+# -- micro-batches that cannot be used ------------------------------------------------------------
+
+BAD: Final = [[3, "nan"], [5, "shape"], [6, "type"], [8, "target"]]
+
+
+def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
+    """With one micro-batch in the pipeline at a time, as if it had never been."""
+    run = Run(method="backprop", steps=12)
+    results, codes = launch(tmp_path, 2, "lose", run=dataclasses.asdict(run), bad=BAD)
+    assert codes == [0, 0]
+    net, trainer = trainer_of(run)
+    lost = {number for number, _ in BAD}
+    for number, batch in enumerate(batches(run)):
+        if number not in lost:
+            fed(trainer, batch)
+    expected = net.module().state_dict()
+    for found in results:
+        assert not differences(expected, found["state"])
+    raised = sorted(one for found in results for one in found["raised"])
+    assert raised == [
+        (3, NonFiniteError.__name__),
+        (5, InputError.__name__),
+        (6, InputError.__name__),
+        (8, InputError.__name__),
+    ]
+
+
+@pytest.mark.parametrize("method", ["petra", "ddg"])
+def test_training_goes_on_after_a_lost_micro_batch(tmp_path: Path, method: str) -> None:
+    run = dataclasses.asdict(Run(method=method, steps=12))
+    ends = []
+    for ways in (("nan", "shape"), ("target", "type")):
+        folder = tmp_path / ways[0]
+        folder.mkdir()
+        bad = [[4, ways[0]], [7, ways[1]]]
+        results, codes = launch(folder, 2, "lose", run=run, bad=bad)
+        assert codes == [0, 0]
+        assert not differences(results[0]["state"], results[1]["state"])
+        assert sum(len(found["raised"]) for found in results) == 2
+        ends.append(results[0]["state"])
+    assert all(bool(torch.isfinite(value).all()) for value in ends[0].values())
+    trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
+    # However a micro-batch is lost, the parameters are the same.
+    assert not [n for n in differences(*ends) if n in trainable]
+
+
+# -- ranks that end -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("doomed", "how", "said"),
+    [
+        (2, "killed", "rank 2 (stage 2) is gone"),
+        (0, "killed", "rank 0 (stage 0) is gone"),
+        (2, "killed between steps", "rank 2 (stage 2) is gone"),
+        (1, "failed", "rank 1 (stage 1) stopped: ZeroDivisionError: some bug"),
+    ],
+)
+def test_the_others_stop_and_name_the_rank_that_ended(
+    tmp_path: Path, doomed: int, how: str, said: str
+) -> None:
+    results, codes = launch(
+        tmp_path, 4, "end", doomed=doomed, how=how, method="petra", timeout=60, limit=50
+    )
+    others = [rank for rank in range(4) if rank != doomed]
+    assert [codes[rank] for rank in others] == [0, 0, 0]
+    for rank in others:
+        assert said in results[rank]
+        assert f"last completed micro-batch here (rank {rank} (stage {rank})): " in results[rank]
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
+    results, codes = launch(
+        tmp_path, 3, "end", doomed=1, hangs=1, how="stopped", method="1f1b", timeout=4, limit=60
+    )
+    assert (codes[0], codes[2]) == (0, 0)
+    for rank in (0, 2):
+        assert "no answer from rank 1 (stage 2) for 4 s" in results[rank]
+
+
+# -- the start ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
+    results, codes = launch(tmp_path, 2, "differ")
+    assert codes == [0, 0]
+    expected = [
+        "stages: 2 on rank 0; 3 on rank 1",
+        "model: ViT on rank 0; Words on rank 1",
+        "accumulate: 1 on rank 0; 2 on rank 1",
+        "revcompile version: 1.0 on rank 0; 9.9 on rank 1",
+        "parameter conv.weight: float32[8, 3, 3, 3] on rank 0; float64[8, 3, 3, 3] on rank 1",
+        "stage_to_rank=(0, 1, 2, 3) needs 4 ranks",
+    ]
+    for found in results:
+        for said, text in zip(expected, found, strict=False):
+            assert said in text
+    assert results[1][-1] == trained(Run(steps=2))["losses"][0]
+
+
+def test_the_difference_names_the_ranks() -> None:
+    facts: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "more": "a"}]
+    with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:
+        check_ranks_agree(facts)
+    assert "more: nothing on ranks 0, 1; a on rank 2" in str(error.value)
+    assert "cost=" not in str(error.value)
+    with pytest.raises(InputError, match="measure on one, and give its numbers as cost= to all"):
+        check_ranks_agree([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
+
+
+@pytest.mark.parametrize(
+    ("stages", "world", "stage_to_rank", "said"),
+    [
+        (4, 6, None, "6 ranks for 4 stages.*start 4 ranks"),
+        (4, 3, (0, 0, 1, 1), "needs 2 ranks .*but there are 3"),
+        (4, 2, (0, 0, 1), "has 3 entries, but there are 4 stages"),
+        (3, 3, (0, 2, 2), "rank 1 has no stage"),
+        (3, 3, (0, -1, 1), "counted from 0"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    stages: int, world: int, stage_to_rank: tuple[int, ...] | None, said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        make_layout(stages, world, stage_to_rank, range(pipeline_ranks(stages, world)))
+
+
+def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
+    layout = make_layout(2, 6, None, (0, 1))
+    assert layout == Layout((0, 1), replicas=3)
+    assert [layout.rank(1, replica) for replica in range(3)] == [1, 3, 5]
+    assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3
+
+
+class SharedLayer(nn.Module):
+    """Two blocks call one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(6, 3)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for branch in self.branches:
+            h = h + torch.tanh(branch(self.layer(h)))
+        return cast("Tensor", self.head(h))
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (nn.BatchNorm1d(6), "layer.running_mean"),
+        (spectral_norm(nn.Linear(6, 6)), "layer.parametrizations.weight.0._u"),
+    ],
+    ids=["batch norm", "spectral norm"],
+)
+def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buffer: str) -> None:
+    net = revcompile.petrafy(SharedLayer(layer), 2, torch.randn(4, 6), check="off")
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.cross_entropy)
+    trainer.step(torch.randn(4, 6), torch.arange(4) % 3)
+    flights = [f for e in trainer.executors for f in e.stage.in_flight.values()]
+    for stage_to_rank in ((0, 0), (0, 1)):
+        buffers = SharedBuffers(net.model, trainer.programs, Layout(stage_to_rank))
+
+        def check(buffers: SharedBuffers = buffers) -> None:
+            buffers.check_statistics(net.model)
+            for flight in flights:
+                buffers.check_changed(flight.buffers)
+
+        if stage_to_rank == (0, 0):
+            check()
+        else:
+            with pytest.raises(InputError, match=f"{re.escape(buffer)} belongs .* 0 and 1 share"):
+                check()

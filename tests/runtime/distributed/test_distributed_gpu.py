@@ -1,0 +1,179 @@
+"""Several NCCL ranks on one GPU train what one process trains there, and end well."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from distributed_memory import holdings, resume, steady
+from distributed_worker import Run, launch, trained, trainer_of
+from helpers import worst
+
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.schedule import METHODS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# NCCL wants a GPU for each rank, unless the ranks claim to be on different machines.
+ENVIRONMENT: Final = {
+    "NCCL_HOSTID": "rank{rank}",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+}
+TOLERANCE: Final = 1e-2
+"""Sums are added up in another order, and differences grow with the steps."""
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    """As the ranks compute."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def ranks(
+    folder: Path,
+    count: int,
+    scenario: str | Callable[[int, dict[str, Any]], Any],
+    limit: float = 90,
+    **options: Any,
+) -> tuple[list[Any], list[int | None]]:
+    """Processes of their own: what has used CUDA cannot be forked."""
+    return launch(
+        folder,
+        count,
+        scenario,
+        start="spawn",
+        limit=limit,
+        device="cuda",
+        env=ENVIRONMENT,
+        **options,
+    )
+
+
+def plain(*runs: Run) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(run) for run in runs]
+
+
+def assert_close(expected: dict[str, Any], found: dict[str, Any], what: Any) -> None:
+    assert found.keys() == expected.keys()
+    error, where = worst(expected, found)
+    assert error < TOLERANCE, (what, where, error)
+
+
+EVERY_METHOD: Final = [
+    Run(device="cuda", method=method, accumulate=2, steps=7) for method in METHODS
+]
+SOME: Final = [
+    Run(device="cuda", model="words", method="1f1b", accumulate=2, steps=7),
+    Run(device="cuda", method="backprop", clip=0.1, steps=5),
+    Run(device="cuda", steps=200),
+]
+
+
+@pytest.mark.parametrize(("count", "runs"), [(2, EVERY_METHOD), (4, SOME)])
+def test_nccl_ranks_train_as_one_process(tmp_path: Path, count: int, runs: list[Run]) -> None:
+    """The last run of all is there to come to its end."""
+    results, codes = ranks(tmp_path, count, "train_all", runs=plain(*runs))
+    assert codes == [0] * count
+    for number, run in enumerate(runs):
+        expected = trained(run)
+        losses = results[-1][number]["losses"]
+        early = min(len(losses), 20)
+        assert losses[:early] == pytest.approx(expected["losses"][:early], rel=1e-3), run
+        assert len(losses) == run.steps
+        for found in results:
+            if run.steps <= 20:
+                assert_close(expected["state"], found[number]["state"], run)
+
+
+def test_one_rank_needs_no_group(tmp_path: Path) -> None:
+    """Alone on the GPU, also where somebody has set the variables of torchrun."""
+    run = Run(device="cuda", steps=7)
+    on_cpu = trained(dataclasses.replace(run, device="cpu"))
+    here = trained(run)
+    ((found,),), codes = ranks(tmp_path, 1, "train_all", runs=plain(run))
+    assert codes == [0]
+    for one in (here, found):
+        assert one["losses"] == pytest.approx(on_cpu["losses"], rel=1e-2)
+        assert_close(on_cpu["state"], one["state"], run)
+    assert type(trainer_of(run)[1]) is Trainer
+
+
+def test_ranks_train_with_autocast_as_one_process(tmp_path: Path) -> None:
+    run, how = Run(device="cuda", model="vit", steps=6), {"autocast": torch.bfloat16}
+    results, codes = ranks(tmp_path, 2, "train_all", runs=plain(run), trainer=how)
+    assert codes == [0, 0]
+    expected, full = trained(run, **how), trained(run)
+    losses = results[-1][0]["losses"]
+    assert losses == pytest.approx(expected["losses"], rel=5e-3)
+    assert losses != full["losses"]  # it was on
+
+
+def test_copies_of_the_pipeline_train_with_the_mean_gradient(tmp_path: Path) -> None:
+    """Two copies of two stages are one pipeline that gathers two micro-batches."""
+    run = Run(device="cuda", method="backprop", stages=2, steps=10)
+    results, codes = ranks(tmp_path, 4, "copies", run=dataclasses.asdict(run))
+    assert codes == [0] * 4
+    expected = trained(dataclasses.replace(run, accumulate=2))["state"]
+    weights = {n for n in expected if "running" not in n and "num_batches" not in n}
+    for found in results:
+        assert worst(results[0], found)[0] < 1e-5
+        assert_close({n: expected[n] for n in weights}, {n: found[n] for n in weights}, run)
+
+
+@pytest.mark.parametrize("run", [Run(model="wide", stages=2, steps=4), Run(model="words", steps=4)])
+def test_a_gpu_holds_only_the_weights_of_its_rank(tmp_path: Path, run: Run) -> None:
+    """The model is made on the CPU, and never as a whole on a GPU."""
+    stage_to_rank = (0, 1) * (run.stages // 2)
+    one, how = dataclasses.asdict(run), {"device": "cuda"}
+    results, codes = ranks(tmp_path, 2, holdings, run=one, other=stage_to_rank[::-1], trainer=how)
+    assert codes == [0, 0]
+    whole = sum(value.numel() * value.element_size() for value in results[0]["state"].values())
+    for found in results:
+        assert found["elsewhere"] == 0
+        assert 0 < found["bytes"] < 0.75 * whole
+        if run.model == "wide":  # small tensors take more than their bytes
+            assert found["peak"] < 0.75 * whole
+    assert results[0]["names"] != results[1]["names"]
+    assert worst(results[0]["state"], results[1]["state"])[0] == 0.0
+
+
+def test_a_run_is_saved_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+    run = dataclasses.asdict(Run(device="cuda", model="words", steps=9, stage_to_rank=(0, 0, 1, 1)))
+    others, saved = [(0, 0, 1, 1), (1, 0, 1, 0)], str(tmp_path / "saved")
+    results, codes = ranks(tmp_path, 2, resume, run=run, others=others, saved=saved)
+    assert codes == [0, 0]
+    for first, *resumed in results:
+        for found in resumed:
+            assert_close(first, found, run)
+
+
+def test_steady_state_asks_the_driver_for_no_memory(tmp_path: Path) -> None:
+    run = Run(device="cuda", steps=121)
+    results, codes = ranks(tmp_path, 2, steady, runs=plain(run))
+    assert codes == [0, 0]
+    for (made,) in results:
+        early, late = made[40][1], made[-1][1]
+        assert late <= early + 1  # blocks of 2 MiB; messages of 80 steps would be more
+
+
+@pytest.mark.parametrize(("doomed", "count"), [(1, 2), (0, 4)])
+def test_the_others_stop_when_a_rank_is_killed(tmp_path: Path, doomed: int, count: int) -> None:
+    results, codes = ranks(
+        tmp_path, count, "end", doomed=doomed, how="killed", method="petra", timeout=30
+    )
+    for rank in set(range(count)) - {doomed}:
+        assert codes[rank] is not None, f"rank {rank} hangs"
+        assert results[rank] is not None, f"rank {rank} ended with {codes[rank]}"
+        assert f"rank {doomed} (stage" in results[rank]
+        assert "last completed micro-batch here" in results[rank]

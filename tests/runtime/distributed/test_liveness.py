@@ -1,0 +1,128 @@
+"""Ranks that stop agree on the first cause, which is never a rank that only followed another."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from revcompile.errors import RankError
+from revcompile.runtime.distributed import transport
+from revcompile.runtime.distributed.liveness import FailureMonitor, LivenessCheck, RootCause
+from revcompile.runtime.distributed.placement import Layout, Ranks
+from revcompile.runtime.distributed.transport import DistributedTransport
+
+CLOSED = "RuntimeError: Connection closed by peer"
+LAYOUT = Layout((0, 0, 1, 1), replicas=2)
+"""Rank 2 has a channel from rank 3; ranks 0 and 2 meet only where replicas are averaged."""
+
+
+class Gone:
+    """A store whose rank is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise distributed.DistNetworkError("Connection was likely closed")
+
+
+class Silent:
+    """A store whose rank hangs: a call returns when it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.let_go.wait(30)
+        return value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def rank(number: int, store: Any, monkeypatch: pytest.MonkeyPatch) -> DistributedTransport:
+    """A rank's transport without channels; the test says what happens on them."""
+    nothing: Any = None
+    monkeypatch.setattr(transport, "own_store", lambda: store)
+    return DistributedTransport(Ranks(LAYOUT, number, nothing, nothing), [], timeout=30)
+
+
+def loses(one: DistributedTransport, peer: int) -> None:
+    """A connection to another rank closes."""
+    one._on_lost(one.ranks.named(peer))(CLOSED)
+
+
+def test_a_rank_whose_copy_followed_names_the_rank_that_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    ranks = [rank(number, store, monkeypatch) for number in (2, 0, 1)]
+    for one, peer in zip(ranks, (3, 2, 0), strict=True):
+        loses(one, peer)
+        with pytest.raises(RankError, match=r"^rank 3 \(stages 2, 3\) is gone: .*; last completed"):
+            one.wait("stage 0 waits")
+        assert one.close()
+
+
+def test_a_rank_whose_connections_are_all_open_hears_of_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    failing, waiting = (rank(number, store, monkeypatch) for number in (2, 1))
+    failing.abort("rank 2 (stages 0, 1) stopped: ZeroDivisionError: some bug")
+    assert waiting._monitor.wait_for_failure(10)
+    with pytest.raises(RankError, match=r"rank 2 .* stopped: ZeroDivisionError"):
+        waiting.wait("stage 2 waits for stage 1")
+    assert failing.close() and waiting.close()
+
+
+def test_the_rank_that_may_have_the_store_stays_until_the_others_have_looked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    leaving, waiting = (rank(number, store, monkeypatch) for number in (0, 2))
+    monkeypatch.setattr(
+        leaving._root_cause, "linger", lambda: waiting._monitor.wait_for_failure(30)
+    )
+    loses(leaving, 1)
+    with pytest.raises(RankError, match="rank 1"):
+        leaving.wait("stage 0 waits")
+    assert waiting._monitor.cause == leaving._monitor.cause
+    assert leaving.close() and waiting.close()
+
+
+def test_without_a_store_the_word_of_a_neighbour_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = rank(3, Gone(), monkeypatch)
+    word = "rank 0 (stages 0, 1) is gone: told by rank 2"
+    monkeypatch.setattr(one._monitor, "wait_for_failure", lambda timeout: one._monitor.fail(word))
+    loses(one, 1)
+    with pytest.raises(RankError, match="told by rank 2"):
+        one.wait("stage 2 waits")
+    assert one.close()
+
+
+def test_without_a_store_and_without_a_word_the_lost_rank_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = rank(3, Gone(), monkeypatch)
+    monkeypatch.setattr(transport, "_GRACE", 0.01)
+    loses(one, 1)
+    with pytest.raises(RankError, match=r"rank 1 .* is gone"):
+        one.wait("stage 2 waits")
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    store, monitor = Silent(), FailureMonitor()
+    first = RootCause(store, monitor.fail)
+    assert first.agree("rank 1 is gone", 0.01) is None
+    assert first.close(10) and monitor.cause is None
+    store.let_go.set()
+
+
+def test_the_liveness_check_finds_who_does_not_answer() -> None:
+    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    assert LivenessCheck(store, 2, 3).missing(0.01) == {0, 1}
+    assert LivenessCheck(store, 0, 3).missing(0.01) == {1}
+    assert LivenessCheck(Gone(), 0, 3).missing(0.01) == set()

@@ -1,0 +1,173 @@
+"""Messages as bytes: what is sent arrives as it was, in as few packets as possible."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Final, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from revcompile.errors import InputError
+from revcompile.runtime.distributed.message_format import (
+    Describer,
+    Description,
+    Flag,
+    Header,
+    TensorFormat,
+    describe,
+)
+from revcompile.runtime.distributed.p2p import Outbound, PacketReceiver, PacketSender
+from revcompile.runtime.executor.transport import Message, MessageKind
+
+CPU: Final = torch.device("cpu")
+
+
+def through_the_wire(message: Message) -> Any:
+    text, tensors = describe(message, CPU)
+    buffers = []
+    for form, tensor in tensors:
+        buffer = form.empty_bytes(CPU)
+        buffer.copy_(form.to_bytes(tensor))
+        buffers.append(buffer)
+    return Description(text).message(Header(MessageKind.X, message.index), buffers, CPU)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 6).t(),
+        torch.randn(2, 8, 3).chunk(2, 1)[1],
+        torch.randn(3, 1).expand(3, 5),
+        torch.randn(6)[::2],
+        torch.arange(7),
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.randn(3).bfloat16(),
+        torch.tensor([True, False]),
+        torch.empty(0, 3),
+        torch.randn(3, 4, dtype=torch.complex64),
+        torch.randn(3, 4, dtype=torch.complex128).t(),
+        torch.randn(3, 4, dtype=torch.complex64).conj(),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}",
+)
+def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
+    found = through_the_wire(Message(3, {"x": tensor})).values["x"]
+    assert torch.equal(found, tensor)
+    assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+
+
+class Tape:
+    """A channel to oneself, which records what was sent."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.on_its_way: list[Tensor] = []
+        self.sizes: list[int] = []
+
+    def control_exchange(self, packet: Tensor, sends: bool) -> None:
+        if sends:
+            self.sizes.append(len(packet))
+            self.on_its_way.append(packet.clone())
+        else:
+            sent = self.on_its_way.pop(0)
+            assert len(packet) == len(sent), "both ends expect the same"
+            packet.copy_(sent)
+
+
+class Ends:
+    """Both ends of a channel in one process."""
+
+    def __init__(self) -> None:
+        self.tape = cast(Any, Tape())
+        self.sender, self.receiver = PacketSender(self.tape), PacketReceiver(self.tape)
+        self.describers = {kind: Describer(CPU) for kind in MessageKind}
+        self.known: dict[MessageKind, Description] = {}
+
+    def passed(self, kind: MessageKind, message: Message) -> Any:
+        """What arrives."""
+        text, tensors = b"", list[Any]()
+        if not message.void:
+            text, tensors = self.describers[kind].describe(message)
+        flags = Flag.VOID if message.void else Flag.DESCRIBED if text else Flag(0)
+        header = Header(kind, message.index, flags, len(text))
+        self.sender.send(Outbound(header, text, tensors))
+        found = self.receiver.header()
+        assert (found.kind, found.index) == (kind, message.index)
+        if found.length:
+            text = torch.empty(found.length, dtype=torch.uint8)
+            self.tape.control_exchange(text, sends=False)
+            self.known[kind] = Description(bytes(text.tolist()))
+        if found.flags & Flag.VOID:
+            return Message(found.index, void=True)
+        return self.receiver.arrival(found, self.known[kind]).message
+
+
+def values(index: int, rows: int = 4) -> Any:
+    x = torch.full((rows, 5), float(index))
+    return Message(index, {"x": x, "n": rows}, {"dx": x.double().t()})
+
+
+def test_from_the_third_message_of_a_form_on_one_packet_is_all() -> None:
+    ends = Ends()
+    packets = []
+    for index in range(5):
+        ends.tape.sizes.clear()
+        ends.passed(MessageKind.X, values(index))
+        packets.append(len(ends.tape.sizes))
+    assert packets == [3, 2, 1, 1, 1]  # header, description and tensors; header and tensors; one
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
+    """Forms that change, lost micro-batches, channels in turn: both ends always agree."""
+    draw, ends, kept = random.Random(seed), Ends(), []
+    for index in range(60):
+        kind = draw.choice((MessageKind.X, MessageKind.X, MessageKind.TIED_WEIGHT))
+        sent = values(index, rows=draw.choice((4, 4, 4, 2)))
+        if draw.random() < 0.1:
+            assert ends.passed(kind, Message(index, void=True)).void
+            continue
+        kept.append((sent, ends.passed(kind, sent)))
+        for expected, found in kept:  # also earlier ones: their memory was not used again
+            assert torch.equal(found.values["x"], expected.values["x"])
+            assert torch.equal(found.gradients["dx"], expected.gradients["dx"])
+            assert found.values["n"] == expected.values["n"]
+        if len(kept) > 3:
+            del kept[draw.randrange(4)]
+    assert ends.receiver.packets.allocations < 60
+
+
+def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
+    ends = Ends()
+    for index in range(3):
+        found = ends.passed(MessageKind.X, values(index))
+    version = found.gradients["dx"]._version
+    found.values["x"].add_(1.0)
+    assert found.gradients["dx"]._version == version
+    assert torch.equal(found.gradients["dx"], values(2).gradients["dx"])
+
+
+def test_repeated_elements_are_sent_once() -> None:
+    form = TensorFormat.of(torch.zeros(4, 1).expand(4, 1000), CPU)
+    assert form.numel == 4
+
+
+def test_plain_values_arrive_as_they_were() -> None:
+    values = {"n": 3, "size": torch.Size((2, 3)), "kind": torch.float16, "nothing": None}
+    values |= {"pair": (1.5, [True, "a"]), "both": (torch.ones(2), 1)}
+    found = through_the_wire(Message(1, values, {"x": None, "y": torch.zeros(2)}))
+    both = found.values.pop("both")
+    assert torch.equal(both[0], torch.ones(2)) and both[1] == 1
+    values.pop("both")
+    assert found.values == values
+    assert found.gradients["x"] is None and torch.equal(found.gradients["y"], torch.zeros(2))
+
+
+def test_a_value_that_cannot_be_sent_says_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"Generator crosses from one rank.*stage_to_rank="):
+        describe(Message(0, {"g": torch.Generator()}), CPU)

@@ -1,0 +1,107 @@
+"""A checkpoint means the same in one process and on ranks: this very moment, in flight or not.
+
+Saving changes nothing in the training; a run goes on to the bit on any number of ranks with the
+same stages. Other stages and methods need a drained checkpoint, and say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_worker import Run, launch, trained
+from rank_checkpoints import resuming, saving, several, step
+from training import same
+
+from revcompile.errors import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RUNS = {
+    "petra": Run(steps=8),
+    "stashed": Run(model="words", method="pipedream", accumulate=2, steps=8),
+    "tied": Run(model="words", order="paper", accumulate=3, steps=9, clip=0.1),
+    "dni": Run(method="dni", steps=8),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """As the ranks have: sums depend on it."""
+    torch.set_num_threads(1)
+
+
+def on_ranks(folder: Path, steps: list[Any], world: int = 2, **options: Any) -> list[Any]:
+    folder.mkdir()
+    results, codes = launch(folder, world, several, steps=steps, **options)
+    assert codes == [0] * world
+    return results
+
+
+def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_path: Path) -> None:
+    """One process and two ranks; each goes on from the other's checkpoint with the same bits."""
+    steps = [step("saving", run, tmp_path / f"ranks {name}") for name, run in RUNS.items()]
+    saved = on_ranks(tmp_path / "first", steps)
+    alone = {name: saving(run, str(tmp_path / f"alone {name}")) for name, run in RUNS.items()}
+    swapped = {
+        name: dataclasses.replace(run, stage_to_rank=(1, 0, 1, 0)) for name, run in RUNS.items()
+    }
+    steps = [step("resuming", run, tmp_path / f"alone {name}") for name, run in RUNS.items()]
+    steps += [step("resuming", swapped["tied"], tmp_path / "ranks tied")]
+    resumed = on_ranks(tmp_path / "second", steps)
+    for number, (name, run) in enumerate(RUNS.items()):
+        expected = trained(run)  # nothing is saved
+        for found in (alone[name], *(of_rank[number] for of_rank in saved)):
+            assert same(found["state"], expected["state"]), name
+        assert saved[1][number]["losses"] == expected["losses"]
+        back = resuming(run, str(tmp_path / f"ranks {name}"))
+        assert back["losses"] == resumed[1][number]["losses"] == expected["losses"][5:], name
+        for found in (back, *(of_rank[number] for of_rank in resumed)):
+            assert same(found["state"], expected["state"]), name
+    for of_rank in resumed:
+        assert same(of_rank[-1]["state"], alone["tied"]["state"])
+
+
+def test_other_stages_need_a_drained_checkpoint_and_are_told(tmp_path: Path) -> None:
+    """Four stages on two ranks to two stages in one process, and back; refused before any step."""
+    four, two = Run(steps=9), Run(stages=2, steps=9)
+    graphs = Run(method="ddg", steps=9)
+    on_ranks(tmp_path / "first", [step("saving", four, tmp_path / "four")])
+    saving(two, str(tmp_path / "two"))
+    with pytest.raises(InputError, match=r"micro-batches in flight.* in 4 stages") as error:
+        resuming(two, str(tmp_path / "four"))
+    assert "drain=True" in str(error.value) and "this trainer has 2 stages" in str(error.value)
+    steps = [
+        step("refusing", four, tmp_path / "two"),
+        step("unwritable", four, ""),
+        step("graphs", graphs, tmp_path / "graphs"),
+    ]
+    expected = trained(four)["state"]
+    for refused, unwritable, drained in on_ranks(tmp_path / "second", steps):
+        assert "in 2 stages" in refused["said"] and "drain=True" in refused["said"]
+        assert "rank 0 (stages 0, 1)" in unwritable["said"] and "nowhere" in unwritable["said"]
+        assert same(refused["state"], expected) and same(unwritable["state"], expected)
+        assert "stage 0 keeps graphs of micro-batches in flight" in drained["said"]
+    moved = resuming(dataclasses.replace(two, steps=9), str(tmp_path / "graphs"))
+    steps = [step("resuming", four, tmp_path / "graphs")]
+    back = on_ranks(tmp_path / "third", steps)
+    assert len(moved["losses"]) == len(back[1][0]["losses"]) == 4
+
+
+def test_copies_of_the_pipeline_go_on_with_their_own_micro_batches(tmp_path: Path) -> None:
+    run = Run(stages=2, steps=14)
+    (expected,), *_ = saved = on_ranks(
+        tmp_path / "first", [step("saving", run, tmp_path / "copies")], world=4
+    )
+    again = on_ranks(tmp_path / "second", [step("resuming", run, tmp_path / "copies")], world=4)
+    for (before,), (after,) in zip(saved, again, strict=True):
+        assert (
+            same(after["losses"], before["losses"][5:])
+            or torch.tensor(after["losses"]).isnan().all()
+        )
+        assert same(after["state"], before["state"])
+    assert expected["state"].keys() == again[0][0]["state"].keys()
+    with pytest.raises(InputError, match="2 copies of the pipeline"):
+        resuming(run, str(tmp_path / "copies"))

@@ -1,0 +1,218 @@
+"""Ranks that are killed, asked to stop, or fewer than before: training goes on as if nothing were.
+
+What the ranks do is in `restart_worker`. Every step after a restart is compared with a run in one
+process that nobody disturbed: the loss, and digests of each stage's parameters, buffers, gradients
+and optimizer state. Learning rates follow a schedule, and every batch is changed at random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_worker import MODELS, Run, inputs, trainer_of
+from paths import ROOT, SUPPORT
+from restart_worker import (
+    TORCHRUN,
+    Course,
+    End,
+    Ended,
+    held_out,
+    launch,
+    noted,
+    schedule,
+    undisturbed,
+)
+from torch import nn
+from torch.nn import functional as F
+from training import same
+
+import revcompile
+from revcompile.runtime.checkpoint import Checkpoint, find_checkpoint, load_training, load_weights
+
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """As the ranks have: sums depend on it."""
+    torch.set_num_threads(1)
+
+
+def resumed(course: Course) -> Course:
+    return dataclasses.replace(course, end=None)
+
+
+def assert_steps(ranks: Sequence[Lines], expected: Lines, first: int) -> None:
+    """From that step on to the end, every rank went the way of one process."""
+    whole = {line["step"]: line for line in expected if "step" in line}
+    known = 0
+    for lines in ranks:
+        assert lines[0]["from"] == first
+        steps = [line for line in lines if "step" in line]
+        assert [line["step"] for line in steps] == [step for step in whole if step >= first]
+        for line in [*steps, lines[-1]]:
+            other = whole[line["step"]] if "step" in line else expected[-1]
+            assert line["digests"].items() <= other["digests"].items(), line
+            assert line.get("loss") in (None, other.get("loss")), line
+            known += line.get("loss") is not None
+        assert lines[-1]["evaluated"] == expected[-1]["evaluated"]
+    assert known == sum(step >= first for step in whole)
+    assert {stage for lines in ranks for stage in lines[-1]["digests"]} == {"0", "1", "2", "3"}
+
+
+def assert_named(ended: Sequence[Ended], dead: int, completed: int) -> None:
+    """The killed rank is gone, and the others say so and how far they have come."""
+    assert ended[dead].code == -signal.SIGKILL
+    for rank, one in enumerate(ended):
+        if rank != dead:
+            assert one.code == 1
+            assert f"rank {dead} (stage" in one.error and "is gone" in one.error
+            last = int(one.error.rsplit(": ", 1)[1])
+            assert f"last completed micro-batch here (rank {rank} (" in one.error
+            assert last == max(line.get("step", line.get("from", 0) - 1) for line in one.lines)
+            assert completed <= last <= completed + 3  # as far as the pipeline lets it run ahead
+
+
+@pytest.mark.parametrize(
+    ("ranks", "course", "ends"),
+    [
+        (4, Course(Run(steps=12), saves=(5, 9)), (End(2, step=7),)),
+        # The second time before any step is over.
+        (2, Course(Run(method="1f1b", steps=12), (4, 8)), (End(0, step=10), End(1, step=8))),
+        (2, Course(Run("words", "ddg", accumulate=3, steps=10), (3, 6)), (End(1, step=8),)),
+    ],
+    ids=["petra", "1f1b", "ddg"],
+)
+def test_after_a_kill_every_step_is_the_undisturbed_runs(
+    tmp_path: Path, ranks: int, course: Course, ends: Sequence[End]
+) -> None:
+    expected = undisturbed(course, tmp_path / "alone")
+    for end in ends:
+        ended = launch(dataclasses.replace(course, end=end), ranks, tmp_path / "ranks")
+        assert_named(ended, end.rank, end.step - 1)
+    ended = launch(course, ranks, tmp_path / "ranks")
+    assert [one.code for one in ended] == [0] * ranks
+    first = max(step for step in course.saves if step <= ends[0].step)
+    assert_steps([one.lines for one in ended], expected, first)
+
+
+def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    expected = undisturbed(TORCHRUN, tmp_path / "alone")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    command += [str(SUPPORT / "restart_worker.py"), str(tmp_path / "ranks")]
+    roots = [str(SUPPORT), str(ROOT)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, again = (
+        [noted(tmp_path / f"ranks.{rank}.{attempt}") for rank in range(2)] for attempt in range(2)
+    )
+    assert max(line.get("step", 0) for lines in first for line in lines) < TORCHRUN.run.steps - 1
+    assert_steps(again, expected, first=5)
+
+
+@pytest.mark.parametrize(
+    ("end", "left"),
+    [
+        (End(1, step=7, file="rank_00001.json"), 4),
+        (End(0, step=7, file="checkpoint.json"), 4),
+        (End(0, step=7, file="latest.tmp"), 8),
+    ],
+    ids=["its part half written", "no index yet", "just after it has its name"],
+)
+def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path, end: End, left: int) -> None:
+    course = Course(Run(steps=10), saves=(4, 8), end=end)
+    expected = undisturbed(course, tmp_path / "alone")
+    ended = launch(course, 2, tmp_path / "ranks")
+    assert_named(ended, end.rank, end.step)
+    assert Checkpoint(find_checkpoint(tmp_path / "ranks")).step == left
+    ended = launch(resumed(course), 2, tmp_path / "ranks")
+    assert_steps([one.lines for one in ended], expected, first=left)
+
+
+@pytest.mark.parametrize("step", [6, 12], ids=["in the middle", "in the last steps"])
+def test_a_sigterm_to_one_rank_has_all_save_and_leave(tmp_path: Path, step: int) -> None:
+    course = Course(Run(steps=14), (4,), End(1, step, signal=signal.SIGTERM))
+    ended = launch(course, 2, tmp_path / "ranks")
+    assert [one.code for one in ended] == [143, 143]
+    (last,) = {one.lines[-1]["step"] for one in ended}
+    assert step <= last <= step + 4  # the others hear of it a few steps later
+    expected = undisturbed(dataclasses.replace(course, saves=(4, last + 1)), tmp_path / "alone")
+    ended = launch(resumed(course), 2, tmp_path / "ranks")
+    assert_steps([one.lines for one in ended], expected, first=last + 1)
+
+
+# -- other ranks, stages, methods -----------------------------------------------------------------
+
+
+def saved(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """All tensors of model and optimizer by their names, and each parameter's learning rate."""
+    checkpoint, state = load_training(folder)
+    tensors = {**checkpoint.tensors("model."), **checkpoint.tensors("optimizer.")}
+    rates = {name: group["lr"] for group in state["groups"] for name in group["params"]}
+    return {name: tensor.clone() for name, tensor in sorted(tensors.items())}, rates
+
+
+def evaluated(module: nn.Module, run: Run) -> float:
+    """The mean loss, summed as a trainer does."""
+    with torch.no_grad():
+        losses = [(float(F.cross_entropy(module(x), y)), len(y)) for x, y in held_out(run)]
+    return sum(loss * size for loss, size in losses) / sum(size for _, size in losses)
+
+
+def test_four_ranks_then_two_then_one_then_a_module(tmp_path: Path) -> None:
+    """No step in between: weights, optimizer state and evaluation are the same to the bit."""
+    folder, run = tmp_path / "ranks", Run(steps=6)
+    losses: list[float] = []
+    states = []
+    for stages, ranks in ((4, 4), (2, 2), (3, 1)):
+        course = Course(dataclasses.replace(run, stages=stages), saves=())
+        ended = launch(course, ranks, folder)
+        assert [one.code for one in ended] == [0] * ranks
+        losses += [one.lines[-1]["evaluated"] for one in ended]
+        states.append(saved(folder))
+    assert same(states, [states[0]] * 3)
+    assert any(name.endswith(".momentum_buffer") for name in states[0][0])
+    net, trainer = trainer_of(dataclasses.replace(run, stages=3), lr_schedule=schedule)
+    trainer.load(folder)
+    assert trainer.schedule.injected == 6 and set(trainer.schedule.updates) == {6}
+    plain = revcompile.reversify(MODELS[run.model](), inputs(run.model, 2), check="off")
+    plain.load_state_dict(load_weights(folder))
+    losses += [evaluated(module.eval(), run) for module in (net.module(), plain)]
+    assert len(losses) == 9 and len(set(losses)) == 1
+
+
+def test_another_method_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    before, after = Run(steps=6), Run(method="1f1b", accumulate=2, steps=12)
+    for folder, start in (("alone", undisturbed), ("ranks", launch_two)):
+        start(Course(before, saves=()), tmp_path / folder)
+    expected = undisturbed(Course(after, saves=(9,)), tmp_path / "alone")
+    ended = launch_two(Course(after, saves=(9,)), tmp_path / "ranks")
+    assert_steps([one.lines for one in ended], expected, first=6)
+
+
+def launch_two(course: Course, folder: Path) -> list[Ended]:
+    return launch(course, 2, folder)
+
+
+def test_copies_of_the_pipeline_go_on_with_their_own_generators(tmp_path: Path) -> None:
+    course = Course(
+        Run(method="backprop", stage_to_rank=(0, 0, 1, 1), steps=10), (2,), End(3, step=3)
+    )
+    expected = launch(resumed(course), 4, tmp_path / "undisturbed")
+    assert_named(launch(course, 4, tmp_path / "ranks"), dead=3, completed=2)
+    ended = launch(resumed(course), 4, tmp_path / "ranks")
+    for one, other in zip(ended, expected, strict=True):
+        assert one.code == other.code == 0
+        assert one.lines[0]["from"] == 2
+        assert one.lines[1:] == other.lines[3:]

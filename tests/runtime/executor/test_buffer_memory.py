@@ -1,0 +1,95 @@
+"""The accounting of inputs that wait in fewer bits, or elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from training import momentum
+
+from benchmarks.stages.stage_memory import BAR, Setting, images, measure
+from revcompile.cli import main
+from revcompile.compiler.cost import MemoryModel, Workload
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.executor.transport import MessageKind
+from revcompile.runtime.stage.activations import Buffers, BuffersLike
+from revcompile.schedule import choose, window
+from tests.plan.test_accounting import BATCH as FEW
+from tests.plan.test_accounting import COSTS, MIDDLE, SIDED, STREAM, TYPES
+from tests.plan.test_stage_memory import BATCH, CPU, SIZE, staged
+
+FP8: Final = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("buffers", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("name", ["resnet", "vit", "vgg"])
+def test_the_peak_follows_the_accounting(name: str, buffers: torch.dtype) -> None:
+    net = staged(name)
+    found = measure(net, Setting(BATCH, buffers=buffers), images(BATCH, SIZE, CPU))
+    assert found.ratio == pytest.approx(1, abs=BAR), found
+    for index, row in enumerate(found.rows[:-1]):
+        assert name != "vgg" or row.ratio == pytest.approx(1, abs=0.01)
+        # All in flight wait between two actions; one is in float32 during a backward pass.
+        count = window(net.method, net.num_stages, index)
+        one, four = row.held.buffers / count, 4 // buffers.itemsize
+        assert row.accounted.buffers == pytest.approx((count - 1 + four) * one, rel=5e-3)
+
+
+@pytest.mark.parametrize("buffers", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["resnet", "vgg"])
+def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
+    """To the byte, but for a flag in every message."""
+    net, make = staged(name), images(BATCH, SIZE, CPU)
+    trainer = net.trainer(momentum, cross_entropy, backend="static", buffers=buffers)
+    for _ in range(2 * net.num_stages + 2):
+        trainer.step(*make())
+    assert trainer.runner.is_active
+    pipeline = trainer.runner._pipeline
+    each = 4 if buffers is None else buffers.itemsize
+    for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
+        ring, count = pipeline._rings.get(index), window(net.method, net.num_stages, index)
+        kept = bytes_in([*ring.slots, *ring.read_slots]) if ring is not None else 0
+        assert memory.buffers == kept // count * (count - 1 + 4 // each)
+        messages = pipeline._transport.buffers[index + 1, index, MessageKind.DY]
+        assert bytes_in(messages) == memory.waiting + 4 * len(messages)
+
+
+def bytes_in(buffers: Iterable[StaticBuffers]) -> int:
+    return sum(t.numel() * t.element_size() for each in buffers for t in each.tensors)
+
+
+def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
+    net = staged("vgg")
+    ways: list[BuffersLike] = [None, torch.bfloat16, FP8, Buffers(FP8, offload=True), "offload"]
+    plain, half, quarter, away, also_away = (
+        net.facts(BATCH, buffers=buffers)[0].buffers for buffers in ways
+    )
+    batch = BATCH * 3 * SIZE * SIZE * 4
+    assert [plain, half, quarter] == [3 * batch, 2 * batch, 1.5 * batch]
+    assert away == also_away == 2 * batch  # at work, and on its way back
+    assert "petra, inputs in float8_e4m3fn on the host, micro-batches" in net.summary(
+        BATCH, buffers=Buffers(FP8, offload=True)
+    )
+
+
+@pytest.mark.parametrize(("each", "waiting"), [(None, 8), (2, 4), (1, 2), (0, 0)])
+def test_sides_of_couplings_stay_as_they_are(each: int | None, waiting: int) -> None:
+    """Stage 1 of 4 has three in flight; the coupling's side and the head's input are kept."""
+    workload = Workload(choose("petra"), FEW, buffer_bytes=each)
+    model = MemoryModel(SIDED, TYPES, COSTS[:4], 4, workload)
+    inputs = 2 * STREAM + 2 * (waiting * STREAM // 4) + (2 * STREAM if each == 0 else 0)
+    assert model.stage(1, 2, 4).buffers == 3 * MIDDLE + inputs
+
+
+def test_the_planner_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, Any] = {}
+    for buffers in ("", "--buffers=bf16", "--buffers=fp8", "--buffers=offload"):
+        arguments = ["plan", "resnet18", "--devices=4", "--methods=petra", "--json"]
+        assert main([*arguments, *filter(None, [buffers])]) == 0
+        found[buffers] = json.loads(capsys.readouterr().out)["forecasts"][0]["memory"]
+    plain, half, quarter, away = found.values()
+    assert quarter < half < plain and away < plain

@@ -1,0 +1,504 @@
+"""Captured steps: the same training as action by action, whatever comes in between."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from training import (
+    SCHEDULES,
+    Batch,
+    Net,
+    adam,
+    batches,
+    fresh,
+    momentum,
+    same,
+    through_a_file,
+    weights,
+)
+
+from revcompile.errors import InputError, NonFiniteError, VerificationError
+from revcompile.runtime.executor.captured import Backend, backend_of, pipeline, runner
+from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
+from revcompile.runtime.executor.captured.fusion import FusedOps
+from revcompile.runtime.executor.captured.fusion_regions import find_regions
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
+from revcompile.runtime.executor.captured.pipeline import StaticPipeline
+from revcompile.runtime.executor.captured.static_buffers import (
+    InPlaceMessages,
+    StaticBuffers,
+    StaticTransport,
+    copy_all,
+    pooled_copy,
+)
+from revcompile.runtime.executor.transport import Message, MessageKind
+from revcompile.runtime.stage.buffer_pool import BufferPool
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.staged import StagedModel
+
+FULL: Final = 8
+"""Steps after which steps are captured, with three stages in any order tested here."""
+
+
+class Loose(Net):
+    """Dropout, batch norms, couplings, opaque ends; nothing shared between stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].up = nn.Linear(6, 12)
+
+
+def even(count: int) -> list[Batch]:
+    """Micro-batches of one size."""
+    return [batch for batch in batches(2 * count) if len(batch[0]) == 4][:count]
+
+
+def odd() -> Batch:
+    """One with fewer samples."""
+    return next(batch for batch in batches(5) if len(batch[0]) == 3)
+
+
+def made(
+    backend: str, dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[StagedModel, Trainer]:
+    net = fresh(Loose, 3, dtype)
+    optimizer = settings.pop("optimizer", momentum)
+    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
+
+
+def is_active(trainer: Trainer) -> bool:
+    return trainer.runner.is_active
+
+
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "sgd": {},
+    "adam": {"optimizer": adam},
+    "accumulate": {"accumulate": 3},
+    "paper order": {"order": "paper"},
+    "in between": {"alpha": 1.5, "accumulate": 2},
+    "schedule": {"lr_schedule": SCHEDULES["cosine"]},
+    "clipped": {"clip_grad_norm": 0.1},
+    "unchecked": {"check_finite": False, "accumulate": 2},
+    "inputs kept": {"method": "dsp"},
+    "weights kept": {"method": "petra_stashed"},
+    "weights kept, adam": {"method": "petra_stashed", "accumulate": 2, "optimizer": adam},
+    "both kept": {"method": "delayed", "accumulate": 3},
+    "backprop": {"method": "backprop"},
+    "reversible": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_training_to_the_bit(name: str) -> None:
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, **SETTINGS[name])
+        losses = [trainer.step(*batch).loss for batch in even(FULL + 6)]
+        assert is_active(trainer) == (backend == "static")
+        trainer.flush()
+        found.append((losses, weights(net)))
+    assert same(*found)
+
+
+BOTH: Final = pytest.mark.parametrize("method", ["petra", "petra_stashed"])
+
+
+@BOTH
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_odd_batch_goes_the_ordinary_way(accumulate: int, method: str) -> None:
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, accumulate=accumulate, method=method)
+        data = even(3 * FULL)
+        active = []
+        for batch in [*data[:FULL], odd(), *data[FULL : FULL + 3], odd(), *data[FULL + 3 :]]:
+            trainer.step(*batch)
+            active.append(is_active(trainer))
+        if backend == "static":
+            assert [active[i] for i in (FULL - 1, FULL, FULL + 4, -1)] == [True, False, False, True]
+        found.append(weights(net))
+    assert same(*found)
+
+
+@BOTH
+@pytest.mark.parametrize("steps", [FULL, FULL + 1], ids=["in buffers", "left where computed"])
+def test_flush_in_the_middle(steps: int, method: str) -> None:
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, accumulate=2, method=method)
+        for batch in even(steps):
+            trainer.step(*batch)
+        trainer.flush()
+        found.append(weights(net))
+        for batch in even(FULL):
+            trainer.step(*batch)
+        trainer.flush()
+        found.append(weights(net))
+    assert same(found[:2], found[2:])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("eager", "static"), ("static", "eager"), ("static", "static")],
+)
+def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: str) -> None:
+    data = even(3 * FULL)
+    straight, trainer = made("eager", optimizer=adam, method=method)
+    for batch in data:
+        trainer.step(*batch)
+    _, first = made(source, optimizer=adam, method=method)
+    for batch in data[: FULL + 1]:
+        first.step(*batch)
+    net, second = made(target, optimizer=adam, method=method)
+    for batch in even(FULL):  # full of something else before
+        second.step(*batch)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for batch in data[FULL + 1 :]:
+        first.step(*batch)
+        second.step(*batch)
+    assert is_active(second) == (target == "static")
+    trainer.flush(), first.flush(), second.flush()
+    assert same(weights(straight), weights(net))
+    assert same(weights(straight), {n: t.clone() for n, t in first.model.state_dict().items()})
+
+
+def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend)
+        for batch in even(FULL + 4):
+            trainer.step(*batch)
+        seen = trainer.evaluate(even(3)).loss
+        assert is_active(trainer) == (backend == "static")
+        for batch in even(5):
+            trainer.step(*batch)
+        found.append((seen, weights(net)))
+    assert same(*found)
+
+
+def test_somebody_who_watches_sees_every_action() -> None:
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend)
+        data = even(2 * FULL)
+        for batch in data[:FULL]:
+            trainer.step(*batch)
+        probe = trainer.watch()
+        for batch in data[FULL:]:
+            trainer.step(*batch)
+        assert probe.complete
+        found.append((str(probe.report), weights(net)))
+    assert same(*found)
+
+
+def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16)
+        data = [(x.float(), y) for x, y in even(2 * FULL)]
+        losses = [trainer.step(*batch).loss for batch in data[:FULL]]
+        with torch.no_grad():  # as whoever loads or averages weights does
+            net.model.head.weight.mul_(0.5)
+        losses += [trainer.step(*batch).loss for batch in data[FULL:]]
+        found.append((losses, weights(net)))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_bad_batch_is_left_out_everywhere(accumulate: int) -> None:
+    net, trainer = made("static", accumulate=accumulate)
+    reported = []
+    for index, (x, y) in enumerate(even(2 * FULL)):
+        try:
+            trainer.step(x * torch.inf if index == FULL + 2 else x, y)
+        except NonFiniteError as error:
+            reported.append((error.microbatch, error.stage))
+    trainer.flush()
+    assert reported == [(FULL + 2, 2)]
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
+
+
+def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
+    net, trainer = made("static")
+    for x, y in even(FULL):
+        trainer.step(x, y)
+    x, y = odd()
+    with pytest.raises(NonFiniteError, match=f"micro-batch {FULL}"):
+        trainer.step(torch.full_like(even(1)[0][0], torch.nan), even(1)[0][1])
+    before = weights(net)
+    trainer.step(x, y)
+    trainer.flush()
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
+    assert not same(before, weights(net))
+
+
+def test_settings_that_change_are_noticed() -> None:
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend)
+        for index, batch in enumerate(even(2 * FULL)):
+            if index == FULL + 3:
+                for executor in trainer.executors:
+                    executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
+            trainer.step(*batch)
+        assert is_active(trainer) == (backend == "static")
+        found.append(weights(net))
+    assert same(*found)
+
+
+class Clearing(EagerReplay):
+    """Counts how often captured steps are forgotten."""
+
+    cleared = 0
+
+    def clear(self) -> None:
+        Clearing.cleared += 1
+
+
+def test_settings_that_change_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "EagerReplay", Clearing)
+    _, trainer = made("static")
+    for batch in even(FULL):
+        trainer.step(*batch)
+    before = Clearing.cleared
+    trainer.step(*even(1)[0])
+    assert Clearing.cleared == before
+    for executor in trainer.executors:
+        executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
+    trainer.step(*even(1)[0])
+    assert Clearing.cleared == before + 1
+
+
+def test_settings_that_change_all_the_time_are_not_captured() -> None:
+    cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100)
+    _, trainer = made("static", lr_schedule=cycle)
+    with pytest.warns(UserWarning, match="cycle_momentum=False"):
+        for batch in even(2 * FULL):
+            trainer.step(*batch)
+    assert not is_active(trainer)
+
+
+def test_what_a_step_returned_stays_as_it_was() -> None:
+    _, trainer = made("static")
+    held, read = [], []
+    for batch in even(2 * FULL):
+        metrics = trainer.step(*batch)
+        held.append((metrics.loss_tensor, metrics.output))
+        read.append((float(metrics.loss_tensor), metrics.output.clone()))
+    assert same([float(loss) for loss, _ in held], [loss for loss, _ in read])
+    assert same([output for _, output in held], [output for _, output in read])
+
+
+# -- which backend --------------------------------------------------------------------------------
+
+
+def test_backends_have_names() -> None:
+    assert backend_of("static") is Backend.STATIC
+    with pytest.raises(InputError, match="did you mean 'cudagraphs'"):
+        backend_of("cudagraph")
+
+
+def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, trainer = made("auto")
+        for batch in even(FULL + 1):
+            trainer.step(*batch)
+    assert not is_active(trainer)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "why"),
+    [
+        ("cudagraphs", {}, "not on a CUDA device"),
+        ("static", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad"),
+        ("static", {"method": "gpipe"}, "differ from each other"),
+        ("static", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' does"),
+        ("static", {"accumulate": 17}, "at most 16"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(backend: str, settings: Any, why: str) -> None:
+    with pytest.warns(UserWarning, match=why):
+        _, trainer = made(backend, **settings)
+    trainer.step(*even(1)[0])
+
+
+class Refusing(EagerReplay):
+    """Captures four steps, and no more."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def run(self, kind: Any, step: Any, keys: Any) -> None:
+        self.steps += 1
+        if self.steps > 4:
+            raise CaptureUnsupported("it waits for the device")
+        super().run(kind, step, keys)
+
+
+def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "EagerReplay", Refusing)
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, accumulate=2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
+        assert [str(w.message).count("waits for the device") for w in told] == (
+            [1] if backend == "static" else []
+        )
+        found.append((losses, weights(net)))
+    assert same(*found)
+
+
+def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pipeline, "missing_memory", lambda state, *_: f"{state.nbytes} bytes missing"
+    )
+    _, trainer = made("static")
+    with pytest.warns(UserWarning, match=r"because \d+ bytes missing"):
+        losses = [trainer.step(*batch).loss for batch in even(FULL + 2)]
+    _, reference = made("eager")
+    assert losses == [reference.step(*batch).loss for batch in even(FULL + 2)]
+    assert not is_active(trainer)
+
+
+def test_shared_parameters_are_not_captured() -> None:
+    with pytest.warns(UserWarning, match="share parameters"):
+        fresh(Net).trainer(momentum, F.cross_entropy, backend="static")
+
+
+# -- compiled regions -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, *({"method": method, "accumulate": 2} for method in ("backprop", "petra_stashed"))],
+    ids=str,
+)
+def test_fusion_regions_compute_what_programs_do(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    def plain(*args: Any, **options: Any) -> StaticPipeline:
+        return StaticPipeline(*args, **{**options, "fused": FusedOps(lambda function: function)})
+
+    found = []
+    for backend in ("eager", "static"):
+        if backend == "static":
+            monkeypatch.setattr(runner, "StaticPipeline", plain)
+        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16, **settings)
+        data = [(x.float(), y) for x, y in even(2 * FULL)]
+        found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
+    assert is_active(trainer)
+    assert same(*found)
+
+
+def test_blocks_of_one_shape_share_a_function() -> None:
+    net = fresh(Loose, 3)
+    found = [r for p in net._programs(net.method) for r in find_regions(p.backward, net.model)]
+    ups = [r for r in found if any(path.endswith("up.weight") for path in r.reads)]
+    assert len(ups) == 4
+    assert len({region.signature for region in ups}) == 1
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_static_buffers_copied_from_each_other_swap() -> None:
+    a, b = StaticBuffers(torch.zeros(2)), StaticBuffers(torch.zeros(2))
+    a.copy_(torch.ones(2)), b.copy_(torch.full((2,), 2.0))
+    copy_all([(a, b.value), (b, a.value)])
+    assert same([a.value, b.value], [torch.full((2,), 2.0), torch.ones(2)])
+
+
+def test_a_message_never_overwrites_one_that_is_not_read() -> None:
+    transport = StaticTransport(2)
+    transport.buffers[1, 0, MessageKind.DY] = [StaticBuffers(({}, {"g": torch.zeros(2)}, None))]
+    transport.send(1, 0, MessageKind.DY, Message(0, {}, {"g": torch.ones(2)}))
+    with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
+        transport.send(1, 0, MessageKind.DY, Message(1, {}, {"g": torch.ones(2)}))
+
+
+def test_messages_left_in_place_hold_nothing_that_is_overwritten() -> None:
+    route, overwritten, own = (1, 0, MessageKind.DY), torch.zeros(2), torch.zeros(2)
+    message = Message(0, {"a": overwritten[:1], "b": own}, {"g": own.bfloat16()})
+    like = StaticBuffers(({"a": torch.zeros(1), "b": own}, {"g": own}, None))
+    left = InPlaceMessages([overwritten]).add(route, message, like)
+    overwritten.fill_(7)
+    assert same(left.values, {"a": torch.zeros(1), "b": own})
+    assert left.values["b"] is own
+    assert left.gradients["g"].dtype == torch.float32
+
+
+def test_buffers_of_copies_are_used_again_only_when_nobody_refers_to_them() -> None:
+    pool = BufferPool()
+    first = pooled_copy(pool, torch.ones(3))
+    part = first[:1]
+    second = pooled_copy(pool, torch.zeros(3))
+    assert first.data_ptr() != second.data_ptr()
+    address = first.data_ptr()
+    del first
+    assert pooled_copy(pool, torch.zeros(3)).data_ptr() != address
+    del part
+    assert pooled_copy(pool, torch.zeros(3)).data_ptr() == address
+
+
+def test_a_pool_with_a_limit_forgets_the_oldest_buffers() -> None:
+    pool = BufferPool(limit=2)
+    taken = [pool.take(3, lambda: torch.empty(3)) for _ in range(4)]
+    assert (len(pool), pool.allocations) == (2, 4)
+    addresses = [buffer.data_ptr() for buffer in taken]
+    del taken[2]
+    assert pool.take(3, lambda: torch.empty(3)).data_ptr() == addresses[2]
+    pool.clear()
+    assert len(pool) == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_flags_see_what_is_not_finite(bad: float) -> None:
+    fine, broken = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.tensor([1.0, bad])]
+    assert [float(found_inf(g, torch.zeros(1))) for g in (fine, broken)] == [0.0, 1.0]
+    assert float(found_inf(fine, torch.ones(1))) == 1.0
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_statistics_go_back_if_the_flag_says_so(bad: float) -> None:
+    buffers: list[Tensor] = [torch.zeros(2), torch.zeros(3), torch.tensor(5)]
+    statistics = RunningStatistics(buffers)
+    snapshot = statistics.snapshot()
+    buffers[0].fill_(torch.nan), buffers[2].add_(1)
+    statistics.restore_if(torch.tensor([bad]), snapshot)
+    assert bool(buffers[0].isnan().all()) == (not bad)
+    assert int(buffers[2]) == (5 if bad else 6)
+
+
+# -- buffers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
+    net, trainer = made(backend, dtype=torch.float32, buffers=torch.bfloat16)
+    plain, reference = made("eager", dtype=torch.float32)
+    for x, y in even(2 * FULL):
+        trainer.step(x.float(), y), reference.step(x.float(), y)
+    trainer.state_dict()  # nobody else has what is in flight
+    kept = [held.kept[0].dtype for held in trainer.executors[0].stage.in_flight.values()]
+    assert kept == 2 * [torch.bfloat16]
+    assert same(weights(net), weights(plain)) is False
+    for name, tensor in weights(plain).items():
+        assert torch.allclose(weights(net)[name].double(), tensor.double(), atol=0.02), name
+
+
+def test_buffers_have_a_precision_that_exists() -> None:
+    with pytest.raises(InputError, match=r"buffers=torch\.int8"):
+        made("eager", buffers=torch.int8)

@@ -1,0 +1,189 @@
+"""Steps as CUDA graphs train as eager steps do. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import SCHEDULES, adam, fresh, momentum, weights
+
+import revcompile
+from revcompile.errors import NonFiniteError
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.staged import StagedModel
+from tests.runtime.executor.test_captured import Loose, even
+from tests.runtime.executor.test_updates import CASES, OPTIMIZERS, assert_alike
+from tests.runtime.executor.test_updates import trained as trained_with
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def net_and_trainer(backend: str, **settings: Any) -> tuple[StagedModel, Trainer]:
+    net = fresh(Loose)
+    net.model.cuda()
+    optimizer = settings.pop("optimizer", momentum)
+    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
+
+
+def trained(backend: str, **settings: Any) -> tuple[list[float], dict[str, Tensor], Trainer]:
+    net, trainer = net_and_trainer(backend, **settings)
+    losses = [trainer.step(*batch).loss for batch in even(40)]
+    trainer.flush()
+    return losses, weights(net), trainer
+
+
+def off_by(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adam": {"optimizer": adam},
+    "accumulate": {"accumulate": 3},
+    "paper order": {"order": "paper"},
+    "steps without updates": {"order": "paper", "accumulate": 2},
+    "paper order, accumulated": {"order": "paper", "accumulate": 3},
+    "in between": {"alpha": 1.5, "accumulate": 2},
+    "backprop, accumulated": {"method": "backprop", "accumulate": 2},
+    "schedule": {"lr_schedule": SCHEDULES["cosine"]},
+    "clipped": {"clip_grad_norm": 0.1},
+    "unchecked": {"check_finite": False},
+    "backprop": {"method": "backprop"},
+    "stashed": {"method": "petra_stashed"},
+    "stashed, accumulated": {"method": "petra_stashed", "accumulate": 2, "optimizer": adam},
+}
+
+
+class Small(nn.Module):
+    """Convolutions, batch norms and shortcuts, in the memory format that suits them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32))
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.head = nn.Linear(32, 3)
+        self.to(memory_format=torch.channels_last)
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def convolved(backend: str) -> list[float]:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+    net = revcompile.petrafy(Small().cuda(), 4, x, check="off")
+    trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=torch.bfloat16)
+    y = torch.arange(8, device="cuda") % 3
+    return [trainer.step(x.roll(step, 0), y.roll(step, 0)).loss for step in range(30)]
+
+
+@pytest.mark.parametrize("backend", ["cudagraphs", "inductor"])
+def test_convolutions_in_bfloat16(backend: str) -> None:
+    losses = convolved("eager")
+    assert losses[-1] < 0.5 * losses[0]
+    assert convolved(backend) == pytest.approx(losses, abs=0.03)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_training_as_eager(name: str) -> None:
+    losses, after, _ = trained("eager", **SETTINGS[name])
+    found, there, trainer = trained("cudagraphs", **SETTINGS[name])
+    assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-6
+    assert off_by(after, there) < 1e-6
+    assert trainer.runner.is_on
+
+
+def test_activations_are_copied_on_a_side_stream() -> None:
+    *_, trainer = trained("cudagraphs", **SETTINGS["sgd"])
+    assert trainer.runner._pipeline is not None
+    assert trainer.runner._pipeline._copy_stream is not None
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_restored_where_a_batch_was_bad(name: str, case: str) -> None:
+    found = trained_with(name, "cudagraphs", case, "cuda")
+    assert_alike(found, trained_with(name, "eager", case, "cuda"), 1e-7)
+
+
+def test_leaving_and_coming_back() -> None:
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net, trainer = net_and_trainer(backend, optimizer=adam, accumulate=2)
+        data = even(60)
+        odd = (data[0][0][:3], data[0][1][:3])
+        for batch in [*data[:20], odd, *data[20:35]]:
+            trainer.step(*batch)
+        state = trainer.state_dict()
+        for batch in data[35:45]:
+            trainer.step(*batch)
+        trainer.load_state_dict(state)
+        trainer.flush()
+        for batch in data[45:]:
+            trainer.step(*batch)
+        trainer.flush()
+        found.append(weights(net))
+    assert off_by(*found) < 1e-6
+
+
+def test_a_bad_batch_is_left_out_and_reported_late() -> None:
+    net, trainer = net_and_trainer("cudagraphs")
+    reported: list[NonFiniteError] = []
+    for index, (x, y) in enumerate(even(40)):
+        try:
+            trainer.step(x * float("nan") if index == 25 else x, y)
+        except NonFiniteError as error:
+            reported.append(error)
+    trainer.flush()
+    assert [error.microbatch for error in reported] == [25]
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
+
+
+def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * (float(output.detach().sum()) != 1e9)
+
+    net = fresh(Loose)
+    net.model.cuda()
+    trainer = net.trainer(momentum, loss, backend="cudagraphs")
+    with pytest.warns(UserWarning, match="one action at a time"):
+        found = [trainer.step(*batch).loss for batch in even(40)]
+    assert found == pytest.approx(trained("eager")[0], abs=1e-6)
+
+
+def test_nothing_is_allocated_once_steps_are_captured() -> None:
+    _, trainer = net_and_trainer("cudagraphs")
+    data = [(x.cuda(), y.cuda()) for x, y in even(8)]
+    for index in range(30):
+        trainer.step(*data[index % 8])
+    before = torch.cuda.memory_stats()
+    for index in range(100):
+        trainer.step(*data[index % 8])
+    after = torch.cuda.memory_stats()
+    assert {key for key in before if before[key] != after[key]} == set()
+
+
+def test_bfloat16_branches() -> None:
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net = fresh(Loose, dtype=torch.float32)
+        net.model.cuda()
+        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=torch.bfloat16)
+        data = [(x.float(), y) for x, y in even(40)]
+        found.append([trainer.step(*batch).loss for batch in data])
+    assert found[1] == pytest.approx(found[0], rel=2e-2)

@@ -1,0 +1,110 @@
+"""Compiled regions that end with a residual add: values, rebuilt to the bit, and gradients."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, fx, nn
+
+import revcompile
+from revcompile.ir import ops, stage_ops
+from revcompile.kernels.exact_sum import make_grid, rounded
+from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
+from revcompile.runtime.executor.captured.fusion_regions import find_regions, fuse_residual_adds
+from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.staged import StagedModel
+
+KEY = 7
+
+
+def _net() -> StagedModel:
+    torch.manual_seed(0)
+    model = timm.create_model("resnet34", num_classes=10, channels=(8, 16, 16, 16)).train()
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return revcompile.petrafy(model, 6, torch.randn(4, 3, 16, 16), check="off")
+
+
+def _calls(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.name.startswith("compiled")]
+
+
+def _same(function: Any) -> Any:
+    return function
+
+
+def test_sums_become_a_part_of_their_branch() -> None:
+    net = _net()
+    program = net._programs(net.method)[4]
+    forward, backward = fuse(program.forward, program.backward, net.model, FusedOps(_same))
+    assert _calls(forward) == _calls(backward) == ["compiled_0_and_sum"]
+    targets = {node.target for graph in (forward, backward) for node in graph.nodes}
+    assert not targets & {stage_ops.plus, stage_ops.minus}
+
+
+def test_the_first_block_of_a_chain_rebuilds_nothing() -> None:
+    net = _net()
+    program = net._programs(net.method)[3]
+    forward, backward = fuse(program.forward, program.backward, net.model, FusedOps(_same))
+    assert _calls(forward) == ["compiled_0_and_sum"] and _calls(backward) == ["compiled_0"]
+
+
+def test_both_directions_or_neither() -> None:
+    """A result that backward reads elsewhere too is written to memory, in forward as well."""
+    net = _net()
+    program = net._programs(net.method)[4]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.backward, {}))
+    minus = next(node for node in graph.nodes if node.target is stage_ops.minus)
+    with graph.inserting_after(minus):
+        graph.call_function(operator.neg, (minus.args[1],))
+    found = find_regions(program.forward, net.model), find_regions(graph, net.model)
+    fuse_residual_adds(*found)
+    assert [r.fused_add for r in (*found[0], *found[1])] == [None, None]
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_on_grid", [True, False])
+def test_what_they_compute(
+    is_compiled: bool, is_on_grid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "statistics_frozen", False)  # programs leave it as they end
+    net = _net()
+    program = net._programs(net.method)[4]
+    plain = program.forward, program.backward
+    fused = fuse(*plain, net.model, FusedOps() if is_compiled else FusedOps(_same))
+    torch.manual_seed(1)
+    a, b, *seeds = (torch.randn(4, 16, 2, 2) for _ in range(4))
+    grid = make_grid(a, b) if is_on_grid else None
+    a, b = rounded(a, grid), rounded(b, grid)
+    found = [_run(net, graphs, a, b, grid, seeds, is_on_grid) for graphs in (plain, fused)]
+    (values, rebuilt, *gradients), (others, rebuilt_too, *others_gradients) = found
+    if is_on_grid:
+        assert all(map(torch.equal, rebuilt, (a, b)))
+        assert all(map(torch.equal, rebuilt_too, (a, b)))
+    limit = 2e-2 if is_compiled else 0.0
+    for have, want in zip(
+        (*others, *others_gradients[0], *others_gradients[1]),
+        (*values, *gradients[0], *gradients[1]),
+        strict=True,
+    ):
+        assert float((have - want).abs().max()) <= limit * float(want.abs().max())
+
+
+def _run(
+    net: StagedModel,
+    graphs: tuple[fx.Graph, fx.Graph],
+    a: Tensor,
+    b: Tensor,
+    grid: Tensor | None,
+    seeds: list[Tensor],
+    is_imprecise: bool,
+) -> tuple[Any, ...]:
+    """Forward, then backward from there: outputs; rebuilt inputs, gradients of both kinds."""
+    forward, backward = (compile_graph(graph, "stage") for graph in graphs)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_imprecise):
+        outputs, _ = forward(net.model, KEY, a, b, grid)
+        return outputs, *backward(net.model, KEY, grid, *outputs, *seeds)

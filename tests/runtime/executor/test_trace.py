@@ -1,0 +1,204 @@
+"""A real run as a Chrome trace: every action once, in its row, and nothing of the run changed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_worker import Run, batches, launch, trainer_of
+
+from revcompile.errors import InputError
+from revcompile.schedule import Action, Op, actions, choose
+from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
+
+RUN = Run(stages=3, steps=6)
+COMPUTE = ("FORWARD", "BACKWARD", "UPDATE")
+
+
+def check_format(trace: dict[str, Any]) -> None:
+    """The rules of the Trace Event Format that viewers rely on."""
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    flows: Counter[tuple[int, str]] = Counter()
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert event["ph"] in ("M", "X", "s", "f")
+        if event["ph"] == "M":
+            assert event["name"].endswith(("_name", "_sort_index")) and event["args"]
+            continue
+        assert event["ts"] >= 0 and isinstance(event["cat"], str)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        else:
+            flows[event["id"], event["ph"]] += 1
+    assert set(flows.values()) <= {1}, "an arrow begins once and ends once"
+    begun = {number for number, end in flows if end == "s"}
+    assert begun == {number for number, end in flows if end == "f"}
+    check_rows(trace)
+
+
+def check_rows(trace: dict[str, Any]) -> None:
+    """Complete events of a row follow each other: a row that overlaps cannot be drawn."""
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in slices(trace):
+        rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
+    for row in rows.values():
+        for (start, length), (following, _) in pairwise(sorted(row)):
+            assert start + length <= following + 0.01  # times are rounded to nanoseconds
+
+
+def slices(trace: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
+    found = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    return [event for event in found if event["cat"] in kinds] if kinds else found
+
+
+def by_stage(trace: dict[str, Any], stages: int) -> list[list[str]]:
+    """What each stage did, in the order of time."""
+    done = sorted(slices(trace, "compute", "communication"), key=lambda event: event["ts"])
+    return [[e["name"] for e in done if e["tid"] == stage] for stage in range(stages)]
+
+
+def spelled(lists: Iterable[Iterable[Action]]) -> list[list[str]]:
+    return [[str(action) for action in stage] for stage in lists]
+
+
+def test_a_traced_run_shows_every_action_of_every_stage_in_order(tmp_path: Path) -> None:
+    _, trainer = trainer_of(RUN)
+    with trainer.trace(tmp_path / "run.json") as found:
+        for x, y in batches(RUN):
+            trainer.step(x, y)
+        trainer.flush()
+    trace = json.loads((tmp_path / "run.json").read_text())
+    check_format(trace)
+    assert by_stage(trace, 3) == spelled(actions("petra", 3, RUN.steps))
+    messages = 2 * 2 * RUN.steps  # two borders, there and back
+    assert sum(event["ph"] == "s" for event in trace["traceEvents"]) == messages
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert names == ["stage 0", "stage 1", "stage 2"]
+    assert found.busy is not None and 0 < found.busy[0] <= 1
+    assert trace["otherData"]["busy"]["0"] == found.busy[0]
+
+
+def test_tracing_changes_nothing_and_ends_after_its_steps(tmp_path: Path) -> None:
+    def trained(traced: bool) -> dict[str, torch.Tensor]:
+        net, trainer = trainer_of(RUN)
+        found = trainer.trace(tmp_path / "few.json", steps=2) if traced else None
+        for number, (x, y) in enumerate(batches(RUN)):
+            trainer.step(x, y)
+            assert found is None or found.running == (number < 1)
+        trainer.flush()
+        return {name: value.clone() for name, value in net.module().state_dict().items()}
+
+    plain, traced = trained(False), trained(True)
+    assert all(torch.equal(plain[name], traced[name]) for name in plain)
+    trace = json.loads((tmp_path / "few.json").read_text())
+    forwards = [e for e in slices(trace) if e["args"]["op"] == "FORWARD" and e["tid"] == 0]
+    assert [event["name"] for event in forwards] == ["F0", "F1"]
+
+
+def test_a_run_that_fails_leaves_what_was_recorded(tmp_path: Path) -> None:
+    _, trainer = trainer_of(RUN)
+    x, y = batches(RUN)[0]
+    with pytest.raises(KeyError), trainer.trace(tmp_path / "run.json"):
+        trainer.step(x, y)
+        raise KeyError("the user's own")
+    trace = json.loads((tmp_path / "run.rank0.json").read_text())
+    check_format(trace)
+    assert [event["name"] for event in slices(trace, "compute")].count("F0") == 3
+    trainer.trace(tmp_path / "again.json").stop()  # the trainer can be traced again
+
+
+def test_a_trace_is_refused_where_it_cannot_be_written_or_is_at_work(tmp_path: Path) -> None:
+    _, trainer = trainer_of(RUN)
+    with pytest.raises(InputError, match="no folder"):
+        trainer.trace(tmp_path / "nowhere" / "run.json")
+    with pytest.raises(InputError, match="at least 1"):
+        trainer.trace(tmp_path / "run.json", steps=0)
+    trainer.trace(tmp_path / "run.json")
+    with pytest.raises(InputError, match=r"already at work on .*run\.json"):
+        trainer.trace(tmp_path / "other.json")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_write_one_trace(tmp_path: Path) -> None:
+    run = {"stages": 3, "steps": 6, "stage_to_rank": (0, 0, 1)}
+    file = tmp_path / "run.json"
+    results, codes = launch(tmp_path, 2, "trace", run=run, file=str(file))
+    assert codes == [0, 0]
+    trace = json.loads(file.read_text())
+    check_format(trace)
+    assert by_stage(trace, 3) == spelled(actions("petra", 3, 6))
+    assert {(e["pid"], e["tid"]) for e in slices(trace)} == {(0, 0), (0, 1), (1, 2)}
+    assert results[0] == results[1] and all(0 < share <= 1 for share in results[0])
+    # Nothing arrives before it was sent: the ranks' clocks agree.
+    ends = {e["id"]: e["ts"] for e in trace["traceEvents"] if e["ph"] == "f"}
+    starts = {e["id"]: e["ts"] for e in trace["traceEvents"] if e["ph"] == "s"}
+    assert all(starts[number] <= ends[number] for number in starts)
+    # The last rank has nothing to do before the first has sent, and is seen waiting for it.
+    waits = [e for e in slices(trace, "wait") if e["pid"] == 1]
+    assert "wait RX0" in {event["name"] for event in waits}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+def test_on_a_gpu_every_action_is_timed_by_the_device(tmp_path: Path, backend: str) -> None:
+    """Also where steps are captured: they are run action by action while traced."""
+    run = Run(stages=3, steps=12, device="cuda")
+    _, trainer = trainer_of(run, backend=backend)
+    data = batches(run)
+    for x, y in data[:6]:
+        trainer.step(x, y)
+    found = trainer.trace(tmp_path / "run.json", steps=4)
+    for x, y in data[6:]:
+        trainer.step(x, y)
+    trainer.flush()
+    trace = json.loads((tmp_path / "run.json").read_text())
+    check_format(trace)
+    names = [event["name"] for event in slices(trace, "compute") if event["tid"] == 0]
+    assert [name for name in names if name.startswith("F")] == ["F6", "F7", "F8", "F9"]
+    assert all(event["dur"] > 0 for event in slices(trace, "compute"))
+    assert found.busy is not None and 0 < found.busy[0] <= 1
+
+
+def test_waiting_is_no_work() -> None:
+    worked = TraceEvent(0, Action(Op.FORWARD, 0), tried=0, start=0, end=2)
+    received = TraceEvent(1, Action(Op.RECV_X, 0), tried=0, start=2, end=2)
+    late = TraceEvent(1, Action(Op.UPDATE, 0), tried=2, start=3, end=4)
+    processes = [Process(0, (worked,)), Process(1, (received, late))]
+    assert busy_shares(processes) == (0.5, 0.25)
+    trace = chrome_trace(processes)
+    waits = {event["name"]: event["dur"] for event in slices(trace, "wait")}
+    assert waits == {"wait RX0": 2e6, "wait U0": 1e6}
+
+
+def test_copies_of_a_pipeline_do_not_mix_their_messages() -> None:
+    def pair(copy: int, start: float) -> list[Process]:
+        sent = TraceEvent(0, Action(Op.SEND_Y, 0), start, start, start)
+        got = TraceEvent(1, Action(Op.RECV_X, 0), start, start + 1, start + 1)
+        return [Process(2 * copy, (sent,), copy), Process(2 * copy + 1, (got,), copy)]
+
+    events = chrome_trace([*pair(0, 0.0), *pair(1, 5.0)])["traceEvents"]
+    ends = {e["id"]: (e["pid"], e["ts"]) for e in events if e["ph"] == "f"}
+    starts = {e["id"]: (e["pid"], e["ts"]) for e in events if e["ph"] == "s"}
+    assert [(starts[i], ends[i]) for i in starts] == [
+        ((0, 0.0), (1, 1e6)),
+        ((2, 5e6), (3, 6e6)),
+    ]
+
+
+def test_drained_methods_are_traced_too(tmp_path: Path) -> None:
+    run = Run(stages=2, steps=4, method="1f1b", accumulate=2)
+    _, trainer = trainer_of(run)
+    with trainer.trace(tmp_path / "run.json"):
+        for x, y in batches(run):
+            trainer.step(x, y)
+    trace = json.loads((tmp_path / "run.json").read_text())
+    expected = spelled(actions(choose("1f1b"), 2, 4, accumulate=2))
+    assert by_stage(trace, 2) == expected
+    assert {e["args"]["op"] for e in slices(trace, "compute")} == set(COMPUTE)

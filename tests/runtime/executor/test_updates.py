@@ -1,0 +1,264 @@
+"""Optimizers in captured steps: the same updates, and none at all where a batch was bad."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer, lr_scheduler
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from training import Batch, Plain, batches, fresh, same, weights
+
+from revcompile.errors import NonFiniteError
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
+from revcompile.runtime.executor.captured import stages as executors
+from revcompile.runtime.executor.captured.found_inf import restore_if
+from revcompile.runtime.executor.captured.optimizers import (
+    CapturedUpdater,
+    why_not_capturable_optimizer,
+)
+from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.stage.update import COUNTERS, Updater
+
+OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
+    "nadam": lambda p: torch.optim.NAdam(
+        p, 1e-2, betas=(0.99, 0.999), weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "radam": lambda p: torch.optim.RAdam(p, 1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamax": lambda p: torch.optim.Adamax(p, 1e-2, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, weight_decay=0.1),
+    "rmsprop, centered": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.9, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, 1.0, weight_decay=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, 1e-1, t0=5, weight_decay=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, 1e-3),
+    "delay-aware sgd": lambda p: DelayAwareSGD(p, 1e-2, weight_decay=0.1),
+    "delay-aware adamw": lambda p: DelayAwareAdamW(p, 1e-2, weight_decay=0.1),
+    "delay-aware muon": lambda p: DelayAwareMuon(p, 1e-2, weight_decay=0.1),
+}
+"""Those whose kernels no flag can stop."""
+
+
+def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 50)
+
+
+CASES: Final[dict[str, dict[str, Any]]] = {
+    "every batch": {},  # no schedule: that of captured steps counts an update that is left out
+    "every third batch": {"accumulate": 3, "lr_schedule": falling},
+}
+STEPS: Final = 40
+BAD: Final = 20
+
+
+class Fragile(Plain):
+    """A few layers, the first of which finds gradients that are not finite of some samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Stem()
+        self.layers = self.layers[:2]
+
+
+class Stem(nn.Linear):
+    """Where the first number of a sample is 0, its gradient is the root's slope at 0."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + ((0 * y).abs() + (x[:, :1] != 0)).sqrt()
+
+
+def marked() -> list[Batch]:
+    """Micro-batches of four; what the first stage finds of one of them is not finite."""
+    found = [(x, y) for x, y in batches(2 * STEPS) if len(x) == 4][:STEPS]
+    return [(x * (index != BAD), y) for index, (x, y) in enumerate(found)]
+
+
+def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[Any, Any, Any]:
+    """Weights at the end; checkpoints in the middle and at the end."""
+    net = fresh(Fragile, 2)
+    net.model.to(device)
+    trainer = net.trainer(OPTIMIZERS[name], F.cross_entropy, backend=backend, **CASES[case])
+    reported = []
+    for index, batch in enumerate(marked()):
+        try:
+            trainer.step(*batch)
+        except NonFiniteError as error:
+            reported.append((error.stage, error.microbatch))
+        if index == STEPS - 8:
+            middle = trainer.state_dict()
+    assert trainer.runner.is_active == (backend != "eager")
+    assert reported == [(0, BAD)]
+    trainer.flush()
+    return weights(net), middle, trainer.state_dict()
+
+
+@functools.cache
+def eager(name: str, case: str) -> tuple[Any, Any, Any]:
+    return trained(name, "eager", case)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_updates_to_the_bit(name: str, case: str) -> None:
+    assert same(trained(name, "static", case), eager(name, case))
+
+
+class AsOnADevice(CapturedUpdater):
+    """Takes the steps that are captured on a GPU."""
+
+    def __init__(self, updater: Updater) -> None:
+        super().__init__(updater)
+        self._on_device = True
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "CapturedUpdater", AsOnADevice)
+    for name in ("nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop"):
+        module = sys.modules[f"torch.optim.{name}"]
+        supported = "_get_capturable_supported_devices"
+        monkeypatch.setattr(module, supported, lambda supports_xla=True: ["cpu"])
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_updates_as_a_device_takes_them(name: str, case: str) -> None:
+    assert_alike(trained(name, "static", case), eager(name, case), 1e-8)
+
+
+def assert_alike(found: Any, there: Any, tolerance: float) -> None:
+    """Equal, but for rounding."""
+    leaves, spec = pytree.tree_flatten(found)
+    others, same_spec = pytree.tree_flatten(there)
+    assert spec == same_spec
+    for mine, other in zip(leaves, others, strict=True):
+        if isinstance(mine, Tensor):
+            assert_close(mine, other, rtol=tolerance, atol=tolerance)
+        else:
+            assert mine == other
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_single_precision_and_single_numbers(name: str) -> None:
+    found = []
+    for kind in (Updater, AsOnADevice):
+        updater = updated(OPTIMIZERS[name])
+        if kind is AsOnADevice:
+            updater = AsOnADevice(updater)
+            updater.enter(), updater.prepare()
+        for step in range(5):
+            updater.apply({n: (p.detach() + step).sin() for n, p in updater.parameters.items()})
+        if isinstance(updater, AsOnADevice):
+            updater.leave()
+        found.append((list(updater.parameters.values()), updater.state_dict()))
+    assert_alike(*found, 1e-6)
+
+
+# -- counters -------------------------------------------------------------------------------------
+
+
+def updated(make: Callable[[Any], Optimizer]) -> Updater:
+    """After one update."""
+    parameters = {"weight": nn.Parameter(torch.ones(2)), "scale": nn.Parameter(torch.ones(()))}
+    updater = Updater("here", parameters, make)
+    updater.apply({name: torch.ones_like(p) for name, p in parameters.items()})
+    return updater
+
+
+def test_counters_go_back_to_where_the_optimizer_keeps_them() -> None:
+    updater = updated(OPTIMIZERS["nadam"])
+    state = updater.optimizer.state[updater.parameters["weight"]]
+    own = dict(state)
+    captured = AsOnADevice(updater)
+    places = []
+    for _ in range(2):  # a captured step holds the addresses
+        captured.enter()
+        places.append([state[name].data_ptr() for name in ("step", "mu_product")])
+        state["step"].add_(1), state["mu_product"].mul_(0.5)
+        captured.leave()
+    assert places[0] == places[1]
+    assert all(state[name] is own[name] for name in own)
+    assert float(own["step"]) == 3
+    assert own["step"].dtype == own["mu_product"].dtype == torch.float32
+
+
+def test_counters_that_are_on_the_device_stay_there() -> None:
+    updater = updated(OPTIMIZERS["nadam"])
+    updater.optimizer.param_groups[0]["capturable"] = True
+    state = updater.optimizer.state[updater.parameters["weight"]]
+    own = dict(state)
+    AsOnADevice(updater).enter()
+    assert all(state[name] is own[name] for name in own)
+
+
+@pytest.mark.parametrize(("capturable", "counted"), [(False, "cpu"), (True, "meta")])
+def test_counters_are_loaded_where_optimizers_keep_them(capturable: bool, counted: str) -> None:
+    make = functools.partial(torch.optim.NAdam, capturable=capturable)
+    weight = nn.Parameter(torch.ones(2, device="meta"))
+    updater, saved = (
+        Updater("here", {"weight": weight}, make),
+        updated(OPTIMIZERS["nadam"]).state_dict(),
+    )
+    updater.load_state_dict(saved["state"], {"weight": {"capturable": capturable}}, None)
+    found = {key: value.device.type for key, value in updater.optimizer.state[weight].items()}
+    averages = {"exp_avg": "meta", "exp_avg_sq": "meta"}
+    assert found == {"step": counted, "mu_product": counted, **averages}
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_what_was_written_is_restored_bit_for_bit(bad: float, layout: torch.memory_format) -> None:
+    weight = torch.randn(2, 3, 4, 4).to(memory_format=layout).requires_grad_()
+    written = [weight, torch.tensor([-0.0, torch.nan, torch.inf]), torch.tensor(0.1).double()]
+    snapshot = StaticBuffers(written)
+    snapshot.copy_(written)
+    bits = [tensor.detach().clone() for tensor in written]
+    with torch.no_grad():
+        for tensor in written:
+            tensor.fill_(torch.nan)
+    restore_if(torch.tensor([bad]), written, snapshot.tensors)
+    for tensor, old in zip(written, bits, strict=True):
+        found = tensor.detach().contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype)
+        wanted = old.contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype)
+        assert torch.equal(found, wanted) == bool(bad)
+
+
+class Own(torch.optim.NAdam):
+    """Somebody's own, of which nothing is known."""
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (torch.optim.Adagrad, "Adagrad has no step that can be captured"),
+        (Own, "Own has no step that can be captured; use SGD, .* of torch.optim or"),
+        (functools.partial(torch.optim.NAdam, differentiable=True), "differentiable=True"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(make: Callable[[Any], Optimizer], why: str) -> None:
+    assert re.search(why, why_not_capturable_optimizer(make([torch.ones(2)])) or "")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_snapshots_are_of_weights_and_states(name: str) -> None:
+    updater = updated(OPTIMIZERS[name])
+    states = [value for state in updater.optimizer.state.values() for value in state.values()]
+    written = [*updater.parameters.values(), *states]
+    counts = 8 * len(COUNTERS) * len(updater.parameters)
+    assert CapturedUpdater(updater).snapshot_bytes == sum(t.nbytes for t in written) + counts

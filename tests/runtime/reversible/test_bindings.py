@@ -1,0 +1,548 @@
+"""Parameters, modules, modes and hooks are those of the moment, and a rebuild keeps to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import revcompile
+from revcompile.errors import ModifiedError
+from revcompile.ir.module_tree import copy_module
+
+X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Stack(nn.Module):
+    """Residual blocks, inlined by the capture, whose layers are called."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(drop)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = x + block(x) * self.scale
+        return self.head(x)
+
+
+def reversible(drop: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    return revcompile.reversify(Stack(drop).double(), X, check="off").train()
+
+
+def found(net: Any, is_reversible: bool, call: Callable[[Tensor], Tensor] | None = None) -> Any:
+    net.reversible = is_reversible
+    net.zero_grad()
+    torch.manual_seed(1)
+    (call or net)(X).pow(2).sum().backward()
+    return {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
+
+
+def assert_exact(net: Any, call: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Gradients equal those with stored activations; buffers that runs change are left out."""
+    want, have = found(copy_module(net), False), found(net, True, call)
+    for name, gradient in want.items():
+        assert (gradient is None) == (have[name] is None), name
+        assert gradient is None or torch.allclose(gradient, have[name], atol=1e-12), name
+
+
+# -- by name, when they run ------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((8, 2), 0.1, dtype=torch.float64))
+        self.up = nn.Parameter(torch.full((2, 8), 0.2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) + x @ self.down @ self.up
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def _wrap(net: Any) -> None:
+    net.blocks[1][0] = LoRA(net.blocks[1][0])
+
+
+def _normed(net: Any) -> None:
+    net.blocks[1][1] = nn.BatchNorm1d(8).double()
+
+
+def _freeze(net: Any) -> None:
+    net.blocks[0].requires_grad_(False)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda net: setattr(
+        net.blocks[0][0], "weight", nn.Parameter(torch.eye(8, dtype=torch.float64))
+    ),
+    "own parameter": lambda net: setattr(
+        net, "scale", nn.Parameter(torch.full((8,), 0.5, dtype=torch.float64))
+    ),
+    "LoRA": _wrap,
+    "batch norm": _normed,
+    "parametrize": lambda net: parametrize.register_parametrization(
+        net.blocks[0][0], "weight", Symmetric()
+    ),
+    "parametrize own": lambda net: parametrize.register_parametrization(net, "scale", Doubled()),
+    "weight_norm": lambda net: parametrizations.weight_norm(net.blocks[0][0]),
+    "spectral_norm": lambda net: parametrizations.spectral_norm(net.blocks[0][0]),
+    "old spectral_norm": lambda net: nn.utils.spectral_norm(net.blocks[0][0]),
+    "freeze": _freeze,
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("late", [False, True], ids=["before the first run", "after it"])
+def test_what_is_changed_after_reversify_is_trained(kind: str, late: bool) -> None:
+    net = reversible()
+    if late:
+        found(net, True)
+    CHANGES[kind](net)
+    assert_exact(net)
+    assert_exact(net)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+def test_old_weight_norm_is_trained_and_does_not_hinder_copies() -> None:
+    net = reversible()
+    nn.utils.weight_norm(net.blocks[0][0])
+    want = found(net, False)
+    have = found(net, True)
+    assert all(torch.allclose(have[name], want[name]) for name in want)
+    model = Stack()
+    nn.utils.weight_norm(model.blocks[0][0])
+    staged = revcompile.petrafy(model, 2, X.float(), check="off")
+    staged.model(X.float())
+    staged.module()
+
+
+def test_frozen_parameters_can_be_unfrozen() -> None:
+    net = reversible()
+    net.requires_grad_(False)
+    net.head.requires_grad_(True)
+    assert_exact(net)
+    net.requires_grad_(True)
+    assert_exact(net)
+
+
+def test_functional_call_gives_the_gradients_of_its_parameters() -> None:
+    net, results = reversible(), []
+    base = {n: p.detach().clone().requires_grad_() for n, p in net.named_parameters()}
+    for net.reversible in (False, True):
+        given = {name: p * 2 for name, p in base.items()}
+        for tensor in (*base.values(), *given.values()):
+            tensor.grad = None
+        for tensor in given.values():
+            tensor.retain_grad()
+        torch.func.functional_call(net, given, (X,)).pow(2).sum().backward()
+        results.append({n: (base[n].grad, given[n].grad) for n in base})
+    for name, pair in results[0].items():
+        for want, have in zip(pair, results[1][name], strict=True):
+            assert torch.allclose(want, have), name
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_weights_swapped_for_an_average_are_used() -> None:
+    net = reversible()
+    found(net, True)
+    for parameter in net.parameters():
+        parameter.data = parameter.data * 0.5
+    assert_exact(net)
+
+
+def test_a_module_that_was_inlined_cannot_be_replaced() -> None:
+    net = reversible()
+    net.blocks[0] = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.0)).double()
+    with pytest.raises(revcompile.RevcompileError, match=r"blocks\.0 was replaced after reversify"):
+        net(X)
+
+
+# -- between a forward and its backward ------------------------------------------------------------
+
+
+def test_a_weight_written_to_between_forward_and_backward_is_named() -> None:
+    net = reversible()
+    loss = net(X).sum()
+    with torch.no_grad():
+        net.blocks[1][0].weight.add_(1.0)
+    with pytest.raises(
+        ModifiedError, match=r"modified by an inplace operation: parameter blocks\.1\.0\.weight"
+    ) as error:
+        loss.backward()
+    assert isinstance(error.value, RuntimeError)
+
+
+def test_a_layer_replaced_between_forward_and_backward_is_named() -> None:
+    net = reversible()
+    loss = net(X).sum()
+    _wrap(net)
+    with pytest.raises(ModifiedError, match=r"blocks\.1\.0 was replaced"):
+        loss.backward()
+
+
+def test_modes_and_rates_of_the_forward_hold_in_backward() -> None:
+    net, results = reversible(drop=0.5), []
+    for net.reversible in (False, True):
+        net.train().zero_grad()
+        torch.manual_seed(0)
+        loss = net(X).sum()
+        net.eval()
+        net.blocks[0][2].p = 0.1
+        loss.backward()
+        assert not net.training and net.blocks[0][2].p == 0.1
+        net.blocks[0][2].p = 0.5
+        results.append([p.grad.clone() for p in net.parameters()])
+    assert all(map(torch.allclose, *results))
+
+
+def test_an_output_written_to_is_an_error_as_in_autograd() -> None:
+    class Bare(Stack):
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    net = revcompile.reversify(Bare().double(), X, policy="paper", check="off").train()
+    chain = next(step.run for step in net._plan(net.rewired.body) if len(step.bindings) == 3)
+    a, b = chain.reversible(net, X.clone().requires_grad_(), X.clone().requires_grad_(), [])
+    with torch.no_grad():
+        b.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (a.sum() + b.sum()).backward()
+
+
+def test_steps_accumulation_and_several_calls_in_flight_are_no_errors() -> None:
+    net = reversible(drop=0.3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        first, second = net(X).sum(), net(X).sum()
+        second.backward()
+        first.backward()
+        net(X).sum().backward()
+        optimizer.step()
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def test_hooks_run_once_a_step() -> None:
+    net = reversible()
+    layer, seen = net.blocks[0][0], []
+    layer.weight.register_hook(lambda grad: seen.append(("gradient", grad.clone())))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("accumulated", p)))
+    layer.register_forward_pre_hook(lambda *_: seen.append(("before", None)))
+    layer.register_forward_hook(lambda *_: seen.append(("after", None)))
+    layer.register_full_backward_hook(lambda *_: seen.append(("backward", None)))
+    net(X).sum().backward()
+    assert sorted(name for name, _ in seen) == [
+        *("accumulated", "after", "backward", "before", "gradient")
+    ]
+    assert torch.equal(dict(seen)["gradient"], layer.weight.grad)
+
+
+def test_hooks_that_compute_take_part_in_the_rebuild_even_if_removed_since() -> None:
+    net = reversible()
+    handle = net.blocks[1][0].register_forward_hook(lambda layer, args, out: out * 2)
+    assert_exact(net)
+    want = found(net, False)
+    net.reversible = True
+    net.zero_grad()
+    torch.manual_seed(1)
+    loss = net(X).pow(2).sum()
+    handle.remove()
+    loss.backward()
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(want[name], parameter.grad), name
+
+
+def test_a_hook_on_an_inlined_module_is_an_error_until_it_is_removed() -> None:
+    net = reversible()
+    for register in ("register_forward_hook", "register_full_backward_hook"):
+        handle = getattr(net.blocks[0], register)(lambda *_: None)
+        with pytest.raises(revcompile.RevcompileError, match=r"blocks\.0 has a hook .*leaf_mod"):
+            net(X)
+        handle.remove()
+    assert_exact(net)
+
+
+def test_global_hooks_see_the_layers() -> None:
+    net, seen = reversible(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        net(X)
+    finally:
+        handle.remove()
+    assert net.blocks[0][0] in seen and net in seen
+
+
+# -- modes -----------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.norm(self.first(x))
+        return x + self.second(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_come_back_as_they_were(training: bool) -> None:
+    model = Normed().train(training)
+    (model.norm if training else model.first).train(not training)
+    want = {path: module.training for path, module in model.named_modules()}
+    net = revcompile.reversify(model, X.float())
+    assert {path: net.get_submodule(path).training for path in want} == want
+
+
+def test_a_trainer_leaves_frozen_norms_frozen() -> None:
+    model = Normed()
+    model.norm.eval()
+    net = revcompile.petrafy(model, 2, X.float())
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+    for _ in range(3):
+        trainer.step(X.float(), X.float())
+    trainer.flush()
+    norm = net.module().get_submodule("norm")
+    assert not norm.training and int(norm.get_buffer("num_batches_tracked")) == 0
+
+
+# -- a live trainer --------------------------------------------------------------------------------
+
+
+class Plain(Stack):
+    """Without a parameter that stages would share."""
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+LIVE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "replaced": (
+        lambda net: setattr(net.blocks[1][0], "weight", nn.Parameter(torch.eye(8))),
+        r"blocks\.1\.0\.weight was replaced after the trainer was built; build a new trainer",
+    ),
+    "unfrozen": (
+        lambda net: net.blocks[0][0].requires_grad_(True),
+        r"requires_grad of blocks\.0\.0\.weight was changed",
+    ),
+    "wrapped": (
+        lambda net: net.blocks[1].__setitem__(0, nn.Sequential(net.blocks[1][0])),
+        r"blocks\.1\.0 was replaced, wrapped or reparametrized",
+    ),
+    "parametrized": (
+        lambda net: parametrize.register_parametrization(net.blocks[1][0], "weight", Symmetric()),
+        r"blocks\.1\.0 was replaced, wrapped or reparametrized",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LIVE)
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_a_live_trainer_refuses_what_it_would_not_train(kind: str, backend: str) -> None:
+    change, words = LIVE[kind]
+    model = Plain()
+    model.blocks[0][0].requires_grad_(False)
+    net = revcompile.petrafy(model, 2, X.float(), check="off")
+    trainer = net.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, backend=backend
+    )
+    target = torch.zeros(4, 2)
+    for _ in range(8 if backend == "static" else 1):
+        trainer.step(X.float(), target)
+    change(net.model)
+    with pytest.raises(revcompile.RevcompileError, match=words):
+        trainer.step(X.float(), target)
+
+
+def test_a_new_trainer_trains_replaced_parameters_and_refuses_other_layers() -> None:
+    net = revcompile.petrafy(Stack(), 2, X.float(), check="off")
+    weight = nn.Parameter(torch.eye(8))
+    net.model.blocks[1][0].weight = weight
+    sgd, loss = lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss
+    trainer = net.trainer(sgd, loss)
+    trainer.step(X.float(), torch.zeros(4, 2))
+    trainer.flush()
+    assert not torch.equal(weight, torch.eye(8))
+    net.model.blocks[1][0] = nn.Sequential(net.model.blocks[1][0])
+    with pytest.raises(revcompile.RevcompileError, match=r"blocks\.1\.0\.weight.*petrafy"):
+        net.trainer(sgd, loss)
+
+
+# -- other ways to run and to differentiate --------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant: bool) -> None:
+    net = reversible(drop=0.5)
+    want = found(net, False)
+    have = found(net, True, lambda x: checkpoint(net, x.requires_grad_(), use_reentrant=reentrant))
+    assert all(torch.allclose(want[name], have[name]) for name in want)
+
+
+def test_func_transforms_and_forward_mode() -> None:
+    net = reversible()
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(given: dict[str, Tensor], x: Tensor) -> Any:
+        return torch.func.functional_call(net, given, (x,)).pow(2).sum()
+
+    want = found(net, False)
+    net.reversible = True
+    have = torch.func.grad(loss)(weights, X)
+    assert all(torch.allclose(want[name], have[name]) for name in want)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X[:, None])
+    assert all(torch.allclose(want[name], each[name].sum(0)) for name in want)
+    _, along = torch.func.jvp(lambda x: loss(weights, x), (X,), (X,))
+    with forward_ad.dual_level():
+        dual = loss(weights, forward_ad.make_dual(X, X))
+        assert torch.allclose(forward_ad.unpack_dual(dual).tangent, along)
+
+
+def test_jacobians() -> None:
+    net, results = reversible(), []
+    for net.reversible in (False, True):
+        for vectorize in (False, True):
+            results.append(torch.autograd.functional.jacobian(net, X, vectorize=vectorize))
+    assert all(torch.allclose(results[0], jacobian) for jacobian in results[1:])
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_second_derivatives_say_what_to_do(power: int) -> None:
+    net, x = reversible(), X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).pow(power).sum(), x, create_graph=True)
+    penalty = gradient.pow(2).sum()
+    for wanted in (x, net.blocks[0][0].weight, net.blocks[2][0].weight):
+        with pytest.raises(revcompile.RevcompileError, match=r"net\.reversible = False"):
+            torch.autograd.grad(penalty, wanted, retain_graph=True, allow_unused=True)
+    with pytest.raises(revcompile.RevcompileError, match="a second time"):
+        torch.autograd.functional.hessian(lambda x: net(x).pow(power).sum(), X)
+
+
+def test_backward_twice_through_a_retained_graph() -> None:
+    net = reversible(drop=0.3)
+    once = found(net, True)
+    net.zero_grad()
+    torch.manual_seed(1)
+    loss = net(X).pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(2 * once[name], parameter.grad), name
+
+
+class Messages(nn.Module):
+    """Type-strict sums over the edges of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Any:
+        h = self.embed(x)
+        for layer in self.layers:
+            message = torch.tanh(layer(h))[source]
+            h = h + torch.zeros_like(h).index_add(0, target, message)
+        return self.head(h)
+
+
+def test_strict_operations_under_autocast() -> None:
+    edges = torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0])
+    inputs = X.float(), *edges
+    net = revcompile.reversify(Messages(), inputs, check="off").train()
+    with torch.autocast("cpu", torch.float16):
+        net(*inputs).float().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    staged = revcompile.petrafy(Messages(), 2, inputs, check="off")
+    trainer = staged.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, autocast=torch.float16
+    )
+    trainer.step(inputs, torch.zeros(4, 2))
+    trainer.flush()
+
+
+def test_the_tolerance_is_that_of_the_type_it_runs_in() -> None:
+    net = revcompile.reversify(Stack().double(), X).train()
+    net.check_every = 1
+    net.float()(X.float()).sum().backward()
+    assert revcompile.check_invertible(net, X.float()).tolerance == 1e-3
+
+
+def test_sparse_gradients_are_compared() -> None:
+    model = nn.Sequential(nn.Embedding(5, 8, sparse=True), Normed())
+    revcompile.reversify(model, torch.tensor([1, 2, 4]), check="full")
+
+
+def test_what_is_reversible_already_says_so() -> None:
+    net = revcompile.reversify(Stack(), X.float(), check="off")
+    for again in (revcompile.reversify, lambda model, x: revcompile.petrafy(model, 2, x)):
+        with pytest.raises(revcompile.RevcompileError, match="already reversible"):
+            again(net, X.float())
+
+
+class Field(nn.Module):
+    """The gradient of an energy: differentiates inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = torch.tanh(self.energy(x)).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class Fields(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields = nn.ModuleList(Field() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for field in self.fields:
+            x = x + field(x)
+        return x
+
+
+def test_a_layer_may_differentiate_in_its_forward_and_a_model_may_not() -> None:
+    net = revcompile.reversify(Fields().double(), X).train()
+    assert len(net.rewired.couplings) == 3
+    assert_exact(net)
+    with pytest.raises(revcompile.RevcompileError, match=r"put it into a\s+submodule of its own"):
+        revcompile.reversify(Field(), X.float())
+
+
+def test_hooks_that_were_traced_are_named() -> None:
+    model = Stack()
+    model.blocks[0].register_forward_hook(lambda layer, args, out: out * 2)
+    with pytest.warns(UserWarning, match=r"blocks\.0 has hooks.*leaf_modules=\['blocks\.0'\]"):
+        net = revcompile.reversify(model, X.float(), check="off")
+    assert torch.equal(net.eval()(X.float()), net(X.float()))

@@ -1,0 +1,343 @@
+"""The original's attributes and methods on the reversible module, and what they may not do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.data import resolve_data_config
+from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.errors import OriginalMethodError
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = {"all": 2.0}
+
+    def total(self) -> float:
+        return self.scales["all"]
+
+
+class Blocks(Base):
+    """Methods of many kinds around two residual blocks."""
+
+    kind = "blocks"
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.width = width
+        self.tolerance = 0.25  # a name the reversible module has too
+        self.stem = nn.Linear(width, width)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 3)
+        self.shown = self.size  # a bound method among the attributes
+        self.grad_checkpointing = False
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.first(x).tanh()
+        return x + torch.tanh(x @ self.second.weight.T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def size(self) -> int:
+        return self.width
+
+    def total(self) -> float:
+        return super().total() + 1
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def embedded(self) -> Tensor:
+        return self.first(torch.ones(2, self.width))
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.kind
+
+    @staticmethod
+    def twice(value: int) -> int:
+        return 2 * value
+
+    def penalty(self) -> Tensor:
+        return torch.zeros(1) + sum(p.square().sum() for p in self.parameters())
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self(x).argmax(-1)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self(x).square().mean()
+        loss.backward()
+        return loss
+
+    def by_weight(self, x: Tensor) -> Tensor:
+        return x @ self.second.weight.detach().T
+
+    def rows(self, index: Tensor) -> Tensor:
+        return self.second.weight[index.argmax(1)]
+
+    def reinitialise(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.second.weight[0] = x[0]
+            self.second.weight += x[1]
+
+    def of_state(self) -> Tensor:
+        return self.first(self.stem.weight)
+
+    def stemmed(self, x: Tensor) -> Tensor:
+        return self.stem(x)
+
+    def each(self, x: Tensor) -> Any:
+        yield self.width
+        yield self.first(x)
+
+    def myself(self) -> Blocks:
+        return self
+
+    def limit(self) -> float:
+        return self.tolerance
+
+    def set_width(self, width: int) -> None:
+        self.width = width
+
+    def reset_classifier(self, classes: int) -> None:
+        self.scales["all"] = 7.0
+        self.width = 99
+        self.head = nn.Linear(self.width, classes)
+
+    def add_block(self) -> None:
+        self.third = nn.Linear(4, 4)
+
+    def break_down(self) -> None:
+        del self.head
+        raise KeyError("half done")
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+
+class KeepsEval(Blocks):
+    """Holds a layer in eval mode whatever is asked for, as detectors do with batch norms."""
+
+    def train(self, mode: bool = True) -> KeepsEval:
+        super().train(mode)
+        self.stem.eval()
+        return self
+
+
+def made(kind: type[nn.Module] = Blocks, policy: str = "pretrained") -> Any:
+    return revcompile.reversify(kind(), torch.randn(3, 4), policy=policy)
+
+
+# -- attributes and methods that only read ---------------------------------------------------------
+
+
+def test_attributes_and_methods_see_the_module_itself() -> None:
+    net = made()
+    assert len(net.rewired.couplings) == 2
+    assert (net.width, net.kind, net.scales) == (4, "blocks", {"all": 2.0})
+    assert net.total() == 3.0  # calls super()
+    assert net.device == torch.device("cpu")
+    assert (net.name(), net.twice(4), net.shown()) == ("blocks", 8, 4)
+    assert net.myself() is net
+    assert {"width", "total", "device"} <= set(dir(net))
+    assert isinstance(net, revcompile.ReversibleModule) and not hasattr(net, "nowhere")
+    with pytest.raises(
+        AttributeError, match="'ReversibleModule' object has no attribute 'nowhere'"
+    ):
+        net.nowhere  # noqa: B018
+
+
+def test_names_of_ours_stay_ours_and_methods_see_their_own() -> None:
+    net = made()
+    assert net.tolerance == "auto" and net.limit() == 0.25
+
+
+def test_attributes_that_are_set_are_those_methods_see() -> None:
+    net = made()
+    net.width = 5
+    assert net.size() == 5
+    net.set_width(6)
+    assert net.width == 6 and vars(net)["width"] == 6
+
+
+def test_weights_may_be_measured_and_the_model_itself_called() -> None:
+    net = made().train()
+    penalty = net.penalty()
+    penalty.backward()
+    assert torch.allclose(net.first.weight.grad, 2 * net.first.weight)
+    x = torch.randn(3, 4)
+    assert torch.equal(net.predict(x), net(x).argmax(-1))
+    net.zero_grad()
+    net.step(x)
+    expected = copy.deepcopy(net)
+    expected.zero_grad()
+    expected(x).square().mean().backward()
+    assert torch.equal(net.first.weight.grad, expected.first.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.11, about itself
+def test_copies_and_pickles_keep_them() -> None:
+    net = made()
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), read):
+        assert twin.total() == 3.0 and twin.myself() is twin and twin.limit() == 0.25
+        twin.set_width(8)
+        twin.scales["all"] = 5.0
+        x = torch.randn(3, 4)
+        assert torch.equal(twin(x), net(x))
+    assert net.width == 4 and net.scales["all"] == 2.0
+    assert net.state_dict().keys() == Blocks().state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.11, about itself
+def test_a_class_that_pickle_cannot_find_stays_behind() -> None:
+    class Local(Blocks):
+        pass
+
+    net = made(Local)
+    assert copy.deepcopy(net).total() == 3.0
+    twin = pickle.loads(pickle.dumps(net))
+    x = torch.randn(3, 4)
+    assert torch.equal(twin(x), net(x)) and twin.width == 4 and not hasattr(twin, "total")
+
+
+def test_a_mode_of_the_original_is_kept() -> None:
+    net = made(KeepsEval)
+    assert net.train().training and not net.stem.training and net.first.training
+    assert not net.eval().first.training
+
+
+# -- running the network by another path ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "weight", "arguments"),
+    [
+        ("features", "first.weight", 1),
+        ("by_weight", "second.weight", 1),
+        ("rows", "second.weight", 1),
+        ("of_state", "first.weight", 0),
+    ],
+)
+def test_rewired_weights_are_not_applied_by_another_path(
+    method: str, weight: str, arguments: int
+) -> None:
+    inputs = [torch.randn(3, 4)] * arguments
+    with pytest.raises(
+        OriginalMethodError, match=f"Blocks.{method} computes with {weight}"
+    ) as told:
+        getattr(made(), method)(*inputs)
+    assert "Call the model as a whole" in str(told.value)
+    assert isinstance(told.value, AttributeError)
+
+
+def test_weights_may_be_written_by_index() -> None:
+    net, x = made(), torch.randn(3, 4)
+    row = net.second.weight[1].detach().clone()
+    net.reinitialise(x)
+    assert torch.equal(net.second.weight[0], x[0] + x[1])
+    assert torch.equal(net.second.weight[1], row + x[1])
+
+
+def test_properties_and_generators_are_watched_too() -> None:
+    net = made()
+    with pytest.raises(OriginalMethodError, match=r"Blocks\.embedded computes with first"):
+        net.embedded  # noqa: B018
+    items = net.each(torch.randn(3, 4))
+    assert next(items) == 4
+    with pytest.raises(OriginalMethodError, match=r"Blocks\.each computes with first"):
+        next(items)
+
+
+def test_what_was_not_rewired_may_run() -> None:
+    net = made()
+    x = torch.randn(3, 4)
+    assert torch.equal(net.stemmed(x), net.stem(x))
+    wide = made(policy="paper")
+    with pytest.raises(OriginalMethodError, match=r"Blocks\.stemmed computes with stem\.weight"):
+        wide.stemmed(x)  # it has twice the channels now
+
+
+# -- changing the structure -----------------------------------------------------------------------
+
+
+def test_changes_of_the_structure_are_taken_back_and_refused() -> None:
+    net = made()
+    head, x = net.head, torch.randn(3, 4)
+    expected = net(x)
+    with pytest.raises(
+        OriginalMethodError, match=r"reset_classifier changes head \(Linear became Linear\)"
+    ):
+        net.reset_classifier(10)
+    with pytest.raises(OriginalMethodError, match=r"changes third \(nothing became Linear\)"):
+        net.add_block()
+    with pytest.raises(KeyError, match="half done"):
+        net.break_down()
+    assert net.head is head and net.width == 4 and net.scales == {"all": 2.0}
+    assert torch.equal(net(x), expected)
+
+
+def test_checkpointing_says_why_not() -> None:
+    net = made()
+    with pytest.raises(OriginalMethodError, match="sets grad_checkpointing, which would have no"):
+        net.set_grad_checkpointing()
+    assert net.grad_checkpointing is False
+    net.set_grad_checkpointing(False)
+
+
+# -- stages ---------------------------------------------------------------------------------------
+
+
+def test_stages_show_them_as_well() -> None:
+    net: Any = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4))
+    assert (net.width, net.total(), net.module().total()) == (4, 3.0, 3.0)
+    net.width = 6
+    assert net.size() == 6 and net.model.width == 6 and net.module().width == 6
+    net.method = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4)).method
+    with pytest.raises(AttributeError, match=r"net\.module\(\) is the plain module"):
+        net.parameters()
+    with pytest.raises(AttributeError, match="'StagedModel' object has no attribute 'nowhere'"):
+        net.nowhere  # noqa: B018
+    with pytest.raises(OriginalMethodError, match=r"Blocks\.features computes"):
+        net.features(torch.randn(3, 4))
+
+
+# -- timm -----------------------------------------------------------------------------------------
+
+
+def test_timm_reads_what_it_read_of_the_original() -> None:
+    model = timm.create_model("test_vit", pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)})
+    net: Any = revcompile.reversify(model, check="off")
+    assert resolve_data_config(model=net) == resolve_data_config(model=model)
+    assert resolve_data_config(model=net)["mean"] == (0.1, 0.2, 0.3)
+    assert net.num_classes == model.num_classes and net.num_features == model.num_features
+    assert net.get_classifier() is net.head
+    assert net.group_matcher() == model.group_matcher()
+    decayed = {
+        id(p)
+        for group in create_optimizer_v2(net, weight_decay=0.1).param_groups
+        for p in group["params"]
+        if group["weight_decay"]
+    }
+    assert id(net.pos_embed) not in decayed and id(net.blocks[0].attn.qkv.weight) in decayed
+    image = torch.randn(1, 3, 160, 160)
+    for method in ("forward_features", "forward_intermediates", "get_intermediate_layers"):
+        with pytest.raises(OriginalMethodError, match=f"{method} computes with blocks.0"):
+            getattr(net, method)(image)

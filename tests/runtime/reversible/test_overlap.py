@@ -1,0 +1,212 @@
+"""A block rebuilt while the next one is differentiated: same bits, another order of work."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import gradients
+from torch import Tensor, nn
+
+import revcompile
+from benchmarks.one_device.memory import step_memory
+from benchmarks.stacks import KINDS, Sizes, batch_of
+from revcompile.runtime.reversible.overlap import SMALL, Overlap
+
+DEPTH = 6
+
+
+class _Watched(torch.autograd.Function):
+    """The identity that says when it is computed with a graph, and when differentiated."""
+
+    log: list[str]
+    graphs: weakref.WeakSet[Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        ctx.save_for_backward(x)
+        if x.requires_grad:
+            _Watched.log.append(f"rebuild {name}")
+            _Watched.graphs.add(ctx)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        _Watched.log.append(f"differentiate {ctx.name}")
+        assert len(_Watched.graphs) <= 2, "a third block's graph is alive"
+        return grads[0], None
+
+
+class _Layer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Watched.apply(torch.tanh(self.linear(x)), self.name)
+        return out
+
+
+class _Stack(nn.Module):
+    def __init__(self, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Layer(str(index)) for index in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def empty_log() -> None:
+    _Watched.log, _Watched.graphs = [], weakref.WeakSet()
+
+
+def _net(overlap: str, model: nn.Module | None = None, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = model or _Stack()
+    x = options.pop("x", torch.randn(4, 8))
+    net = revcompile.reversify(model, x, check="off", overlap=overlap, **options).train()
+    _Watched.log.clear()
+    _Watched.graphs.clear()
+    return net
+
+
+def test_the_block_before_is_rebuilt_first() -> None:
+    _net("on")(torch.randn(4, 8).requires_grad_()).sum().backward()
+    expected = [f"rebuild {DEPTH - 1}"]
+    for index in reversed(range(1, DEPTH)):
+        expected += [f"rebuild {index - 1}", f"differentiate {index}"]
+    assert _Watched.log == [*expected, "differentiate 0"]
+
+
+@pytest.mark.parametrize("overlap", ["off", "auto"])
+def test_otherwise_and_by_default_on_a_cpu_one_after_the_other(overlap: str) -> None:
+    _net(overlap)(torch.randn(4, 8).requires_grad_()).sum().backward()
+    expected = [f"{what} {i}" for i in reversed(range(DEPTH)) for what in _STEPS]
+    assert _Watched.log == expected
+
+
+_STEPS = ("rebuild", "differentiate")
+
+
+def test_no_block_is_rebuilt_that_nobody_differentiates() -> None:
+    net = _net("on")
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("blocks.4" in name)
+    net(torch.randn(4, 8)).sum().backward()
+    assert _Watched.log == ["rebuild 5", "rebuild 4", "differentiate 5", "differentiate 4"]
+
+
+def _vit() -> nn.Module:
+    model: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24, num_heads=2,
+        drop_path_rate=0.3, attn_drop_rate=0.2,
+    )  # fmt: skip
+    return model
+
+
+def _swin() -> nn.Module:
+    model: nn.Module = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(1, 2), embed_dim=12,
+        drop_path_rate=0.3, proj_drop_rate=0.2,
+    )  # fmt: skip
+    return model
+
+
+def _convolutions() -> nn.Module:
+    return KINDS["conv"](2, 8)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("make", "size"), [(_vit, 32), (_swin, 56), (_convolutions, 16)])
+def test_same_gradients_buffers_and_random_state_to_the_bit(
+    make: Callable[[], nn.Module], size: int, autocast: bool
+) -> None:
+    x = torch.randn(3, 3, size, size)
+    net = _net("on", make(), x=x)
+    found = []
+    for overlap in (Overlap.ON, Overlap.OFF):
+        twin = copy.deepcopy(net)
+        twin.overlap = overlap
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            found.append(gradients(twin, x) | {"random state": torch.get_rng_state()})
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        assert torch.equal(value, found[1][key]), key
+
+
+def test_calls_in_flight_and_accumulation() -> None:
+    found = []
+    for overlap in ("on", "off"):
+        net = _net(overlap)
+        outputs = [net(torch.randn(4, 8)) for _ in range(3)]
+        for output in reversed(outputs):
+            (output**2).sum().backward()
+        found.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_nothing_stays_behind() -> None:
+    net = _net("on")
+    loss = net(torch.randn(4, 8).requires_grad_()).sum()
+    loss.backward()
+    gc.collect()
+    assert not _Watched.graphs
+
+
+def test_a_second_backward_pass_over_a_kept_graph() -> None:
+    net = _net("on")
+    loss = (net(torch.randn(4, 8)) ** 2).sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in net.parameters()]
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(net.parameters(), once, strict=True))
+
+
+def test_a_backward_pass_after_one_that_ended_inside_the_chain() -> None:
+    net = _net("on")
+    loss = (net(torch.randn(4, 8)) ** 2).sum()
+    weight = net.get_parameter("blocks.3.linear.weight")
+    (alone,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    loss.backward()
+    assert torch.equal(weight.grad, alone)
+
+
+@pytest.mark.parametrize(("overlap", "dtype"), [("on", "fp32"), ("off", "bf16")])
+def test_memory_does_not_grow_with_depth(overlap: str, dtype: str) -> None:
+    """Nor do weights that autocast has cast pile up."""
+    peaks = []
+    for depth in (3, 9):
+        model = KINDS["transformer"](depth, SIZES.width)
+        x, y = batch_of("transformer", SIZES, torch.device("cpu"))
+        peaks.append(step_memory(_net(overlap, model, x=x), x, y, x.device, dtype).peak)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.001)
+
+
+SIZES = Sizes(depth=0, width=32, side=16, batch=2)
+
+
+def test_small_kernels_of_a_recorded_step_overlap_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = torch.empty(1), torch.empty(SMALL + 1, device="meta")
+    assert not Overlap.AUTO.applies_to(small)
+    monkeypatch.setattr("revcompile.runtime.reversible.overlap.is_capturing", lambda device: True)
+    assert Overlap.AUTO.applies_to(small)
+    assert not Overlap.AUTO.applies_to(large)
+    assert Overlap.ON.applies_to(large) and not Overlap.OFF.applies_to(small)
+
+
+def test_an_unknown_choice_is_a_clear_error() -> None:
+    with pytest.raises(revcompile.RevcompileError, match="overlap: expected one of 'auto', 'on'"):
+        _net("maybe")

@@ -1,0 +1,237 @@
+"""Two CUDA streams in backward: the same gradients, in order, recorded too. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import gradients, worst
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from benchmarks.one_device.whole import capture_step
+from benchmarks.stacks import KINDS, Sizes, batch_of
+from revcompile.kernels import exact_sum as grid
+from revcompile.kernels import triton_kernels as kernels
+from revcompile.runtime.reversible import overlap
+from revcompile.runtime.reversible.overlap import Overlap
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIZES = Sizes(depth=8, width=128, side=64, batch=16)
+
+
+def _stack(kind: str, choice: str, depth: int = 8, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = KINDS[kind](depth, SIZES.width).cuda()
+    x, _ = batch_of(kind, SIZES, torch.device("cuda"))
+    net = revcompile.reversify(model, x[:2], check="off", overlap=choice, **options)
+    return net.train()
+
+
+def _step(net: nn.Module, x: Tensor, y: Tensor) -> None:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = F.cross_entropy(net(x), y)
+    loss.backward()
+
+
+def test_torch_does_not_warn_of_what_is_intended() -> None:
+    net = _stack("transformer", "on")
+    batch = batch_of("transformer", SIZES, torch.device("cuda"))
+    overlap._has_warned = False
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            _step(net, *batch)
+    assert not [str(w.message) for w in seen if "AccumulateGrad" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "resnet"])
+def test_gradients_equal_stored_activations_with_dropout(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "resnet":
+        model = timm.create_model("resnet26", num_classes=7, drop_path_rate=0.3)
+        size = 64
+    elif name == "swin":
+        size = 56
+        model = timm.create_model(
+            "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 4), num_heads=(2, 4),
+            embed_dim=24, drop_path_rate=0.3, num_classes=7,
+        )  # fmt: skip
+    else:
+        size = 32
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=6, num_classes=7,
+            drop_path_rate=0.3, proj_drop_rate=0.2,
+        )  # fmt: skip
+    x = torch.randn(4, 3, size, size, dtype=torch.float64, device="cuda")
+    net = revcompile.reversify(model.double().cuda(), x, check="off", overlap="on").train()
+    reference = copy.deepcopy(net)
+    reference.reversible = False
+    for _ in range(3):
+        deviation, where = worst(gradients(reference, x), gradients(net, x))
+        assert deviation < 1e-10, where
+
+
+@pytest.mark.parametrize("kind", ["transformer", "conv"])
+def test_memory_of_two_streams_is_never_mixed_up(kind: str) -> None:
+    """Many steps, gradients given back and taken again, other work in between: no bit changes."""
+    torch.backends.cudnn.deterministic = True
+    device = torch.device("cuda")
+    nets = {c: _stack(kind, c, depth=12) for c in ("on", "off")}
+    for index in range(12):
+        x, y = batch_of(kind, SIZES, device)
+        x.requires_grad_()
+        for net in nets.values():
+            net.zero_grad(set_to_none=index % 3 != 0)
+            x.grad = None
+            _step(net, x, y)
+            waste = [torch.full((1 + 17 * index, 999), torch.nan, device=device) for _ in range(8)]
+            del waste
+        pairs = zip(nets["on"].parameters(), nets["off"].parameters(), strict=True)
+        assert all(bool((a.grad == b.grad).all()) for a, b in pairs), index
+    torch.backends.cudnn.deterministic = False
+
+
+def test_hooks_find_gradients_in_order_on_the_callers_stream() -> None:
+    """An update as soon as a gradient is there, on a stream of the caller's own."""
+    found = []
+    for choice in ("on", "off"):
+        net = _stack("transformer", choice)
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(_updated)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                x = torch.ones(16, 64, 16, device="cuda")
+                _step(net, x, torch.zeros(16, device="cuda").long())
+        torch.cuda.current_stream().wait_stream(stream)
+        found.append([p.detach().clone() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _updated(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.01)
+    parameter.grad = None
+
+
+def _recorded(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        net.zero_grad()
+        _step(net, x, y)
+
+    return capture_step(step, net)
+
+
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_a_step_recorded_by_the_user(choice: str) -> None:
+    net = _stack("transformer", choice)
+    eager = copy.deepcopy(net)
+    eager.overlap = Overlap.OFF
+    x, y = batch_of("transformer", SIZES, torch.device("cuda"))
+    replay = _recorded(net, x, y)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        replay()
+        eager.zero_grad()
+        _step(eager, x, y)
+        pairs = zip(net.parameters(), eager.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def _recorded_bytes(choice: str, depth: int) -> int:
+    """What recording a step of this depth takes, without gradients."""
+    sizes = Sizes(depth, width=128, side=196, batch=128)
+    net = _stack("transformer", choice, depth)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    replay = _recorded(net, *batch_of("transformer", sizes, torch.device("cuda")))
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    found = torch.cuda.max_memory_allocated() - before - weights
+    del replay
+    return found
+
+
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_a_recorded_step_does_not_grow_with_depth(choice: str) -> None:
+    assert _recorded_bytes(choice, 12) < 1.05 * _recorded_bytes(choice, 6)
+
+
+def _vit(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, num_classes=5, **options
+    ).cuda()
+
+
+def test_stochastic_depth_is_repeated_in_a_recording() -> None:
+    x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.zeros(8, device="cuda").long()
+    net = revcompile.reversify(_vit(drop_path_rate=0.5), x, check="off", overlap="on").train()
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    replays = [_recorded(module, x, y) for module in (net, stored)]
+    norms = []
+    for _ in range(4):
+        for replay in replays:
+            torch.manual_seed(len(norms))
+            replay()
+        found = [{n: p.grad for n, p in m.named_parameters()} for m in (stored, net)]
+        assert worst(*found)[0] < 1e-2
+        norms.append(float(net.get_parameter("blocks.3.mlp.fc1.weight").grad.norm()))
+    assert len(set(norms)) == 4, "every replay draws its own masks"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_adds_as_torch_does(dtype: torch.dtype) -> None:
+    layouts: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x,
+        lambda x: x.to(memory_format=torch.channels_last),
+    ]
+    for lay in layouts:
+        stream = lay(torch.randn(64, 33, 31, 29, device="cuda"))
+        addend = lay(torch.randn(64, 33, 31, 29, device="cuda")).to(dtype)
+        g = grid.make_grid(stream, addend.float())
+        stream = grid.rounded(stream, g)
+        assert kernels.fits(stream, addend) and kernels.works_on(stream.device)
+        want = stream + grid.rounded(addend.float(), g)
+        with torch.no_grad():
+            there = grid.add(stream, addend, g)
+            assert torch.equal(there, want)
+            assert there.stride() == stream.stride()
+            assert torch.equal(grid.subtract(there, addend, g), stream)
+            assert torch.equal(grid._generated("+")(stream, addend, g), want)
+
+
+def test_backward_inside_autocast() -> None:
+    net = _stack("transformer", "off")
+    x, y = batch_of("transformer", SIZES, torch.device("cuda"))
+    _step(net, x, y)
+    want = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        F.cross_entropy(net(x), y).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(want, net.parameters(), strict=True))
+
+
+def test_dropout_cannot_be_repeated_in_a_recording() -> None:
+    x = torch.randn(4, 3, 32, 32, device="cuda")
+    net = revcompile.reversify(_vit(proj_drop_rate=0.3), x, check="off").train()
+    generator = torch.cuda.default_generators[0]
+    before, stream = generator.graphsafe_get_state(), torch.cuda.current_stream()
+    generator.graphsafe_set_state(before.clone_state())  # a recording that fails keeps both
+    with pytest.raises(revcompile.RevcompileError, match="native_dropout, whose random numbers"):
+        _recorded(net, x, torch.zeros(4, device="cuda").long())
+    generator.graphsafe_set_state(before)
+    torch.cuda.set_stream(stream)

@@ -1,0 +1,144 @@
+"""Every call of a chain compares what it rebuilds with what it was given."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revcompile
+from revcompile.errors import InversionError
+from revcompile.runtime.reversible import reconstruction
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, _samples
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def reversible_stack(device: str = "cpu") -> Reversible:
+    torch.manual_seed(0)
+    net = revcompile.reversify(Stack().to(device), torch.randn(2, 16, device=device))
+    assert isinstance(net, Reversible)
+    return net
+
+
+def train(net: nn.Module, device: str = "cpu") -> None:
+    net(torch.randn(8, 16, device=device)).sum().backward()
+
+
+def blow_up(net: Reversible) -> None:
+    """Weights with which the branch outgrows the stream by more digits than float32 has."""
+    with torch.no_grad():
+        net.get_parameter("blocks.3.weight").fill_(1e9)
+
+
+@pytest.mark.parametrize("calls", [1, 7])
+def test_whichever_call_it_is_a_wrong_reconstruction_stops_the_training(calls: int) -> None:
+    net = reversible_stack()
+    for _ in range(calls):
+        train(net)
+    blow_up(net)
+    with pytest.raises(InversionError, match=r"blocks\.0 \.\. blocks\.3 reconstruct"):
+        train(net)
+
+
+def test_without_a_tolerance_nothing_is_compared() -> None:
+    net = copy.deepcopy(reversible_stack())  # compiled anew, with the tolerance it has then
+    net.tolerance = None
+    blow_up(net)
+    train(net)
+
+
+def test_blocks_that_are_not_trained_are_not_needed_for_the_check() -> None:
+    """Autograd never comes back to the chain's first block if that, and its input, is frozen."""
+    net = reversible_stack()
+    for index in (0, 1):
+        for name in ("weight", "bias"):
+            net.get_parameter(f"blocks.{index}.{name}").requires_grad_(False)
+    train(net)
+    blow_up(net)
+    with pytest.raises(InversionError):
+        train(net)
+
+
+def test_values_that_are_not_finite_are_left_to_the_loss() -> None:
+    """`GradScaler` skips such a step; with stored activations nothing is raised either."""
+    net = reversible_stack()
+    stored = copy.deepcopy(net)
+    stored.reversible = False
+    for model in (net, stored):
+        train(model)
+        model.zero_grad()
+        model(torch.full((8, 16), float("nan"))).sum().backward()
+        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        assert all(w.grad is not None and not w.grad.isfinite().any() for w in weights)
+
+
+def test_failures_in_a_row() -> None:
+    right, wrong = torch.ones(4, 4), torch.zeros(4, 4)
+    check = ReconstructionCheck("chain", "auto", 50, failures_allowed=1)
+    for rebuilt in (wrong, right, wrong, right, right, wrong):
+        check.finish(check.start(right), rebuilt)
+    with pytest.raises(InversionError):
+        check.finish(check.start(right), wrong)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (1000,), (0, 3), (64, 3, 224, 224), (2, 5, 7), (3, 4096), (1, 1, 300, 1)]
+)
+def test_samples_are_few_and_everywhere(shape: tuple[int, ...]) -> None:
+    stream = torch.zeros(shape)
+    count = _samples(stream).numel()
+    assert min(stream.numel(), 32) <= count <= 256
+    assert _samples(stream).untyped_storage()._cdata == stream.untyped_storage()._cdata
+
+
+def test_samples_do_not_depend_on_the_memory_format() -> None:
+    stream = torch.randn(4, 6, 9, 9)
+    other = stream.to(memory_format=torch.channels_last)
+    assert torch.equal(_samples(stream), _samples(other))
+
+
+def test_what_an_asynchronous_device_finds_stops_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reconstruction, "_is_asynchronous", lambda device: True)
+    right, wrong = torch.ones(4, 4), torch.zeros(4, 4)
+    check = ReconstructionCheck("chain", "auto", 50)
+    check.finish(check.start(right), right)
+    check.finish(check.start(right), wrong)
+    with pytest.raises(InversionError, match="in an earlier step"):
+        check.start(right)
+    check.finish(check.start(right), right)  # told once
+    infinite = torch.full((4, 4), float("inf"))
+    check.finish(check.start(right), infinite)
+    check.finish(check.start(right), right)
+
+
+@on_gpu
+def test_on_a_gpu_nobody_waits_and_the_next_step_says_so() -> None:
+    net = reversible_stack("cuda")
+    train(net, "cuda")
+    blow_up(net)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(net, "cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with pytest.raises(InversionError, match="in an earlier step"):
+        train(net, "cuda")

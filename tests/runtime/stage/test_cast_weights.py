@@ -1,0 +1,146 @@
+"""Weights in low precision, made once an update: the same training, and never an old weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch.nn import functional as F
+from training import (
+    METHODS,
+    Batch,
+    batches,
+    feed,
+    fresh,
+    momentum,
+    same,
+    through_a_file,
+    weights,
+)
+
+from revcompile.runtime.stage import stage
+from revcompile.runtime.stage.weights import CastWeights
+from revcompile.runtime.trainer.core import Trainer
+from tests.runtime.executor.test_captured import Loose
+
+DATA: Final[list[Batch]] = batches(12, dtype=torch.float32)
+
+
+def made(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Trainer:
+    net = fresh(Loose, 3, torch.float32)
+    return net.trainer(momentum, F.cross_entropy, autocast=dtype, **settings)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
+    """A trainer whose weights autocast makes anew at every call."""
+
+    def make(**settings: Any) -> Trainer:
+        with monkeypatch.context() as patched:
+            patched.setattr(stage, "castable_parameters", lambda *_: [])
+            return made(**settings)
+
+    return make
+
+
+CASES: Final = [
+    *((method, 1 + 2 * (number % 2), torch.bfloat16) for number, method in enumerate(METHODS)),
+    ("petra", 3, torch.bfloat16),
+    ("petra", 3, torch.float16),
+    ("dsp", 1, torch.float16),
+    ("dni", 1, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("method", "accumulate", "dtype"), CASES)
+def test_the_same_training_to_the_bit(
+    method: str, accumulate: int, dtype: torch.dtype, plain: Callable[..., Trainer]
+) -> None:
+    how = {"method": method, "accumulate": accumulate, "dtype": dtype}
+    found = []
+    for trainer in (plain(**how), made(**how)):
+        losses = feed(trainer, DATA)
+        trainer.flush()
+        found.append((losses, trainer.model.state_dict()))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_they_are_made_once_an_update(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by: list[CastWeights] = []
+    refresh = CastWeights.refresh
+    monkeypatch.setattr(
+        CastWeights, "refresh", lambda casts: (made_by.append(casts), refresh(casts))
+    )
+    trainer = made(accumulate=accumulate, method="backprop")
+    feed(trainer, DATA)
+    for executor in trainer.executors:
+        assert executor.stage.cast_weights._names
+        assert made_by.count(executor.stage.cast_weights) == 12 // accumulate
+
+
+def doubled(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for layer in (trainer.model.stem, trainer.model.head):
+            layer.weight.mul_(2)
+
+
+def replaced(trainer: Trainer) -> None:
+    for layer in (trainer.model.stem, trainer.model.head):
+        layer.weight.data = layer.weight.detach() * 2
+
+
+def loaded(trainer: Trainer) -> None:
+    other = made(accumulate=4)
+    feed(other, DATA[:3])
+    doubled(other)
+    trainer.load_state_dict(through_a_file(other.state_dict()))
+
+
+def taken_over(trainer: Trainer) -> None:
+    state = weights(fresh(Loose, 3, torch.float32))
+    trainer.model.load_state_dict({name: 0.5 * tensor for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "method"),
+    [
+        (doubled, "petra"),
+        (doubled, "gpipe"),  # graphs of the weights before are in flight
+        (doubled, "1f1b"),
+        (replaced, "petra"),
+        (loaded, "petra"),
+        (taken_over, "petra"),
+    ],
+)
+def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
+    change: Callable[[Trainer], None], method: str, plain: Callable[..., Trainer]
+) -> None:
+    """Between two updates, and for the backward passes that follow at once."""
+    found = []
+    how = {"accumulate": 4, "method": method}
+    for trainer in (plain(**how), made(**how)):
+        losses = feed(trainer, DATA[:5])
+        change(trainer)
+        trainer.flush()
+        losses += feed(trainer, DATA[5:])
+        found.append((losses, trainer.model.state_dict()))
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    ("method", "copies"), [("petra", True), ("pipedream", False), ("1f1b", False)]
+)
+def test_weights_that_are_in_flight_are_read_as_they_were(method: str, copies: bool) -> None:
+    trainer = made(method=method, accumulate=2)
+    feed(trainer, DATA[:3])
+    assert (trainer.executors[0].stage.cast_weights.current() is not None) == copies
+
+
+def test_a_model_without_autocast_has_no_copies() -> None:
+    net = fresh(Loose, 3, torch.float32)
+    trainer = net.trainer(momentum, F.cross_entropy)
+    feed(trainer, DATA[:2])
+    assert all(executor.stage.cast_weights.current() is None for executor in trainer.executors)

@@ -1,0 +1,356 @@
+"""Stages that keep graphs while parameters move: the forward's activations, the latest parameters.
+
+`transcription` is plain autograd whose parameters are written to as `.data`; float64, every
+parameter, 1e-10.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import training
+from helpers import worst
+from torch import Tensor
+from torch.nn import functional as F
+from transcription import Row, Transcription
+
+import revcompile
+import tests.test_equivalence as spine
+from benchmarks.stages.holding import saved_by
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.runtime.stage.activations import Buffers
+from revcompile.runtime.stage.weights import at_versions
+from revcompile.runtime.trainer.local import LocalTrainer
+from revcompile.runtime.trainer.settings import Settings
+from revcompile.schedule import Keep, choose
+from tests.runtime.trainer.test_trainer_state import RootFirst
+from tests.test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
+
+N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
+ROWS: Final = {N: Row.RECONSTRUCT, I: Row.REPLAY, G: Row.GRAPH}
+PLANS: Final = {"all": (G, G, G, G), "turns": (N, G, N, G), "mixed": (G, N, I, G)}
+MODELS: Final = ("resnet", "vit", "skips", "words", "arranged")
+
+Keeps = tuple[Keep, ...]
+
+
+def keeping(
+    net: revcompile.StagedModel,
+    keeps: Keeps,
+    optimizer: Any = momentum,
+    *,
+    method: str = "petra",
+    order: str | None = None,
+    **settings: Any,
+) -> LocalTrainer:
+    """A trainer whose stages keep just this, whatever the memory."""
+    programs = net._programs(choose(method, order=order), keeps)
+    return LocalTrainer(
+        net.model, net.partition, programs, optimizer, F.cross_entropy, Settings(**settings)
+    )
+
+
+def trained(
+    name: str, keeps: Keeps, optimizer: Any = momentum, **settings: Any
+) -> tuple[LocalTrainer, list[dict[str, Tensor]]]:
+    """The trainer after all micro-batches, and the gradients of all updates."""
+    record = spine.Recorded(optimizer)
+    trainer = keeping(fresh(name), keeps, record, **settings)
+    for inputs, target in batches(name):
+        trainer.step(inputs, target)
+    trainer.flush()
+    return trainer, record.gradients({id(p): n for n, p in trainer.parameters().items()})
+
+
+@functools.cache
+def written_out(name: str, keeps: Keeps, order: str, accumulate: int) -> Transcription:
+    rows = [ROWS[keep] for keep in keeps]
+    found = Transcription(
+        fresh(name).partition,
+        "petra",
+        momentum,
+        F.cross_entropy,
+        order=order,
+        accumulate=accumulate,
+        rows=rows,
+    )
+    found.run(batches(name))
+    return found
+
+
+# -- what is computed -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("order", spine.ORDERS)
+@pytest.mark.parametrize(
+    ("name", "plan"), [("resnet", "all"), ("vit", "turns"), ("skips", "mixed"), ("words", "all")]
+)
+def test_backward_has_the_forward_s_activations_and_the_latest_parameters(
+    name: str, plan: str, order: str, accumulate: int
+) -> None:
+    expected = written_out(name, PLANS[plan], order, accumulate)
+    trainer, gradients = trained(name, PLANS[plan], order=order, accumulate=accumulate)
+    assert_same(expected.gradients(), gradients, stage_of(name))
+    error, where = worst(expected.parameters(), copied(trainer.parameters()))
+    assert error <= EXACT, where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("order", spine.ORDERS)
+@pytest.mark.parametrize(("name", "plan"), list(itertools.product(MODELS, PLANS)))
+def test_it_does_for_every_model_and_plan(
+    name: str, plan: str, order: str, accumulate: int
+) -> None:
+    test_backward_has_the_forward_s_activations_and_the_latest_parameters(
+        name, plan, order, accumulate
+    )
+
+
+def test_what_stages_keep_makes_a_difference() -> None:
+    """Or the comparison above would compare nothing."""
+    found = [written_out("vit", keeps, "1f1b", 1).parameters() for keeps in PLANS.values()]
+    stashed = spine.transcribed("vit", "STASH", "1f1b", 1)[0]
+    replayed = spine.transcribed("vit", "REPLAY", "1f1b", 1)[0]
+    for one, other in itertools.combinations([*found, stashed, replayed], 2):
+        assert worst(one, other)[0] > 1e-6
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["resnet", "words"])
+def test_with_still_parameters_every_gradient_is_autograd_s(name: str, plan: str) -> None:
+    _, actual = trained(name, PLANS[plan], spine.standing_still)
+    assert_same(spine.still(name), actual, stage_of(name))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_without_delay_what_is_kept_changes_nothing(plan: str) -> None:
+    expected, module = spine.plain("resnet", 1)
+    trainer, actual = trained("resnet", PLANS[plan], method="reversible_backprop")
+    assert_same(expected, actual, stage_of("resnet"))
+    buffers = {n: b.double() for n, b in module.named_buffers()}
+    error, where = worst(buffers, {n: b.double() for n, b in trainer.model.named_buffers()})
+    assert error <= EXACT, where
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_statistics_move_once_a_microbatch(plan: str) -> None:
+    trainer, _ = trained("resnet", PLANS[plan], accumulate=3)
+    counts = {n: int(b) for n, b in trainer.model.named_buffers() if "num_batches" in n}
+    assert counts and set(counts.values()) == {spine.MICROBATCHES}
+
+
+def test_backward_has_the_masks_of_its_forward() -> None:
+    """Dropout and moving parameters: the masks that were drawn, handed to the transcription."""
+    net, tape = spine.noisy(True)
+    start = {name: value.clone() for name, value in net.model.state_dict().items()}
+    other = Transcription(
+        net.partition, "petra", momentum, F.cross_entropy, rows=[Row.GRAPH] * spine.STAGES
+    )
+    tape.drawn, tape.given = {}, None
+    trainer = keeping(net, PLANS["all"], seed=7)
+    for inputs, target in batches("skips"):
+        trainer.step(inputs, target)
+    trainer.flush()
+    masks, actual = tape.forward_masks(), copied(trainer.parameters())
+    assert all(len(drawn) == spine.MICROBATCHES for drawn in tape.drawn.values())
+
+    def masked() -> Iterator[Any]:
+        for batch, given in zip(batches("skips"), masks, strict=True):
+            tape.given = given
+            yield batch
+
+    other.run(masked())  # type: ignore[arg-type]
+    tape.given = None
+    net.model.load_state_dict(start)
+    error, where = worst(other.parameters(), actual)
+    assert error <= EXACT, where
+
+
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+def streams(names: Sequence[str]) -> list[str]:
+    """Without grids, which are a number or nothing."""
+    return [name for name in names if not name.endswith("grid")]
+
+
+def test_values_go_back_only_to_stages_that_rebuild() -> None:
+    programs = fresh("vit")._programs(choose("petra"), (N, G, I, G))
+    assert [len(streams(program.needs_back)) for program in programs] == [2, 0, 0, 0]
+    assert [len(streams(program.sends_back)) for program in programs] == [0, 2, 0, 0]
+
+
+def test_a_stage_returns_the_very_input_it_was_given() -> None:
+    """No copy beside the one in the graph, and nothing rounded for the sake of buffers."""
+    net = training.fresh(training.Plain, dtype=torch.float32)
+    trainer = keeping(net, (N, G, N, G), training.momentum, buffers=Buffers(torch.bfloat16))
+    stage = trainer.executors[1].stage
+    for batch in training.batches(3, dtype=torch.float32):
+        trainer.step(*batch)
+    kept = dict(zip(stage.program.kept, next(iter(stage.in_flight.values())).kept, strict=True))
+    assert len(streams(stage.program.sends_back)) == 2
+    for name in streams(stage.program.sends_back):
+        assert kept[name].dtype == torch.float32
+        assert kept[name].data_ptr() == kept[f"{name} leaf 0"].data_ptr()
+
+
+# -- autocast -------------------------------------------------------------------------------------
+
+
+def low_precision(keeps: Keeps) -> tuple[LocalTrainer, list[training.Batch]]:
+    net = training.fresh(training.Plain, dtype=torch.float32)
+    trainer = keeping(net, keeps, training.plain_sgd, autocast=torch.bfloat16)
+    return trainer, training.batches(9, dtype=torch.float32)
+
+
+def test_weights_in_low_precision_are_made_once_an_update_and_are_the_latest() -> None:
+    """A cast of autocast's would be the forward's weight, and a copy a micro-batch."""
+    trainer, data = low_precision((G, G, G, G))
+    stage = trainer.executors[0].stage
+    for batch in data[:6]:
+        trainer.step(*batch)
+    assert len(stage.in_flight) == 3
+    reads = stage.cast_weights.current()
+    assert reads is not None
+    low = {n: t for n, t in reads.items() if t.dtype == torch.bfloat16}
+    for held in stage.in_flight.values():
+        with at_versions(stage._saved_by_reference(), held.parameter_versions):
+            found = {t.data_ptr() for t in saved_by(held.kept) if t.dtype == torch.bfloat16}
+        assert low["layers.0.weight"].data_ptr() in found
+    with torch.no_grad():
+        stage.parameters["stem.weight"].fill_(0.5)
+    trainer.step(*data[6])
+    assert float(low["stem.weight"].detach().min()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_low_precision_gradients_are_those_of_casts_made_anew() -> None:
+    """With still parameters: autocast's own casts in backprop, one copy an update here."""
+    found = []
+    for method, keeps in (("backprop", (G, G, G, G)), ("petra", PLANS["all"])):
+        record = spine.Recorded(spine.standing_still)
+        net = training.fresh(training.Plain, dtype=torch.float32)
+        trainer = keeping(net, keeps, record, method=method, autocast=torch.bfloat16)
+        training.feed(trainer, training.batches(6, dtype=torch.float32))
+        trainer.flush()
+        found.append(record.gradients({id(p): n for n, p in trainer.parameters().items()}))
+    assert training.same(*found)
+
+
+# -- replay_context --------------------------------------------------------------------------------
+#
+# Net has dropout, batch norms and a layer that two distant stages share; every fifth micro-batch is
+# smaller.
+
+
+@pytest.fixture(params=PLANS)
+def keeps(request: pytest.FixtureRequest) -> Keeps:
+    return PLANS[request.param]
+
+
+def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[LocalTrainer]:
+    nets = [training.fresh(make) for _ in range(2)]
+    return [keeping(net, keeps, training.momentum, **settings) for net in nets]
+
+
+def test_evaluation_does_not_disturb_training(keeps: Keeps) -> None:
+    looked_at, left_alone = pair(keeps, accumulate=2, clip_grad_norm=0.1)
+    expected = training.feed(left_alone, training.batches(8))
+    found = []
+    for index, batch in enumerate(training.batches(8)):
+        found += training.feed(looked_at, [batch])
+        if index % 2:
+            looked_at.evaluate(training.batches(3, seed=index))
+    looked_at.flush(), left_alone.flush()
+    assert found == expected
+    assert training.same(looked_at.model.state_dict(), left_alone.model.state_dict())
+
+
+def test_a_bad_step_leaves_no_trace(keeps: Keeps) -> None:
+    spoiled, clean = pair(keeps, accumulate=2)
+    for trainer in (spoiled, clean):
+        training.feed(trainer, training.batches(5))
+    x, y = training.batches(1, seed=3)[0]
+    for bad in ((x, y[:2]), (x[:, :4], y), (torch.full_like(x, float("nan")), y)):
+        before = copied(dict(spoiled.model.state_dict()))
+        with pytest.raises((InputError, NonFiniteError)):
+            spoiled.step(*bad)
+        assert training.same(before, dict(spoiled.model.state_dict()))
+    more = training.batches(6, seed=2)
+    assert training.feed(spoiled, more) == training.feed(clean, more)
+    spoiled.flush(), clean.flush()
+    assert training.same(spoiled.model.state_dict(), clean.model.state_dict())
+
+
+def test_a_gradient_that_is_not_finite_on_its_way_back_is_left_out(keeps: Keeps) -> None:
+    trainer, _ = pair(keeps, RootFirst)
+    x, y = training.batches(1, seed=3)[0]
+    errors, weight = [], trainer.model.get_parameter("root.scale")
+    for batch in [*training.batches(4), (torch.zeros_like(x), y), *training.batches(6, seed=2)]:
+        before = weight.clone()
+        try:
+            trainer.step(*batch)
+        except NonFiniteError as error:
+            errors.append((error.stage, error.microbatch))
+            assert torch.equal(weight, before)
+    trainer.flush()
+    assert errors == [(0, 4)]
+    assert all(t.isfinite().all() for t in trainer.model.state_dict().values())
+
+
+def test_a_checkpoint_waits_until_graphs_are_gone(keeps: Keeps, tmp_path: Path) -> None:
+    whole, resumed = pair(keeps)
+    training.feed(whole, training.batches(5))
+    with pytest.raises(InputError, match=r"keeps graphs of micro-batches in flight.* drain=True"):
+        whole.save(tmp_path)
+    whole.save(tmp_path, drain=True)
+    resumed.load(tmp_path)
+    for trainer in (whole, resumed):
+        training.feed(trainer, training.batches(7, seed=2))
+        trainer.flush()
+    assert training.same(whole.model.state_dict(), resumed.model.state_dict())
+
+
+def test_what_is_in_flight_stays_with_stages_that_keep_the_same() -> None:
+    """An input that one budget has kept is nothing to stages that rebuild it, and vice versa."""
+    one, _ = pair((I, N, N, N))
+    other, _ = pair((N, N, N, N))
+    training.feed(one, training.batches(4))
+    with pytest.raises(InputError, match="another budget of memory"):
+        other.load_state_dict(one.state_dict())
+    one.flush()
+    other.load_state_dict(one.state_dict())
+    assert training.same(one.model.state_dict(), other.model.state_dict())
+
+
+def test_an_input_written_to_while_in_flight_is_noticed() -> None:
+    trainer, _ = pair(PLANS["all"])
+    x, y = training.batches(1)[0]
+    with pytest.raises(InputError, match=r"stage 0: .* micro-batch 0 .* a fresh tensor"):
+        for _ in range(4):
+            trainer.step(x, y)
+            x.normal_()
+
+
+def test_parameters_may_be_written_to_between_steps() -> None:
+    """As by a user who clamps weights: backward has what they are then."""
+    clamped, clean = pair(PLANS["all"])
+    for trainer in (clamped, clean):
+        training.feed(trainer, training.batches(3))
+    with torch.no_grad():
+        for parameter in clamped.model.parameters():
+            parameter.clamp_(-99, 99)  # changes nothing but versions
+    more = training.batches(4, seed=2)
+    assert training.feed(clamped, more) == training.feed(clean, more)
+
+
+def test_captured_steps_are_not_for_graphs_in_flight() -> None:
+    with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory_budget="):
+        training.trainer_of(training.fresh(training.Plain), memory_budget="1GiB", backend="static")

@@ -1,0 +1,370 @@
+"""Scaled losses: gradients are those of the loss itself, whatever the scale does on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from distributed_worker import Run, fed, launch, trained
+from distributed_worker import batches as images
+from distributed_worker import trainer_of as of_ranks
+from helpers import worst
+from torch import Tensor
+from torch.nn import functional as F
+from training import (
+    METHODS,
+    Net,
+    Plain,
+    batches,
+    feed,
+    fresh,
+    momentum,
+    plain_loop,
+    plain_sgd,
+    same,
+    through_a_file,
+    trainer_of,
+    weights,
+)
+
+from revcompile.errors import InputError, NonFiniteError
+from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling
+from revcompile.runtime.trainer.core import Trainer
+from tests.runtime.trainer.test_trainer import Deep
+
+EAGER: Final = LossScale(growth_interval=2)
+"""Grows all the time."""
+
+
+def overflowing(
+    trainer: Trainer, stage: int, microbatches: Collection[int], above: float = 0.0
+) -> None:
+    """The stage's gradient is infinite for these, if the loss was scaled by more than this."""
+    for executor in trainer.executors:
+        if executor.index == stage:
+            executor.stage.backward = spoiled(executor.stage.backward, microbatches, above)
+
+
+def spoiled(
+    backward: Callable[..., Any], microbatches: Collection[int], above: float
+) -> Callable[..., Any]:
+    def spoils(microbatch: int, values: Any, gradients: Any, scale: float | None = None) -> Any:
+        if microbatch in microbatches and (scale or 1.0) > above:
+            gradients = {n: g if g is None else g * torch.inf for n, g in gradients.items()}
+        return backward(microbatch, values, gradients, scale)
+
+    return spoils
+
+
+# -- the same gradients ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "accumulate"),
+    [("petra", 1), *((method, 1 + 2 * (n % 2 == 0)) for n, method in enumerate(METHODS))],
+)
+def test_a_scale_that_changes_changes_nothing(method: str, accumulate: int) -> None:
+    """Powers of two are exact: to the bit."""
+    found, scales = [], []
+    for scale in (None, EAGER):
+        net = fresh(Net)
+        trainer = trainer_of(net, method=method, accumulate=accumulate, loss_scale=scale)
+        for batch in batches(14):
+            trainer.step(*batch)
+            scales.append(trainer.metrics.loss_scale)
+        trainer.flush()
+        found.append(weights(net))
+    assert same(*found)
+    assert scales[:14] == 14 * [None]
+    assert sorted(set(scales[14:])) == [2.0 ** (16 + n) for n in range({1: 7, 3: 3}[accumulate])]
+
+
+def test_an_update_takes_gradients_of_several_scales() -> None:
+    """The last stage hears of an overflow in the middle of three micro-batches."""
+    found = []
+    for scale in (None, "dynamic"):
+        net = fresh(Plain)
+        trainer = trainer_of(net, accumulate=3, loss_scale=scale)
+        overflowing(trainer, 1, [4])
+        scales = []
+        for batch in batches(12):
+            with contextlib.suppress(NonFiniteError):
+                trainer.step(*batch)
+            scales.append(trainer.loss_head.scale)
+        trainer.flush()
+        found.append(weights(net))
+    assert scales == 7 * [2.0**16] + 5 * [2.0**15]
+    assert same(*found)
+
+
+def gradients(loss: Any, **settings: Any) -> dict[str, Tensor]:
+    """What one micro-batch gives with standing weights, all stages together."""
+    found: dict[str, Tensor] = {}
+    net = fresh(Deep, 3, torch.float32)
+    trainer = trainer_of(net, plain_sgd, loss, **settings)
+    for executor in trainer.executors:
+        executor.updater.apply = lambda gradients, scale=None: found.update(gradients)
+    trainer.step(*batches(1, dtype=torch.float32)[0])
+    trainer.flush()
+    return found
+
+
+def faint(output: Tensor, target: Tensor) -> Tensor:
+    """Gradients below what float16 can hold."""
+    return 1e-6 * F.cross_entropy(output, target)
+
+
+def test_small_gradients_survive_float16() -> None:
+    expected = gradients(faint)
+    scaled = gradients(faint, autocast=torch.float16)
+    lost = gradients(faint, autocast=torch.float16, loss_scale=1.0)
+    assert worst(expected, scaled)[0] < 0.02
+    assert worst(expected, lost)[0] > 0.5
+
+
+def test_they_are_those_of_a_scaled_loss_in_a_plain_loop() -> None:
+    net = fresh(Deep, 3, torch.float32)
+    model, (x, y) = net.module(), batches(1, dtype=torch.float32)[0]
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    (loss * 512).backward()
+    expected = {name: p.grad / 512 for name, p in model.named_parameters()}
+    found = gradients(F.cross_entropy, autocast=torch.float16, loss_scale=512)
+    assert worst(expected, found)[0] < 0.01
+
+
+# -- overflows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_micro_batch_that_overflows_is_left_out_like_a_bad_one(
+    stage: int, accumulate: int
+) -> None:
+    found = []
+    for scale in (None, "dynamic"):
+        net = fresh(Net)
+        trainer = trainer_of(net, accumulate=accumulate, loss_scale=scale)
+        overflowing(trainer, stage, [4])
+        told = []
+        for batch in batches(14):
+            try:
+                trainer.step(*batch)
+            except NonFiniteError as error:
+                told.append((error.stage, error.microbatch))
+        trainer.flush()
+        assert told == ([] if scale else [(stage, 4)])
+        found.append(weights(net))
+    assert same(*found)
+    assert trainer.metrics.skipped == 1 and trainer.metrics.loss_scale == 2.0**15
+
+
+def test_one_that_overflows_at_the_last_stage_is_left_out_everywhere() -> None:
+    data = batches(8)
+    net, left = fresh(Plain), fresh(Plain)
+    model = left.module()
+    expected = plain_loop(model, momentum(model.parameters()), data[:3] + data[4:])
+    trainer = trainer_of(net, method="backprop", loss_scale="dynamic")
+    overflowing(trainer, 3, [3])
+    feed(trainer, data)
+    assert worst(expected, weights(net))[0] < 1e-12
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_stages_behind_have_used_it(stage: int) -> None:
+    steps = [0, 0, 0, 0]
+    trainer = trainer_of(fresh(Plain), plain_sgd, loss_scale="dynamic")
+    for executor in trainer.executors:
+        assert executor.updater.optimizer is not None
+
+        def count(*_: Any, index: int = executor.index) -> None:
+            steps[index] += 1
+
+        executor.updater.optimizer.register_step_pre_hook(count)
+    overflowing(trainer, stage, [2])
+    feed(trainer, batches(6))
+    trainer.flush()
+    assert steps == [6 - (index <= stage) for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("method", "stage"),
+    [*(("petra", n) for n in range(4)), ("backprop", 1), ("gpipe", 0), ("1f1b", 2), ("ddg", 1)],
+)
+def test_one_incident_is_one_step_down(stage: int, method: str) -> None:
+    """All that is in flight has the same scale, and overflows; the scale falls once for it."""
+    trainer = trainer_of(fresh(Plain), method=method, accumulate=2, loss_scale="dynamic")
+    overflowing(trainer, stage, range(3, 40), above=1000.0)
+    scales = [trainer.step(*batch).loss_scale for batch in batches(40)]
+    assert [scale for scale, _ in itertools.groupby(scales)] == [2.0**n for n in range(16, 8, -1)]
+    skipped = trainer.metrics.skipped
+    assert 7 <= skipped <= 7 * 4
+    assert feed(trainer, batches(4)) and trainer.metrics.skipped == skipped
+
+
+def test_the_scale_goes_the_way_of_torchs() -> None:
+    """One stage, one micro-batch an update: exactly GradScaler's."""
+    bad = {2, 3, 9, 16, 17, 18}
+    torchs = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    expected = []
+    for step in range(24):
+        expected.append(torchs.get_scale())
+        torchs.scale(weight.sum() * (torch.inf if step in bad else 1.0)).backward()
+        torchs.step(optimizer)
+        torchs.update()
+        optimizer.zero_grad()
+    how = LossScale(init_scale=256.0, growth_interval=3)
+    trainer = trainer_of(fresh(Plain, 1), method="backprop", loss_scale=how)
+    overflowing(trainer, 0, bad)
+    assert [trainer.step(*batch).loss_scale for batch in batches(24)] == expected
+
+
+def test_reports_of_an_incident_that_is_dealt_with_change_nothing() -> None:
+    scaling = Scaling(LossScale(), 1024.0)
+    scaling.record_overflow(1024.0)
+    assert scaling.next_scale() == 512.0
+    for stale in (1024.0, 4096.0):
+        scaling.record_overflow(stale)
+        assert scaling.next_scale() == 512.0
+    scaling.scale = 2048.0  # grown since
+    scaling.record_overflow(1024.0)
+    assert scaling.next_scale() == 512.0
+
+
+def test_what_overflows_without_a_scale_is_an_error() -> None:
+    trainer = trainer_of(fresh(Plain), loss_scale=LossScale(init_scale=4 * LOWEST))
+    overflowing(trainer, 1, range(3, 30))
+    with pytest.raises(NonFiniteError, match=r"stage 1, .* lower the loss scale \(1\.5.*e-05\)"):
+        feed(trainer, batches(30))
+
+
+def test_a_scale_that_stays_forgives_nothing() -> None:
+    trainer = trainer_of(fresh(Plain), loss_scale=64.0)
+    overflowing(trainer, 3, [2])
+    before = trainer.state_dict()
+    data = batches(4)
+    feed(trainer, data[:2])
+    before = trainer.state_dict()
+    with pytest.raises(NonFiniteError, match=r"Nothing was changed .* lower the loss scale \(64\)"):
+        trainer.step(*data[2])
+    assert same(trainer.state_dict(), before)
+
+
+def test_a_step_that_fails_changes_no_scale() -> None:
+    trainer = trainer_of(fresh(Plain), loss_scale=EAGER)
+    overflowing(trainer, 1, [4])
+    feed(trainer, batches(7))
+    before = trainer.state_dict()
+    assert before["stages"][1]["scaling"]["overflow"] == 2.0**18  # not told yet
+    with pytest.raises(InputError):
+        trainer.step(batches(1)[0][0], None)
+    assert same(trainer.state_dict(), before)
+
+
+# -- float16, everywhere the same -----------------------------------------------------------------
+
+HALF: Final[dict[str, Any]] = {
+    "autocast": torch.float16,
+    "loss_scale": LossScale(init_scale=2.0**20, growth_interval=3),
+}
+
+
+def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
+    """With overflows that just happen, and tied weights, and micro-batches that are gathered."""
+    runs = [
+        Run(model="vit", steps=9),
+        Run(model="words", accumulate=2, steps=9, stage_to_rank=(0, 1, 0, 1)),
+        Run(method="1f1b", accumulate=3, steps=7),
+    ]
+    plain = [dataclasses.asdict(run) for run in runs]
+    torch.set_num_threads(1)
+    results, codes = launch(tmp_path, 2, "train_all", runs=plain, trainer=HALF)
+    assert codes == [0, 0]
+    for number, run in enumerate(runs):
+        expected = trained(dataclasses.replace(run, stage_to_rank=None), **HALF)
+        for found in results:
+            assert same(found[number]["state"], expected["state"]), run
+        _, trainer = of_ranks(dataclasses.replace(run, stage_to_rank=None), **HALF)
+        scales = {fed(trainer, batch).loss_scale for batch in images(run)}
+        assert trainer.metrics.skipped and len(scales) > 2, run
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_run_goes_on_with_its_scale(tmp_path: Path, accumulate: int) -> None:
+    settings = {**HALF, "accumulate": accumulate}
+    data = batches(24, dtype=torch.float32)
+    straight = fresh(Deep, 4, torch.float32)
+    trainer = trainer_of(straight, plain_sgd, **settings)
+    feed(trainer, data[:7])
+    assert trainer.metrics.skipped
+    first, second = (trainer_of(fresh(Deep, 4, torch.float32), plain_sgd, **settings) for _ in "ab")
+    first.load_state_dict(through_a_file(trainer.state_dict()))
+    second.load(trainer.save(tmp_path))
+    for batch in data[7:]:
+        metrics = [one.step(*batch) for one in (trainer, first, second)]
+        assert len({(m.loss, m.loss_scale, m.skipped) for m in metrics}) == 1
+    for one in (trainer, first, second):
+        one.flush()
+    assert same(first.model.state_dict(), straight.model.state_dict())
+    assert same(second.model.state_dict(), straight.model.state_dict())
+
+
+def test_other_stages_take_the_scale_over() -> None:
+    trainer = trainer_of(fresh(Plain, 4), loss_scale=EAGER)
+    overflowing(trainer, 0, [7])
+    feed(trainer, batches(8))
+    trainer.flush()
+    assert trainer.metrics.loss_scale == 2.0**19
+    other = trainer_of(fresh(Plain, 2), loss_scale=EAGER)
+    other.load_state_dict(through_a_file(trainer.state_dict()))
+    assert other.step(*batches(1)[0]).loss_scale == 2.0**18
+
+
+def test_a_run_begins_and_ends_to_scale_its_loss() -> None:
+    """What is in flight has the scale it was given."""
+    found = []
+    for scales in [(None, None, None), (None, EAGER, 32.0), (EAGER, None, "dynamic")]:
+        state: dict[str, Any] | None = None
+        for number, scale in enumerate(scales):
+            net = fresh(Net)
+            trainer = trainer_of(net, accumulate=2, loss_scale=scale)
+            if state is not None:
+                trainer.load_state_dict(state)
+            feed(trainer, batches(7, seed=number))
+            state = through_a_file(trainer.state_dict())
+        assert scale != 32.0 or trainer.metrics.loss_scale == 32.0
+        trainer.flush()
+        found.append(weights(net))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def test_bad_arguments() -> None:
+    net = fresh(Plain)
+    for settings, said in [
+        ({"loss_scale": "automatic"}, "loss_scale='automatic'"),
+        ({"loss_scale": 0}, r"init_scale=0\.0 cannot work"),
+        ({"loss_scale": "dynamic", "check_finite": False}, "has to look for them"),
+        ({"loss_scale": "dynamic", "method": "dni"}, "'dni' predicts gradients"),
+        ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            trainer_of(net, **settings)
+    for field, value in [("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_interval", 0)]:
+        with pytest.raises(InputError, match=f"LossScale: {field}="):
+            LossScale(**{field: value})
+
+
+def test_steps_with_a_scaled_loss_are_not_captured() -> None:
+    with pytest.warns(UserWarning, match="because the loss is scaled"):
+        trainer_of(fresh(Plain), loss_scale="dynamic", backend="static")

@@ -1,0 +1,193 @@
+"""Every rank reads the same order from one seed, its share of it, or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+import revcompile
+from revcompile.errors import InputError
+from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.data import BatchSelection, SeededSampler, seeded_loader
+
+
+def test_every_rank_reads_the_same_order_from_one_seed() -> None:
+    rows = TensorDataset(torch.arange(10.0))
+    first, again = (
+        torch.cat([x for (x,) in seeded_loader(rows, 4, BatchSelection(seed=3))]) for _ in range(2)
+    )
+    torch.manual_seed(99)
+    assert torch.equal(first, again) and not torch.equal(first, torch.arange(10.0))
+    other = torch.cat([x for (x,) in seeded_loader(rows, 4, BatchSelection(seed=3, epoch=1))])
+    assert not torch.equal(first, other) and torch.equal(first.sort()[0], other.sort()[0])
+
+
+def test_copies_of_the_pipeline_share_the_data() -> None:
+    shares = [
+        list(SeededSampler(range(7), BatchSelection(seed=0, replica=r, replicas=3)))
+        for r in range(3)
+    ]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    assert len({sample for share in shares for sample in share}) == 6
+
+
+def test_the_first_batches_can_be_passed_over() -> None:
+    rows = TensorDataset(torch.arange(10.0))
+    whole = [x.tolist() for (x,) in seeded_loader(rows, 4, BatchSelection(seed=3))]
+    rest = seeded_loader(rows, 4, BatchSelection(seed=3, skip=1))
+    assert [x.tolist() for (x,) in rest] == whole[1:] and len(rest) == 2
+    assert list(seeded_loader(rows, 4, BatchSelection(seed=3, skip=9))) == []
+
+
+# -- a trainer's own loader -----------------------------------------------------------------------
+
+
+class Untouched(Dataset[Any]):
+    """Nobody may read it."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("read")
+
+
+def trainer(**options: Any) -> Trainer:
+    net = revcompile.petrafy(
+        nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), 2, torch.randn(2, 3)
+    )
+    return net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, **options)
+
+
+def test_a_trainer_s_loader_depends_on_its_seed_and_the_epoch() -> None:
+    rows = TensorDataset(torch.arange(10.0))
+    one, again = (trainer(seed=5).loader(rows, 4) for _ in range(2))
+    assert [x.tolist() for (x,) in one] == [x.tolist() for (x,) in again]
+    for other in (trainer(seed=6).loader(rows, 4), trainer(seed=5).loader(rows, 4, epoch=1)):
+        assert [x.tolist() for (x,) in other] != [x.tolist() for (x,) in one]
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_rank_in_the_middle_reads_nothing(skip: int) -> None:
+    middle = trainer()
+    middle.is_first = middle.is_last = False
+    loader = middle.loader(Untouched(), 4, skip=skip)
+    assert list(loader) == [(None, None)] * (3 - skip) and len(loader) == 3 - skip
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(InputError, match="Stream has no length"):
+        trainer().loader(Stream(), 4)
+
+
+# -- loaders of the user's own --------------------------------------------------------------------
+
+ROWS = TensorDataset(torch.arange(10.0))
+
+
+class Odd(Sampler[int]):
+    """Nobody can tell what it does."""
+
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+    def __len__(self) -> int:
+        return 10
+
+
+class Counting(torch.utils.data.IterableDataset[Any]):
+    """An order that depends on the epoch alone."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([torch.tensor(float(i + 10 * self.epoch)) for i in range(5)])
+
+
+def read(loader: Any) -> list[Any]:
+    return [x.tolist() for (x,) in loader]
+
+
+def test_a_dataloader_keeps_all_but_the_order_it_would_draw() -> None:
+    one, again = trainer(seed=5), trainer(seed=5)
+    plain = read(one.loader(ROWS, 4))
+    assert read(one.loader(DataLoader(ROWS, 4, shuffle=True))) == plain
+    torch.manual_seed(99)
+    assert read(again.loader(DataLoader(ROWS, 4, shuffle=True))) == plain
+    assert read(one.loader(DataLoader(ROWS, 4, shuffle=True), skip=1)) == plain[1:]
+    assert read(one.loader(DataLoader(ROWS, 4, shuffle=True), epoch=1)) != plain
+    assert read(one.loader(DataLoader(ROWS, 4, shuffle=True, drop_last=True))) == plain[:2]
+    assert [len(b) for b in read(one.loader(DataLoader(ROWS, 4, shuffle=True), 5))] == [5, 5]
+    in_order = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]]
+    assert read(one.loader(DataLoader(ROWS, 4), epoch=3)) == in_order
+    collated = DataLoader(ROWS, 4, collate_fn=lambda rows: (torch.stack([-x for (x,) in rows]),))
+    assert read(one.loader(collated))[0] == [-0.0, -1.0, -2.0, -3.0]
+    assert read(one.loader(DataLoader(ROWS, batch_size=None), skip=8)) == [8.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SubsetRandomSampler([1, 3, 5, 7]),
+        RandomSampler(ROWS, replacement=True, num_samples=6),
+        RandomSampler(ROWS, num_samples=4),
+    ],
+)
+def test_torch_s_samplers_are_drawn_from_the_trainer_s_seed(sampler: Any) -> None:
+    one, again = (trainer(seed=5).loader(DataLoader(ROWS, 3, sampler=sampler)) for _ in range(2))
+    first = read(one)
+    torch.manual_seed(99)
+    assert read(again) == first == read(one)
+    assert sum(map(len, first)) == len(sampler) and len(one) == len(first)
+    assert read(trainer(seed=6).loader(DataLoader(ROWS, 3, sampler=sampler))) != first
+
+
+def test_copies_of_the_pipeline_share_a_dataloader() -> None:
+    shares, copy = [], trainer()
+    copy.replicas = 2
+    for copy.replica in range(2):
+        shares.append(read(copy.loader(DataLoader(ROWS, 5))))
+    assert shares == [[[0.0, 2.0, 4.0, 6.0, 8.0]], [[1.0, 3.0, 5.0, 7.0, 9.0]]]
+    with pytest.raises(InputError, match=r"Counting has no length, .* 2 copies of the pipeline"):
+        copy.loader(Counting(), 2)
+
+
+def test_a_dataset_with_its_own_order_is_told_the_epoch() -> None:
+    loader = trainer().loader(DataLoader(Counting(), 2), epoch=1, skip=1)
+    assert [x.tolist() for x in loader] == [[12.0, 13.0], [14.0]]
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "said"),
+    [
+        (DataLoader(ROWS, 2, sampler=DistributedSampler(ROWS, 2, 0)), {}, "DistributedSampler"),
+        (DataLoader(ROWS, 2, sampler=Odd()), {}, "sampler is a Odd, .*trainer.step checks"),
+        (DataLoader(ROWS, batch_sampler=[[0], [1]]), {}, "batch sampler is a list"),
+        (ROWS, {}, "give batch_size="),
+        (ROWS, {"batch_size": 0}, "batch_size=0; use a whole number >= 1"),
+        (ROWS, {"batch_size": 2, "skip": -1}, "skip=-1"),
+        (ROWS, {"batch_size": 2, "shuffle": True}, "shuffle= is what the trainer chooses"),
+        (ROWS, {"batch_size": 2, "wrong": 1}, "DataLoader refuses its options: .*wrong"),
+        (iter([1]), {"batch_size": 2}, "expected a dataset or a DataLoader, got list_iterator"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(data: Any, arguments: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        trainer().loader(data, **arguments)

@@ -1,0 +1,538 @@
+"""The trainer as its users meet it: any optimizer, any inputs and loss, any model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import worst
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import (
+    METHODS,
+    SCHEDULES,
+    Batch,
+    Net,
+    Plain,
+    adam,
+    batches,
+    feed,
+    fresh,
+    momentum,
+    plain_loop,
+    plain_sgd,
+    same,
+    seeded,
+    trainer_of,
+    weights,
+)
+
+import revcompile
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible_backprop", "gpipe", "1f1b"])
+def test_clipping_groups_and_schedules_are_those_of_a_plain_loop(method: str) -> None:
+    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        return [
+            {"params": [p for n, p in named if not n.endswith("bias")]},
+            {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0},
+        ]
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.3)
+
+    net = fresh(Plain)
+    model = net.module()
+    mine = optimizer(groups(list(model.named_parameters())))
+    clipped = {"clip": 0.05, "accumulate": 2, "schedule": SCHEDULES["one cycle"](mine)}
+    expected = plain_loop(model, mine, batches(8), **clipped)
+    trainer = trainer_of(
+        net,
+        optimizer,
+        method=method,
+        accumulate=2,
+        clip_grad_norm=0.05,
+        param_groups=groups,
+        lr_schedule=SCHEDULES["one cycle"],
+    )
+    feed(trainer, batches(8))
+    assert worst(expected, weights(net))[0] < 1e-10
+    assert trainer.metrics is not None
+    assert trainer.metrics.lr == pytest.approx(mine.param_groups[0]["lr"])
+
+
+def test_petra_clips_the_norm_of_each_stage() -> None:
+    seen: list[Tensor] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.0)
+        own = list(parameters)
+        made.register_step_pre_hook(
+            lambda *_: seen.append(torch.stack([p.grad.norm() for p in own]).norm())
+        )
+        return made
+
+    trainer = trainer_of(fresh(Plain), optimizer, clip_grad_norm=1e-3)
+    feed(trainer, batches(6))
+    trainer.flush()
+    assert len(seen) == 4 * 6
+    assert all(float(norm) == pytest.approx(1e-3, rel=1e-2) for norm in seen)
+
+
+class Sums(nn.Module):
+    """Autograd gives `p` and `q` one gradient, and with one sample the input the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.p, self.q = nn.Parameter(torch.ones(1, 6)), nn.Parameter(torch.ones(1, 6))
+        self.r = nn.Parameter(torch.ones(1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.stem(x) + (self.p + self.q)) + self.r
+        return self.head(x) + self.r.sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_gradients_that_share_memory(stages: int, accumulate: int) -> None:
+    data = [(x[:1], y[:1]) for x, y in batches(6)]
+    net = fresh(Sums, stages)
+    model = net.module()
+    expected = plain_loop(
+        model, momentum(model.parameters()), data, accumulate=accumulate, clip=0.1
+    )
+    feed(trainer_of(net, method="backprop", accumulate=accumulate, clip_grad_norm=0.1), data)
+    assert worst(expected, weights(net))[0] < 1e-12
+
+
+# -- inputs and outputs of every form -------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """Token ids and a mask that only the end reads; an auxiliary head after the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.aux, self.head = nn.Linear(6, 2), nn.Linear(6, 3)
+
+    def forward(self, words: Tensor, *, mask: Tensor) -> dict[str, Any]:
+        x = self.embed(words)
+        for index, block in enumerate(self.blocks):
+            x = x + torch.tanh(block(x))
+            if index == 0:
+                aux = self.aux(x.mean(1))
+        return {"main": (self.head((x * mask[..., None]).mean(1)), mask), "aux": [aux]}
+
+
+def words_loss(output: dict[str, Any], target: dict[str, Any]) -> Tensor:
+    logits, mask = output["main"]
+    main = F.cross_entropy(logits, target["labels"]) * mask.mean()
+    return main + F.mse_loss(output["aux"][0], target["aux"]["values"])
+
+
+def words_batch(index: int, size: int = 3) -> Batch:
+    generator = torch.Generator().manual_seed(index)
+    inputs = {
+        "words": torch.randint(0, 11, (size, 4), generator=generator),
+        "mask": torch.rand(size, 4, generator=generator, dtype=torch.float64),
+    }
+    target = {
+        "labels": torch.randint(0, 3, (size,), generator=generator),
+        "aux": {"values": torch.rand(size, 2, generator=generator, dtype=torch.float64)},
+    }
+    return inputs, target
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pytrees_in_and_out(method: str) -> None:
+    """With a standing optimizer every method's gradient is autograd's."""
+    inputs, _ = words_batch(0)
+    args, kwargs = (inputs["words"],), {"mask": inputs["mask"]}
+    net = revcompile.petrafy(seeded(Words), 4, args, kwargs, check="off")
+    model = net.module()
+    data = [words_batch(index, size=2 + index % 2) for index in range(7)]
+    losses = [words_loss(model(**inputs), target) for inputs, target in data]
+    torch.stack(losses).mean().backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    trainer = trainer_of(net, plain_sgd, words_loss, method=method, accumulate=7)
+    before = {name: p.detach().clone() for name, p in net.model.named_parameters()}
+    assert feed(trainer, data) == pytest.approx([loss.item() for loss in losses])
+    trainer.flush()
+    after = dict(net.model.named_parameters())
+    found = {name: (before[name] - after[name].detach()) / 0.1 for name in before}
+    assert worst(expected, found)[0] < 1e-10
+    assert trainer.metrics is not None
+    assert list(trainer.metrics.output) == ["main", "aux"]
+    assert trainer.evaluate(data).samples == sum(len(t["labels"]) for _, t in data)
+
+
+class Arranged(nn.Module):
+    """An auxiliary head before a chain that goes on in another arrangement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.aux = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(6, 3)
+        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 1) for _ in range(2))
+        self.mlps = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        aux = self.aux(x.mean((2, 3)))
+        for conv in self.convs:
+            x = x + torch.tanh(conv(x))
+        x = x.flatten(2).transpose(1, 2)
+        for mlp in self.mlps:
+            x = x + torch.tanh(mlp(x))
+        return self.head(x.mean(1)), aux
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop", "dsp"])
+def test_an_output_that_the_loss_does_not_read(method: str) -> None:
+    """No gradient comes back for it, and its layers stay as they are."""
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    net = revcompile.petrafy(seeded(Arranged), 3, x, check="off")
+    before = weights(net)
+    trainer = trainer_of(
+        net, plain_sgd, lambda output, target: F.cross_entropy(output[1], target), method=method
+    )
+    feed(trainer, [(x, torch.tensor([0, 1]))] * 4)
+    trainer.flush()
+    changed = {
+        name for name, tensor in weights(net).items() if not torch.equal(tensor, before[name])
+    }
+    assert changed == {"stem.weight", "stem.bias", "aux.weight", "aux.bias"}
+
+
+# -- precision ------------------------------------------------------------------------------------
+
+
+def gradient_of(net: revcompile.StagedModel, data: list[Batch], **settings: Any) -> Any:
+    """The mean gradient over the data, from one update with a learning rate of 1."""
+    before = {name: p.detach().clone() for name, p in net.model.named_parameters()}
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    trainer = trainer_of(net, optimizer, accumulate=len(data), **settings)
+    found = [trainer.step(*batch) for batch in data]
+    trainer.flush()
+    after = dict(net.model.named_parameters())
+    gradients = {name: (before[name] - after[name].detach()).float() for name in before}
+    return gradients, [error for metrics in found for error in metrics.reconstruction.values()]
+
+
+class Deep(nn.Module):
+    """Enough layer norms and blocks that a last bit would grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
+    data = batches(6, dtype=torch.float32)
+    settings: dict[str, Any] = {"autocast": torch.bfloat16}
+    expected, _ = gradient_of(fresh(Deep, 4, torch.float32), data, method="backprop", **settings)
+    found, errors = gradient_of(fresh(Deep, 4, torch.float32), data, measure_every=1, **settings)
+    precise, _ = gradient_of(fresh(Deep, 4, torch.float32), data, method="backprop")
+    noise = worst(precise, expected)[0]
+    assert noise > 1e-3  # autocast was on
+    assert worst(expected, found)[0] < noise
+    assert errors and max(errors) == 0.0
+
+
+def test_reconstruction_errors_are_measured_while_weights_move() -> None:
+    net = fresh(Deep, 4, torch.float32)
+    trainer = trainer_of(net, autocast=torch.bfloat16, measure_every=2)
+    found = [trainer.step(*batch).reconstruction for batch in batches(10, dtype=torch.float32)]
+    seen = {stage: error for errors in found for stage, error in errors.items()}
+    assert sorted(seen) == [1, 2, 3]
+    assert seen[3] == 0.0  # no delay at the last stage
+    assert all(0.0 < seen[stage] < 0.2 for stage in (1, 2))
+
+
+def test_a_weight_read_with_and_without_a_graph_under_autocast() -> None:
+    """The head of the last stage is recorded, a block of it is not; they share a weight."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            x = x + torch.tanh(self.layer(x))
+            return (torch.tanh(x) @ self.layer.weight)[:, :3]
+
+    net = revcompile.petrafy(seeded(Shared, torch.float32), 1, torch.zeros(4, 5), check="off")
+    data = batches(1, dtype=torch.float32)
+    found, _ = gradient_of(net, data, autocast=torch.bfloat16)
+    net = revcompile.petrafy(seeded(Shared, torch.float32), 1, torch.zeros(4, 5), check="off")
+    expected, _ = gradient_of(net, data, method="backprop")
+    assert worst(expected, found)[0] < 0.05
+
+
+def test_a_model_in_bfloat16() -> None:
+    data = batches(6, dtype=torch.bfloat16)
+    found, errors = gradient_of(fresh(Deep, 4, torch.bfloat16), data, measure_every=1)
+    expected, _ = gradient_of(fresh(Deep, 4, torch.bfloat16), data, method="backprop")
+    precise = batches(6, dtype=torch.float32)
+    reference, _ = gradient_of(fresh(Deep, 4, torch.float32), precise, method="backprop")
+    assert max(errors) == 0.0
+    assert worst(reference, found)[0] < 2 * worst(reference, expected)[0] + 0.02
+
+
+# -- tied weights ---------------------------------------------------------------------------------
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def next_word(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def sentences(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    found = [torch.randint(0, 11, (3, 6), generator=generator) for _ in range(count)]
+    return [(words[:, :-1], words[:, 1:]) for words in found]
+
+
+def language(stages: int) -> revcompile.StagedModel:
+    # "pretrained": both streams start as one, and the head keeps its shape and its tie
+    example = torch.zeros(3, 5, dtype=torch.long)
+    model = seeded(Language)
+    return revcompile.petrafy(model, stages, example, check="off", policy="pretrained")
+
+
+@pytest.mark.parametrize("method", ["backprop", "1f1b", "gpipe", "reversible_backprop"])
+def test_tied_ends_train_as_in_a_plain_loop(method: str) -> None:
+    net = language(4)
+    assert [(tie.owner, tie.holder) for tie in net.partition.ties] == [(0, 3)]
+    model = net.module()
+    expected = plain_loop(
+        model, adam(model.parameters()), sentences(6), loss=next_word, accumulate=2
+    )
+    feed(trainer_of(net, adam, next_word, method=method, accumulate=2), sentences(6))
+    assert worst(expected, weights(net))[0] < 1e-10
+
+
+@pytest.mark.parametrize("method", ["petra", "pipedream"])
+def test_tied_copies_are_equal_after_a_flush(method: str) -> None:
+    net = language(4)
+    trainer = trainer_of(net, momentum, next_word, method=method)
+    feed(trainer, sentences(7))
+    trainer.flush()
+    owner, holder = (trainer.executors[index].stage.parameters["embed.weight"] for index in (0, 3))
+    assert owner is not holder
+    assert torch.equal(owner, holder)
+    module = net.module()
+    assert module.get_parameter("head.weight") is module.get_parameter("embed.weight")
+    assert module.get_parameter("embed.weight") is not owner
+    assert torch.equal(module.get_parameter("embed.weight"), owner)
+
+
+def test_ends_in_one_stage_are_not_tied() -> None:
+    assert not language(1).partition.ties
+    assert language(2).partition.ties
+
+
+def test_sparse_gradients_are_gathered_dense() -> None:
+    def words(sparse: bool) -> revcompile.StagedModel:
+        model = seeded(Language)
+        model.head = nn.Linear(6, 11, dtype=torch.float64)
+        model.head.load_state_dict({"weight": torch.eye(11, 6), "bias": torch.zeros(11)})
+        model.embed.sparse = sparse
+        return revcompile.petrafy(model, 2, torch.zeros(3, 5, dtype=torch.long), check="off")
+
+    nets = words(sparse=True), words(sparse=False)
+    for net in nets:
+        feed(trainer_of(net, plain_sgd, next_word, accumulate=2, clip_grad_norm=0.1), sentences(6))
+    assert same(weights(nets[0]), weights(nets[1]))
+
+
+# -- models of every kind -------------------------------------------------------------------------
+
+
+def vgg() -> nn.Module:
+    layers = [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)]
+    for _ in range(3):
+        layers += [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Linear(6, 3))
+
+
+class Frozen(Plain):
+    """A stem that does not learn, and a bias in the middle that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        self.layers[1].bias.requires_grad_(False)
+
+
+class Chain(nn.Module):
+    """Nothing but blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def spectral() -> nn.Module:
+    model = Plain()
+    nn.utils.parametrizations.spectral_norm(model.layers[1])
+    nn.utils.parametrizations.spectral_norm(model.head)
+    return model
+
+
+class Bare(Chain):
+    """Stages without a single parameter at both ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(super().forward(torch.tanh(x)))
+
+
+@pytest.mark.parametrize("method", ["petra", "pipedream", "ddg"])
+@pytest.mark.parametrize(
+    ("make", "stages"),
+    [(vgg, 3), (Frozen, 4), (Chain, 3), (spectral, 4), (Bare, 6), (Plain, 1), (Net, 6)],
+    ids=["vgg", "frozen", "chain", "spectral norm", "bare", "one stage", "net"],
+)
+def test_any_model_trains_and_learns(
+    make: Callable[[], nn.Module], stages: int, method: str
+) -> None:
+    net = fresh(make, stages)
+    before = weights(net)
+    trainer = trainer_of(net, lambda p: torch.optim.SGD(p, lr=0.02), method=method)
+    x, y = batches(1)[0]
+    losses = feed(trainer, [(x, y)] * 15)
+    trainer.flush()
+    assert sum(losses[-5:]) < sum(losses[:5])
+    changed = {name for name, t in weights(net).items() if not torch.equal(t, before[name])}
+    trained = {name for name, p in net.model.named_parameters() if p.requires_grad}
+    assert changed & dict(net.model.named_parameters()).keys() <= trained
+    assert {name for name in trained if name.endswith("weight")} <= changed
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible_backprop", "1f1b"])
+@pytest.mark.parametrize("make", [vgg, Frozen, Chain, spectral, Bare])
+def test_any_model_equals_a_plain_loop(make: Callable[[], nn.Module], method: str) -> None:
+    """Buffers included: running statistics and power iterations move once a micro-batch."""
+    net = fresh(make, 3)
+    model = net.module()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = plain_loop(model, momentum(trained), batches(5))
+    feed(trainer_of(net, method=method), batches(5))
+    assert worst(expected, weights(net))[0] < 1e-9
+
+
+def test_nothing_reaches_the_users_model() -> None:
+    model = seeded(Net)
+    model.last.eval()
+    modes = [module.training for module in model.modules()]
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(3)
+    net = revcompile.petrafy(model, 3, batches(1)[0][0], check="fast")
+    drawn = torch.rand(1)
+    feed(trainer_of(net), batches(4))
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), drawn)
+    assert same(dict(model.state_dict()), dict(before))
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_training_leaves_the_global_random_state_alone() -> None:
+    torch.manual_seed(3)
+    trainer = trainer_of(fresh())
+    feed(trainer, batches(3))
+    found = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(found, torch.rand(1))
+
+
+def test_the_module_is_a_copy_of_the_current_weights() -> None:
+    net = fresh()
+    trainer = trainer_of(net)
+    feed(trainer, batches(3))
+    module = net.module()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    assert same(before, weights(net))
+    feed(trainer, batches(3, seed=2))
+    assert same(dict(module.state_dict()), before)
+    with pytest.raises(AttributeError, match=re.escape("net.module() is the plain module")):
+        net.state_dict  # noqa: B018
+
+
+def test_a_trainer_that_nobody_has_any_more_lets_go_of_its_micro_batches() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    net = revcompile.petrafy(layer, 2, torch.randn(2, 5, 8), check="off")
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+    x = torch.randn(4, 5, 8)
+    trainer.step(x, torch.zeros(4, 5, 8))
+    held = weakref.ref(next(iter(trainer.executors[0].stage.in_flight.values())))
+    gc.disable()
+    try:
+        del trainer
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_the_cpu_multiplies_in_one_way_from_the_first_step() -> None:
+    """Where bf16 is not in the hardware, the first such product switches oneDNN off for good."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.layer, self.head = nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            return self.head(x + torch.tanh(self.layer(x)))
+
+    x, y = torch.randn(64, 5), torch.randint(0, 3, (64,))
+    net = revcompile.petrafy(Wide(), 2, x, check="off")
+    trainer = trainer_of(net, autocast=torch.bfloat16)
+    chosen = torch.backends.mkldnn.enabled
+    feed(trainer, [(x, y)] * 3)
+    assert torch.backends.mkldnn.enabled == chosen

@@ -1,0 +1,88 @@
+"""A trainer that is called wrongly says what it was given and how to call it; nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training import Plain, batches, fresh, same, trainer_of
+
+from revcompile.errors import InputError, RevcompileError, TrainerStoppedError
+from revcompile.runtime.trainer.core import Trainer
+
+X, Y = batches(1)[0]
+Call = Callable[[Trainer], Any]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda t: t.step(X), r"call trainer.step\(x, y\)"),
+        (lambda t: t.step(), r"Call trainer.step\(inputs, target\)"),
+        (lambda t: t.step((X, Y)), r"Call trainer.step\(x, y\), not trainer.step\(\(x, y\)\)"),
+        (lambda t: t.step({"x": X, "y": Y}), "targets taken out of the dict"),
+        (
+            lambda t: t.step(X.numpy(), Y),
+            r"expected a tensor for x(.|\n)*ndarray float64\[4, 5\]",
+        ),
+        (lambda t: t.step(X, Y.numpy()), r"target: ndarray int64\[4\]"),
+        (lambda t: t.step(X[:0], Y[:0]), r"the batch has no samples \(float64\[0, 5\]\)"),
+        (lambda t: t.step(X.to("meta"), Y), r"meta device, .* \(float64\[4, 5\]\)"),
+        (lambda t: t.step(X, Y.to("meta")), "meta device"),
+        (lambda t: t.evaluate(None), r"expected a loader of batches \(inputs, target\), got None"),
+        (lambda t: t.evaluate([(X[:, :2], Y)]), "evaluation, batch 0: the model failed on it"),
+        (lambda t: t.evaluate([(X[:0], Y[:0])]), "evaluation, batch 0: the batch has no samples"),
+        (
+            lambda t: t.evaluate([(None, Y)]),
+            "evaluation, batch 0: .*expected a tensor",
+        ),
+        (lambda t: t.evaluate([(X, Y)], [F.l1_loss]), "metrics= is a dict .* got list"),
+        (lambda t: t.evaluate([(X, Y)], {"loss": F.l1_loss}), '"loss" is taken'),
+        (lambda t: t.evaluate([(X, Y)], {"a": lambda o, y: o}), "metric 'a' raised .*one number"),
+        (lambda t: t.save(None), "trainer.save: expected the path of a folder, got None"),
+        (lambda t: t.save("x", keep="a"), "keep='a'"),
+        (lambda t: t.load(3), "expected the path of a folder, got 3"),
+        (lambda t: t.load_state_dict({"format": 1}), "lacks the entry 'cuts'"),
+    ],
+)
+def test_a_wrong_call_says_how_to_call_and_changes_nothing(call: Call, said: str) -> None:
+    trainer = trainer_of(fresh(Plain, 2))
+    trainer.step(X, Y)
+    before = trainer.state_dict()
+    with pytest.raises(InputError, match=said):
+        call(trainer)
+    assert same(trainer.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (nn.CrossEntropyLoss, r"got the class CrossEntropyLoss; write loss=CrossEntropyLoss\(\)"),
+        (lambda o, y: torch.complex(o.sum(), o.sum()), "expected a real number"),
+        (lambda o, y: _backward(o.square().sum()), "without calling backward"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_named(loss: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        trainer_of(fresh(Plain, 2), loss=loss).step(X, Y)
+
+
+def _backward(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss
+
+
+def test_a_loss_that_needs_no_target_is_given_none() -> None:
+    assert trainer_of(fresh(Plain, 2), loss=lambda o, y: o.square().mean()).step(X).loss > 0
+
+
+def test_a_stopped_trainer_is_an_error_of_ours() -> None:
+    assert issubclass(TrainerStoppedError, RevcompileError)
+    trainer = trainer_of(fresh(Plain, 2))
+    trainer._stop_reason = "some bug"
+    with pytest.raises(TrainerStoppedError, match="some bug"):
+        trainer.step(X, Y)

@@ -1,0 +1,617 @@
+"""Checkpoints, evaluation and bad input: what must leave a training run as it was."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import timm
+import torch
+from helpers import worst
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from training import (
+    METHODS,
+    SCHEDULES,
+    Batch,
+    Net,
+    Plain,
+    adam,
+    batches,
+    feed,
+    fresh,
+    momentum,
+    same,
+    seeded,
+    through_a_file,
+    trainer_of,
+    weights,
+)
+
+import revcompile
+from revcompile.errors import InputError, NonFiniteError
+
+SAVED_IN_FLIGHT: Final = (
+    ("petra", "1f1b"),
+    ("petra", "paper"),
+    ("petra_stashed", "1f1b"),
+    ("features_replay", None),
+    ("dsp", None),
+    ("pipedream", None),
+    ("delayed", None),
+    ("dni", None),
+    ("backprop", None),
+    ("reversible_backprop", None),
+)
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "order", "schedule", "optimizer", "accumulate"),
+    [
+        *((*method, "one cycle", momentum, 1) for method in SAVED_IN_FLIGHT),
+        *((*method, "cosine", adam, 3) for method in SAVED_IN_FLIGHT),
+        ("petra", "1f1b", "lambda", adam, 1),
+        ("petra", "1f1b", "milestones", momentum, 2),
+        ("petra", "paper", "warm-up", momentum, 2),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    method: str, order: str | None, schedule: str, optimizer: Any, accumulate: int
+) -> None:
+    settings = {
+        "method": method,
+        "order": order,
+        "accumulate": accumulate,
+        "lr_schedule": SCHEDULES[schedule],
+    }
+    data = batches(13)
+    whole = fresh()
+    trainer = trainer_of(whole, optimizer, **settings)
+    losses = feed(trainer, data[:8])
+    state = through_a_file(trainer.state_dict())
+    losses += feed(trainer, data[8:])
+    trainer.flush()
+
+    resumed = fresh()
+    again = trainer_of(resumed, optimizer, **settings)
+    feed(again, batches(2, seed=9))  # something else is in flight, and is forgotten
+    again.load_state_dict(state)
+    assert same(again.state_dict(), state)
+    assert feed(again, data[8:]) == losses[8:]
+    again.flush()
+    assert same(weights(resumed), weights(whole))
+    assert same(again.state_dict(), trainer.state_dict())
+
+
+@pytest.mark.parametrize("method", ["ddg", "gpipe", "1f1b"])
+def test_methods_that_keep_graphs_are_saved_after_a_flush(method: str) -> None:
+    whole, resumed = fresh(), fresh()
+    trainer = trainer_of(whole, method=method, accumulate=3)
+    feed(trainer, batches(4))
+    before = weights(whole)
+    with pytest.raises(InputError, match=re.escape("call trainer.flush() first")):
+        trainer.state_dict()
+    assert same(weights(whole), before)
+    trainer.flush()
+    state = through_a_file(trainer.state_dict())
+    again = trainer_of(resumed, method=method, accumulate=3)
+    again.load_state_dict(state)
+    for one in (trainer, again):
+        feed(one, batches(7, seed=2))
+        one.flush()
+    assert same(weights(resumed), weights(whole))
+
+
+def test_a_saved_state_does_not_change_when_training_goes_on() -> None:
+    trainer = trainer_of(fresh(), adam, lr_schedule=SCHEDULES["warm-up"])
+    feed(trainer, batches(6))
+    state = trainer.state_dict()
+    before = copy.deepcopy(state)
+    feed(trainer, batches(6, seed=2))
+    trainer.load_state_dict(state)
+    feed(trainer, batches(6, seed=3))
+    assert same(state, before)
+
+
+def test_a_resumed_run_draws_the_masks_of_the_saved_one() -> None:
+    whole, resumed = fresh(), fresh()
+    trainer, again = trainer_of(whole, seed=3), trainer_of(resumed, seed=4)
+    feed(trainer, batches(5))
+    again.load_state_dict(trainer.state_dict())
+    assert feed(trainer, batches(4, seed=2)) == feed(again, batches(4, seed=2))
+    assert again.state_dict()["seed"] == 3
+
+
+def test_clipping_goes_on_after_going_back() -> None:
+    """Norms that other stages had announced for an update must not survive a load."""
+    settings = {"method": "backprop", "clip_grad_norm": 0.1}
+    net = fresh()
+    trainer = trainer_of(net, **settings)
+    feed(trainer, batches(3))
+    state = trainer.state_dict()
+    feed(trainer, batches(1, seed=2))
+    trainer.load_state_dict(state)
+    feed(trainer, batches(1, seed=3))
+    straight = fresh()
+    other = trainer_of(straight, **settings)
+    feed(other, [*batches(3), *batches(1, seed=3)])
+    assert same(weights(net), weights(straight))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 3, 6])
+def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> None:
+    """Locked methods do not depend on the cuts, so the run goes on as if nothing had moved."""
+
+    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        stem = [p for n, p in named if n.startswith("stem")]
+        others = [p for n, p in named if not n.startswith("stem")]
+        found = [{"params": stem, "weight_decay": 0.0, "lr": 0.02}, {"params": others}]
+        return [group for group in found if group["params"]]
+
+    settings = {
+        "method": "backprop",
+        "accumulate": 2,
+        "lr_schedule": SCHEDULES[schedule],
+        "param_groups": groups,
+    }
+    whole, moved = fresh(Plain, 4), fresh(Plain, stages)
+    trainer = trainer_of(whole, adam, **settings)
+    feed(trainer, batches(5))
+    trainer.flush()
+    again = trainer_of(moved, adam, **settings)
+    feed(again, batches(1, seed=3))
+    again.load_state_dict(through_a_file(trainer.state_dict()))
+    assert again.schedule.updates == (3,) * stages
+    for one in (trainer, again):
+        feed(one, batches(6, seed=2))
+    assert again.metrics is not None and trainer.metrics is not None
+    assert again.metrics.microbatch == trainer.metrics.microbatch == 10
+    assert again.metrics.updates == (6,) * stages
+    assert again.metrics.lr == trainer.metrics.lr
+    assert worst(weights(whole), weights(moved))[0] < 1e-12
+
+
+def test_a_group_that_stages_had_otherwise_begins_as_it_does_here() -> None:
+    """Other stages' layers come to where the head is: what the head's group had counts."""
+
+    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        head = any(name.startswith("head") for name, _ in named)
+        return [{"params": [p for _, p in named], "lr": 0.01 if head else 0.001}]
+
+    def schedule(optimizer: Any) -> Any:
+        parts = [
+            lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4),
+            lr_scheduler.CosineAnnealingLR(optimizer, 12),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, [4])
+
+    rates = {}
+    settings = {"method": "backprop", "param_groups": groups, "lr_schedule": schedule}
+    trainer = trainer_of(fresh(Plain, 4), **settings)
+    feed(trainer, batches(2))
+    trainer.flush()
+    for stages in (2, 4):
+        other = trainer_of(fresh(Plain, stages), **settings)
+        other.load_state_dict(through_a_file(trainer.state_dict()))
+        feed(other, batches(4, seed=2))
+        rates[stages] = [executor.updater.lr for executor in other.executors]
+    assert rates[2] == [rates[4][0], rates[4][-1]]
+    assert rates[2][1] == pytest.approx(10 * (rates[2][0] or 0.0))
+
+
+def test_strides_of_tensors_in_flight_are_restored() -> None:
+    """Halves of a tensor: a convolution of a tensor with other strides rounds differently."""
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = timm.create_model("resnet10t", num_classes=5)
+        net = revcompile.petrafy(model, 4, torch.randn(2, 3, 32, 32), check="off")
+        return net, net.trainer(adam, F.cross_entropy, accumulate=2)
+
+    data = [(torch.randn(4, 3, 32, 32), torch.arange(4)) for _ in range(10)]
+    net, trainer = made()
+    feed(trainer, data[:5])
+    other, resumed = made()
+    resumed.load_state_dict(trainer.state_dict())
+    for one in (trainer, resumed):
+        feed(one, data[5:])
+        one.flush()
+    assert same(weights(net), weights(other))
+
+
+class Noted(nn.Linear):
+    note = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.note = state["note"]
+
+
+def test_what_modules_add_to_their_state_comes_back() -> None:
+    models = [nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Noted(6, 3)).double() for _ in range(2)]
+    nets = [revcompile.petrafy(m, 2, batches(1)[0][0], check="off") for m in models]
+    one, other = (trainer_of(net) for net in nets)
+    feed(one, batches(3))
+    last = [net.model.get_submodule("2") for net in nets]
+    last[0].note = 3  # type: ignore[assignment]
+    other.load_state_dict(through_a_file(one.state_dict()))
+    assert last[1].note == 3
+    assert same(nets[0].model.state_dict(), nets[1].model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"method": "petra"}, 2),
+        ({"method": "backprop", "accumulate": 3}, 2),  # gradients that are not applied yet
+        ({"method": "dni"}, 1),  # a gradient_predictor that has not learned from it yet
+        ({"method": "backprop"}, 1),  # tied weights on their way
+    ],
+)
+def test_a_state_with_something_unfinished_stays_with_its_stages(
+    settings: dict[str, Any], count: int
+) -> None:
+    trainer = trainer_of(fresh(Net, 4), **settings)
+    feed(trainer, batches(count))
+    net = fresh(Net, 2)
+    other = trainer_of(net, **settings)
+    before = other.state_dict()
+    with pytest.raises(InputError, match=re.escape("call flush() before state_dict()")):
+        other.load_state_dict(trainer.state_dict())
+    assert same(other.state_dict(), before)
+    trainer.flush()
+    other.load_state_dict(trainer.state_dict())
+    assert same(weights(net), trainer.state_dict()["model"])
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    trainer = trainer_of(fresh())
+    feed(trainer, batches(3))
+    state = trainer.state_dict()
+    wrong_shape = {**state, "model": {**state["model"], "head.bias": torch.zeros(9)}}
+    missing = {**state, "model": {k: v for k, v in state["model"].items() if k != "head.bias"}}
+    with_adam = trainer_of(fresh(), adam).state_dict()
+    more = [{**group, "amsgrad": False} for group in state["groups"]]
+    for bad, said in [
+        ({"weights": 1}, r"what trainer.state_dict\(\) returns .*got None"),
+        (state["model"], "got None"),
+        (wrong_shape, r"head.bias has shape \(9,\) in it, \(3,\) here"),
+        (missing, "lacks head.bias"),
+        (with_adam, "stage 0 has torch.optim.sgd.SGD, but .* has no 'dampening'"),
+        ({**state, "groups": more}, r"stage 0 has .*SGD, but .* \(it has 'amsgrad'\)"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            trainer.load_state_dict(bad)
+        assert same(trainer.state_dict(), state)
+    feed(trainer, batches(3, seed=2))
+
+
+# -- evaluation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_does_not_disturb_training(method: str) -> None:
+    looked_at, left_alone = fresh(), fresh()
+    a, b = (trainer_of(net, method=method, accumulate=2) for net in (looked_at, left_alone))
+    torch.manual_seed(5)
+    expected = [torch.rand(1), feed(b, batches(7)), b.flush(), torch.rand(1)]
+    torch.manual_seed(5)
+    found: list[Any] = [torch.rand(1), []]
+    for index, batch in enumerate(batches(7)):
+        found[1] += feed(a, [batch])
+        if index % 2:
+            shuffled = torch.randperm  # as a loader would, from the global generator
+            a.evaluate((x[shuffled(len(x))], y) for x, y in batches(3, seed=index))
+    found += [a.flush(), torch.rand(1)]
+    assert same(found, expected)
+    assert same(weights(looked_at), weights(left_alone))
+
+
+def test_evaluation_is_the_module_in_eval_mode_averaged_over_samples() -> None:
+    net = fresh()
+    trainer = trainer_of(net)
+    feed(trainer, batches(6))
+    frozen = net.model.get_submodule("last")
+    frozen.eval()
+    modes = [module.training for module in net.model.modules()]
+    data = batches(5, seed=2)
+
+    def accuracy(output: Tensor, target: Tensor) -> Tensor:
+        return (output.argmax(1) == target).double().mean()
+
+    found = trainer.evaluate(iter(data), {"accuracy": accuracy})
+    x, y = (torch.cat(part) for part in zip(*data, strict=True))
+    output = net.module().eval()(x).detach()
+    assert found.samples == 19
+    assert found.loss == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-12)
+    assert found.metrics == {"accuracy": pytest.approx(float(accuracy(output, y)))}
+    assert [module.training for module in net.model.modules()] == modes
+
+
+def test_evaluation_says_what_is_wrong_and_restores_the_mode() -> None:
+    net = fresh()
+    trainer = trainer_of(net)
+    before = trainer.state_dict()
+    x, _ = batches(1)[0]
+    for loader, said in [
+        ([], "the loader is empty"),
+        ([x], r"expected batches of \(inputs, target\), got float64\[4, 5\]"),
+        ([(x, torch.zeros(2, 2))], r"loss, evaluation, batch 0: .*\n.*output: float64\[4, 3\]"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            trainer.evaluate(loader)
+        assert net.model.training
+        assert same(trainer.state_dict(), before)
+
+
+class WithAuxiliary(nn.Module):
+    """Two outputs in training, one in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.aux = Plain(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.body(x)
+        return (out, self.aux(x)) if self.training else out
+
+
+def test_a_model_with_another_structure_in_eval_mode() -> None:
+    def loss(output: Any, target: Tensor) -> Tensor:
+        outputs = output if isinstance(output, tuple) else (output,)
+        return torch.stack([F.cross_entropy(o, target) for o in outputs]).sum()
+
+    net = fresh(WithAuxiliary, 3)
+    trainer = trainer_of(net, loss=loss, method="1f1b")
+    feed(trainer, batches(3))
+    assert isinstance(trainer.step(*batches(1)[0]).output, tuple)
+    found = trainer.evaluate(batches(2))
+    model = net.module().eval()
+    each = [(loss(model(x), y).item(), len(y)) for x, y in batches(2)]
+    assert found.loss == pytest.approx(sum(value * n for value, n in each) / 8)
+
+
+def test_metrics_of_a_step() -> None:
+    trainer = trainer_of(fresh(), accumulate=2, measure_every=3)
+    found = [trainer.step(*batch) for batch in batches(6)]
+    assert [m.microbatch for m in found] == list(range(6))
+    assert [m.samples for m in found] == [4, 4, 4, 4, 3, 4]
+    assert found[-1].delays == (2, 1, 1, 0)
+    assert found[-1].updates == (1, 2, 2, 3)
+    assert found[-1].lr == 0.05
+    assert found[-1].throughput > 0
+    assert found[-1].output.shape == (4, 3)
+    assert trainer.metrics is found[-1]
+    # micro-batch 0 is at stage 3 in step 0, at stage 2 in step 1, at stage 1 in step 2
+    assert [sorted(m.reconstruction) for m in found] == [[3], [2], [1], [3], [2], [1]]
+
+
+def test_samples_are_counted_where_the_batch_is() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Plain()
+
+        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+            return self.body(x.unflatten(0, (-1, 2)).mean(1) * scale)
+
+    def inputs(samples: int) -> tuple[Tensor, Tensor]:
+        return torch.ones((), dtype=torch.float64), torch.zeros(samples, 5, dtype=torch.float64)
+
+    net = revcompile.petrafy(seeded(Pairs), 2, inputs(4), check="off")
+    trainer = trainer_of(net)
+    batch = inputs(6), torch.zeros(3, dtype=torch.long)
+    assert trainer.step(*batch).samples == 6
+    assert trainer.evaluate([batch]).samples == 6
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], Batch], str]]] = {
+    "a target that does not fit": (
+        lambda x, y: (x, y[:2]),
+        r"loss, micro-batch 4: it raised .*\n  output: float64\[4, 3\]\n  target: int64\[2\]",
+    ),
+    "a wrong shape": (
+        lambda x, y: (x[:, :4], y),
+        r"the model failed on this micro-batch: .*\n  captured with: x: float64\[B, 5\]\n"
+        r"  got:           x: float64\[4, 4\]",
+    ),
+    "a wrong type": (lambda x, y: (x.float(), y), "captured with: x: float64"),
+    "no tensor": (lambda x, y: ("x", y), "expected a tensor for x, got 'x'"),
+    "too many inputs": (lambda x, y: ((x, x), y), "too many positional arguments"),
+    "another keyword": (lambda x, y: ({"z": x}, y), "missing a required argument: 'x'"),
+    "not a number in the data": (
+        lambda x, y: (x.clone().fill_(float("nan")), y),
+        "stage 3, micro-batch 4: the loss is nan",
+    ),
+    "infinity in the data": (
+        lambda x, y: (x.clone().fill_(float("inf")), y),
+        "stage 3, micro-batch 4: the loss is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", [*METHODS, "dni"])
+def test_a_bad_step_leaves_no_trace(method: str) -> None:
+    settings = {"method": method, "accumulate": 2, "lr_schedule": SCHEDULES["cosine"]}
+    spoiled, clean = fresh(), fresh()
+    a, b = (trainer_of(net, **settings) for net in (spoiled, clean))
+    feed(a, batches(4))
+    in_flight = method in ("ddg", "gpipe", "1f1b") and bool(a.schedule.outstanding[0])
+    before = weights(spoiled), None if in_flight else a.state_dict()
+    for bad, said in BAD_STEPS.values():
+        with pytest.raises((InputError, NonFiniteError), match=said):
+            a.step(*bad(*batches(1, seed=3)[0]))
+        assert same((weights(spoiled), None if in_flight else a.state_dict()), before)
+    feed(b, batches(4))
+    assert feed(a, batches(6, seed=2)) == feed(b, batches(6, seed=2))
+    a.flush(), b.flush()
+    assert same(weights(spoiled), weights(clean))
+
+
+class Root(nn.Module):
+    """Its value is fine at zero, its gradient is not."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).square().sum(1, keepdim=True).sqrt() + x
+
+
+class RootFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.root, self.body = Root(5), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.root(x))
+
+
+class RootLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.root = Plain(), Root(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.root(self.body(x) * x.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("method", ["petra", "pipedream", "backprop", "dni"])
+def test_a_gradient_that_is_not_finite_is_taken_back_at_the_last_stage(method: str) -> None:
+    spoiled, clean = fresh(RootLast), fresh(RootLast)
+    a, b = (trainer_of(net, method=method, accumulate=2) for net in (spoiled, clean))
+    feed(a, batches(3))
+    before = a.state_dict()
+    x, y = batches(1, seed=3)[0]
+    with pytest.raises(NonFiniteError, match=r"stage 3, micro-batch 3: .* parameter \w") as raised:
+        a.step(torch.zeros_like(x), y)
+    assert (raised.value.stage, raised.value.microbatch) == (3, 3)
+    assert "Nothing was changed" in str(raised.value)
+    assert same(a.state_dict(), before)
+    feed(b, batches(3))
+    assert feed(a, batches(4, seed=2)) == feed(b, batches(4, seed=2))
+    assert same(a.state_dict(), b.state_dict())
+
+
+@pytest.mark.parametrize("method", ["backprop", "reversible_backprop"])
+def test_locked_methods_take_back_a_gradient_of_any_stage(method: str) -> None:
+    spoiled, clean = fresh(RootFirst), fresh(RootFirst)
+    a, b = (trainer_of(net, method=method, accumulate=2) for net in (spoiled, clean))
+    feed(a, batches(3))
+    before = a.state_dict()
+    x, y = batches(1, seed=3)[0]
+    with pytest.raises(NonFiniteError, match=r"stage 0, micro-batch 3: .* parameter root\.scale"):
+        a.step(torch.zeros_like(x), y)
+    assert same(a.state_dict(), before)
+    feed(b, batches(3))
+    assert feed(a, batches(4, seed=2)) == feed(b, batches(4, seed=2))
+    assert same(a.state_dict(), b.state_dict())
+
+
+@pytest.mark.parametrize("method", ["petra", "pipedream", "ddg", "1f1b"])
+def test_a_gradient_that_is_not_finite_on_its_way_back_is_left_out(method: str) -> None:
+    """Later stages have used it already; the stage that meets it, and those before, do not."""
+    net = fresh(RootFirst)
+    trainer = trainer_of(net, method=method)
+    x, y = batches(1, seed=3)[0]
+    errors = []
+    for inputs, target in [*batches(4), (torch.zeros_like(x), y), *batches(6, seed=2)]:
+        root = net.model.get_parameter("root.scale").clone()
+        try:
+            trainer.step(inputs, target)
+        except NonFiniteError as error:
+            errors.append(error)
+            assert torch.equal(net.model.get_parameter("root.scale"), root)
+    (error,) = errors
+    assert (error.stage, error.microbatch) == (0, 4)
+    assert "parameter root.scale" in str(error)
+    trainer.flush()
+    assert all(t.isfinite().all() for t in weights(net).values())
+    trainer.state_dict()
+
+
+def test_a_step_that_the_user_interrupts_leaves_no_trace() -> None:
+    def loss(output: Tensor, target: Any) -> Tensor:
+        if target is None:
+            raise KeyboardInterrupt
+        return F.cross_entropy(output, target)
+
+    trainer = trainer_of(fresh(), loss=loss)
+    feed(trainer, batches(5))
+    before = trainer.state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(batches(1)[0][0], None)
+    assert same(trainer.state_dict(), before)
+
+
+def test_bad_arguments() -> None:
+    net = fresh()
+    parameters = list(net.model.parameters())
+    for arguments, said in [
+        ({"optimizer": lambda p: None}, "stage 0: expected a torch.optim.Optimizer .* got None"),
+        ({"optimizer": momentum(parameters)}, "expected a function from a list of parameters"),
+        ({"optimizer": "sgd"}, "expected a function .* got builtins.str"),
+        ({"optimizer": lambda p: momentum(parameters)}, "it holds parameters of other places"),
+        ({"optimizer": lambda p: momentum(p[:1])}, "it lacks stem.bias"),
+        ({"optimizer": torch.optim.LBFGS}, "stage 0: .*LBFGS computes the loss several times"),
+        ({"loss": 3}, r"expected a function of \(output, target\), got int"),
+        ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"accumulate": 1.5}, "accumulate=1.5; an update needs a whole number"),
+        ({"measure_every": 0}, "measure_every=0; use a whole number of steps"),
+        ({"seed": "a"}, "seed='a'; use a whole number"),
+        ({"memory_budget": "1GiB", "batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
+        ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
+        ({"param_groups": 3}, "param_groups: expected a function, called once a stage, got int"),
+        ({"optimizer": torch.optim.SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
+        ({"clip_grad_norm": "a"}, "clip_grad_norm='a'; use a positive norm"),
+        ({"clip_grad_norm": 0.0}, "use a positive norm"),
+        ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
+        ({"method": "petre"}, "did you mean 'petra'"),
+        ({"method": "backprop", "order": "paper"}, "has a fixed order"),
+        ({"order": "third"}, 'use "1f1b" or "paper"'),
+        ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
+        ({"lr_schedule": lr_scheduler.ReduceLROnPlateau}, "needs a metric at every step"),
+        ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
+        (
+            {"param_groups": lambda named: [{"params": [p for _, p in named[1:]]}]},
+            "it lacks stem.weight.* return every parameter once",
+        ),
+    ]:
+        with pytest.raises(InputError, match=said):
+            trainer_of(net, **arguments)
+    for loss, said in [
+        (lambda o, t: o, r"expected a scalar tensor, got float64\[4, 3\]"),
+        (lambda o, t: 1.0, "expected a scalar tensor, got 1.0"),
+        (lambda o, t: o.sum().detach(), "does not depend on the model's output"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            trainer_of(net, loss=loss).step(*batches(1)[0])
+    with pytest.raises(InputError, match=r"num_stages=40, but Net has .* use num_stages <= "):
+        revcompile.petrafy(Net(), 40, torch.zeros(4, 5), check="off")
+    with pytest.raises(InputError, match=r"does not fit 2 devices of 0\.00 GiB"):
+        revcompile.petrafy(Net(), 2, torch.zeros(4, 5), check="off", memory_budget=1000)
+
+
+def test_an_input_written_to_while_in_flight_is_noticed() -> None:
+    trainer = trainer_of(fresh())
+    x, y = batches(1)[0]
+    trainer.step(x, y)
+    with pytest.raises(InputError, match="stage 0: x of micro-batch 0 was written to"):
+        for _ in range(4):
+            x.normal_()
+            trainer.step(x, y)
+    with pytest.raises(RuntimeError, match=re.escape("load its last state_dict")):
+        trainer.step(*batches(1)[0])

@@ -1,0 +1,104 @@
+"""What one rank does in the tests of what a rank holds, in memory and on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from typing import Any
+
+import torch
+from distributed_worker import Run, batches, compiled, fed, final, optimizer, trainer_of
+from torch.nn import functional as F
+
+from revcompile.errors import InputError
+
+
+def holdings(rank: int, options: dict[str, Any]) -> Any:
+    """What is left of the model's parameters here; whether they are found again, and by whom."""
+    run, how = Run(**options["run"]), options.get("trainer", {})
+    net, _ = compiled(run.model, run.stages, run.device)
+    before = [weakref.ref(parameter) for parameter in net.model.parameters()]
+    _, trainer = trainer_of(run, **how)
+    peak = torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else 0
+    alive = [p for ref in before if (p := ref()) is not None] + [*net.model.parameters()]
+    for executor in trainer.executors:
+        alive += executor.stage.parameters.values()
+    held = {id(p): p for p in alive if not p.is_meta}
+    del before, alive, executor
+    for batch in batches(run):
+        fed(trainer, batch)
+    trainer.flush()
+    names = sorted(trainer.parameters())
+    state = {name: value.cpu() for name, value in net.module().state_dict().items()}
+    trainer.close()
+    device = trainer.device
+    del trainer
+    gc.collect()
+    again = net.module().state_dict()
+    other = net.trainer(optimizer, F.cross_entropy, stage_to_rank=options["other"], **how)
+    for found in (again, final(net, other)):
+        assert all(torch.equal(value, found[name].cpu()) for name, value in state.items())
+    return {
+        "bytes": sum(p.numel() * p.element_size() for p in held.values()),
+        "elsewhere": sum(p.device != device for p in held.values()),
+        "peak": peak,
+        "names": names,
+        "state": state,
+    }
+
+
+def absent(rank: int, options: dict[str, Any]) -> Any:
+    """Only the first rank has made the weights; and then no rank has."""
+    run = Run(**options["run"])
+    net, _ = compiled(run.model, run.stages, run.device)
+    if rank > 0:
+        net.model.to("meta")
+    trainer = net.trainer(optimizer, F.cross_entropy, seed=7)
+    for batch in batches(run):
+        fed(trainer, batch)
+    trainer.flush()
+    state = final(net, trainer)
+    net.model.to("meta")
+    try:
+        net.trainer(optimizer, F.cross_entropy)
+    except InputError as error:
+        return state, str(error)
+    return state, "nothing"
+
+
+def steady(rank: int, options: dict[str, Any]) -> Any:
+    """How often memory was allocated, after every step: by the transport, and on the GPU."""
+    found = []
+    for one in options["runs"]:
+        net, trainer = trainer_of(Run(**one))
+        made = []
+        for batch in batches(Run(**one))[:-1]:
+            fed(trainer, batch)
+            of_device = torch.cuda.memory_stats().get("segment.all.allocated", 0)
+            made.append((trainer.transport.allocations, of_device))
+        trainer.flush()
+        final(net, trainer)
+        found.append(made)
+    return found
+
+
+def resume(rank: int, options: dict[str, Any]) -> Any:
+    """A training that saves on its way, and those that go on from there in other layouts."""
+    run, found = Run(**options["run"]), list[Any]()
+    data = batches(run)
+    for stage_to_rank in (run.stage_to_rank, *options["others"]):
+        is_first = not found
+        here = dataclasses.replace(run, stage_to_rank=stage_to_rank)
+        net, trainer = trainer_of(here, off=0.0 if is_first else 1.0)
+        if is_first:
+            for batch in data[:5]:
+                fed(trainer, batch)
+            trainer.save(options["saved"])
+        else:
+            trainer.load(options["saved"])
+        for batch in data[5:]:
+            fed(trainer, batch)
+        trainer.flush()
+        found.append(final(net, trainer))
+    return found

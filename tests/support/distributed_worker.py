@@ -1,0 +1,371 @@
+"""What one rank does in the tests of several: run as a script with arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from nets import ResNet, ViT, Words
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.errors import InputError, NonFiniteError, RankError
+from revcompile.runtime.distributed.trainer import DistributedTrainer
+from revcompile.runtime.trainer.core import Trainer
+
+STEPS: Final = 20
+MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
+    "resnet": ResNet,
+    "vit": ViT,
+    "words": Words,
+    "wide": functools.partial(ViT, 512, 4),
+}
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, the same in one process and in several."""
+
+    model: str = "resnet"
+    method: str = "petra"
+    stages: int = 4
+    accumulate: int = 1
+    steps: int = STEPS
+    order: str | None = None
+    clip: float | None = None
+    stage_to_rank: tuple[int, ...] | None = None
+    device: str = "cpu"
+
+
+@functools.cache
+def compiled(name: str, stages: int, device: str) -> tuple[Any, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    net = revcompile.petrafy(
+        MODELS[name]().train().to(device), stages, inputs(name, 2, device), check="off"
+    )
+    return net, {key: value.clone() for key, value in net.model.state_dict().items()}
+
+
+def inputs(name: str, size: int, device: str = "cpu") -> Tensor:
+    if name == "words":
+        return torch.randint(0, 11, (size, 4)).to(device)
+    return torch.randn(size, 3, 8, 8).to(device)
+
+
+def batches(run: Run, seed: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches of three samples; the last has two."""
+    torch.manual_seed(seed)
+    sizes = [3] * (run.steps - 1) + [2]
+    return [(inputs(run.model, size), torch.randint(0, 5, (size,))) for size in sizes]
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
+
+
+def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]:
+    """A staged model as it started (or `off` by so much), and its trainer."""
+    net, start = compiled(run.model, run.stages, run.device)
+    net.model.load_state_dict({name: value + off for name, value in start.items()})
+    trainer = net.trainer(
+        optimizer,
+        F.cross_entropy,
+        method=run.method,
+        order=run.order,
+        accumulate=run.accumulate,
+        clip_grad_norm=run.clip,
+        seed=7,
+        stage_to_rank=run.stage_to_rank,
+        **options,
+    )
+    return net, trainer
+
+
+def fed(trainer: Trainer, batch: tuple[Any, Any]) -> Any:
+    """A step; of several ranks each is given only what it needs."""
+    x, y = batch
+    if isinstance(trainer, DistributedTrainer):
+        x, y = (x if trainer.is_first else None), (y if trainer.is_last else None)
+    return trainer.step(x, y)
+
+
+def trained(run: Run, **options: Any) -> dict[str, Any]:
+    """Parameters and buffers after training, and the losses where they are known."""
+    net, trainer = trainer_of(run, **options)
+    losses = [fed(trainer, batch).loss for batch in batches(run)]
+    trainer.flush()
+    return {"state": final(net, trainer), "losses": losses}
+
+
+def final(net: Any, trainer: Trainer) -> dict[str, Tensor]:
+    """All weights; a trainer of several ranks is closed."""
+    found = {name: value.cpu().clone() for name, value in net.module().state_dict().items()}
+    if isinstance(trainer, DistributedTrainer):
+        trainer.close()
+    return found
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) == target).double().mean()
+
+
+def looked_at(run: Run) -> dict[str, Any]:
+    """Training with an evaluation after every third step; the trainer is left open."""
+    net, trainer = trainer_of(run)
+    found = []
+    for number, batch in enumerate(batches(run)):
+        fed(trainer, batch)
+        if number % 3 == 0:
+            data = batches(dataclasses.replace(run, steps=3), seed=number)
+            seen = trainer.evaluate(data, {"accuracy": accuracy})
+            found.append((seen.loss, seen.samples, seen.metrics["accuracy"]))
+    trainer.flush()
+    return {"state": net.module().state_dict(), "seen": found}
+
+
+# -- what ranks do --------------------------------------------------------------------------------
+
+
+def train_all(rank: int, options: dict[str, Any]) -> Any:
+    return [trained(Run(**one), **options.get("trainer", {})) for one in options["runs"]]
+
+
+def copies(rank: int, options: dict[str, Any]) -> Any:
+    """Every copy of the pipeline takes every other batch."""
+    run = Run(**options["run"])
+    net, trainer = trainer_of(run, average_statistics=True)
+    for batch in batches(run)[trainer.replica :: trainer.replicas]:
+        fed(trainer, batch)
+    trainer.flush()
+    return final(net, trainer)
+
+
+def evaluate(rank: int, options: dict[str, Any]) -> Any:
+    return [looked_at(Run(**one)) for one in options["runs"]]
+
+
+def report(rank: int, options: dict[str, Any]) -> Any:
+    """Losses of every step on every rank, and their mean. Ranks start with other weights."""
+    _, trainer = trainer_of(Run(steps=5), off=float(rank), report_loss=True)
+    losses = [fed(trainer, batch).loss for batch in batches(Run(steps=5))]
+    mean = trainer.mean_loss()
+    trainer.flush()
+    samples = trainer.metrics.samples
+    trainer.close()
+    return {"losses": losses, "mean": mean, "samples": samples}
+
+
+def differ(rank: int, options: dict[str, Any]) -> Any:
+    """Rank 1 wants something else each time; returns the errors of the ranks."""
+    odd = rank == 1
+    errors = []
+
+    def refused(make: Callable[[], Any]) -> None:
+        try:
+            make()
+        except InputError as error:
+            errors.append(str(error))
+
+    refused(lambda: trainer_of(Run(stages=2 + odd)))
+    refused(lambda: trainer_of(Run(model="words" if odd else "vit")))
+    refused(lambda: trainer_of(Run(accumulate=1 + odd, method="dsp" if odd else "petra")))
+    version, revcompile.__version__ = revcompile.__version__, "9.9" if odd else "1.0"
+    refused(lambda: trainer_of(Run()))
+    revcompile.__version__ = version
+    net, _ = compiled("resnet", 2, "cpu")
+    if odd:
+        net.model.double()
+    refused(lambda: net.trainer(optimizer, F.cross_entropy))
+    net.model.float()
+    refused(lambda: trainer_of(Run(stage_to_rank=(0, 0, 0, 0))))
+    refused(lambda: trainer_of(Run(stage_to_rank=(0, 1, 2, 3))))
+    refused(lambda: trainer_of(Run(stages=1)))
+    return [*errors, trained(Run(steps=2))["losses"][0]]
+
+
+def lose(rank: int, options: dict[str, Any]) -> Any:
+    """Some micro-batches cannot be used: each in another way."""
+    run = Run(**options["run"])
+    data: list[tuple[Any, Any]] = list(batches(run))
+    for number, how in options["bad"]:
+        x, y = data[number]
+        data[number] = {
+            "nan": (torch.full_like(x, torch.nan), y),
+            "shape": (x[:, :2], y),
+            "type": ("no tensor", y),
+            "target": (x, y[:1]),
+        }[how]
+    net, trainer = trainer_of(run)
+    raised, losses = [], []
+    for number, batch in enumerate(data):
+        try:
+            losses.append(fed(trainer, batch).loss)
+        except (InputError, NonFiniteError) as error:
+            raised.append((number, type(error).__name__))
+    trainer.flush()
+    return {"state": final(net, trainer), "raised": raised, "losses": losses}
+
+
+class Fatal(torch.optim.SGD):
+    """Its fifth update is the end."""
+
+    end: Callable[[], None]
+    count = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        Fatal.count += 1
+        if Fatal.count == 5:
+            Fatal.end()
+        return super().step(*args, **kwargs)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failed() -> None:
+    raise ZeroDivisionError("some bug")
+
+
+def end(rank: int, options: dict[str, Any]) -> Any:
+    """One rank ends in the middle of a step; returns another's error."""
+    doomed = rank == options["doomed"]
+    Fatal.end = staticmethod({"stopped": stopped, "failed": failed}.get(options["how"], killed))
+    run = Run(steps=12, method=options["method"], device=options.get("device", "cpu"))
+    net, _ = compiled(run.model, run.stages, run.device)
+    made = net.trainer(
+        lambda p: (Fatal if doomed else torch.optim.SGD)(p, lr=0.01),
+        F.cross_entropy,
+        method=run.method,
+        timeout=options["timeout"],
+    )
+    try:
+        for batch in batches(run):
+            fed(made, batch)
+            if options["how"] == "killed between steps":
+                if doomed:
+                    killed()
+                made.mean_loss()
+        made.flush()
+    except RankError as error:
+        return str(error)
+    except ZeroDivisionError:
+        return "this rank failed"
+    return "nothing happened"
+
+
+def trace(rank: int, options: dict[str, Any]) -> Any:
+    """A traced training; returns which share of the time each rank computed."""
+    run = Run(**options["run"])
+    _, trainer = trainer_of(run)
+    with trainer.trace(options["file"]) as found:
+        for batch in batches(run):
+            fed(trainer, batch)
+        trainer.flush()
+    trainer.close()
+    return found.busy
+
+
+SCENARIOS: Final[dict[str, Callable[[int, dict[str, Any]], Any]]] = {
+    function.__name__: function
+    for function in (
+        train_all,
+        copies,
+        evaluate,
+        report,
+        differ,
+        lose,
+        end,
+        trace,
+    )
+}
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, world: int, port: int, scenario: Any, folder: str, options: Any) -> None:
+    """One rank's life; its result is a file."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {key: value.format(rank=rank) for key, value in options.get("env", {}).items()}
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(options.get("device", "cpu") == "cpu")
+    found = (SCENARIOS[scenario] if isinstance(scenario, str) else scenario)(rank, options)
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+
+
+_PORTS: Final = itertools.islice(itertools.count(10_000 + os.getpid() * 31 % 20_000), 2_000)
+"""Other ones in every process, and each only once: a closed port may still be waiting."""
+
+
+def free_port() -> int:
+    """A port that nothing listens on, from below those that systems give to connections."""
+    for port in _PORTS:
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port")
+
+
+def launch(
+    folder: Path,
+    world: int,
+    scenario: str | Callable[[int, dict[str, Any]], Any],
+    *,
+    start: str = "forkserver",
+    limit: float = 120,
+    hangs: int | None = None,
+    **options: Any,
+) -> tuple[list[Any], list[int | None]]:
+    """Run a scenario on so many ranks: what each returned (None: nothing), and its exit code.
+
+    Ranks are forked from a server that has imported everything: that takes longest. Nobody waits
+    for the rank that `hangs`.
+    """
+    context: Any = multiprocessing.get_context(start)
+    if start == "forkserver":
+        paths = [str(Path(__file__).parent), str(Path(revcompile.__file__).parents[1])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the server has no other
+        context.set_forkserver_preload(["distributed_preload"])
+    shared = (world, free_port(), scenario, str(folder), options)
+    ranks = [
+        context.Process(target=rank_main, args=(r, *shared), daemon=True) for r in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        end = time.monotonic() + limit
+        for rank, process in enumerate(ranks):
+            if rank != hangs:
+                process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    files = [folder / f"rank{rank}.pt" for rank in range(world)]
+    return [torch.load(f) if f.exists() else None for f in files], codes

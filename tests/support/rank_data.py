@@ -1,0 +1,178 @@
+"""What a rank does in the tests of its data: loaders of the user's own, and the trainer's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from distributed_worker import compiled, optimizer
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from revcompile.errors import InputError, RankError
+from revcompile.runtime.trainer.core import Trainer
+
+
+def dataset(seed: int = 5) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(13, 3, 8, 8, generator=generator)
+    return TensorDataset(x, torch.randint(0, 5, (13,), generator=generator))
+
+
+class Augmented(Dataset[Any]):
+    """Every process changes the inputs in its own way, as transforms without a seed do."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = dataset()[index]
+        return x + random.random(), y
+
+
+def unseeded(rank: int) -> Any:
+    return DataLoader(dataset(), 3, shuffle=True)
+
+
+def distributed_sampler(rank: int) -> Any:
+    found = dataset()
+    return DataLoader(found, 3, sampler=DistributedSampler(found, 2, rank))
+
+
+def seeded(rank: int) -> Any:
+    return DataLoader(dataset(), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+
+def augmented(rank: int) -> Any:
+    return DataLoader(Augmented(), 3)
+
+
+def targets_apart(rank: int) -> Any:
+    """The first rank is given inputs alone, the last one both, of other samples."""
+    loader = DataLoader(dataset(), 3, shuffle=True)
+    return ((x, y if rank else None) for x, y in loader)
+
+
+def only_what_is_needed(rank: int) -> Any:
+    return ((None, y) if rank else (x, None) for x, y in seeded(rank))
+
+
+def weighted(rank: int) -> Any:
+    return DataLoader(dataset(), 3, sampler=WeightedRandomSampler(range(1, 14), 9), drop_last=True)
+
+
+LOADERS: Final[dict[str, Callable[[int], Any]]] = {
+    f.__name__: f
+    for f in (
+        unseeded,
+        distributed_sampler,
+        seeded,
+        augmented,
+        targets_apart,
+        only_what_is_needed,
+        weighted,
+    )
+}
+
+
+def small(**options: Any) -> Any:
+    net, start = compiled("resnet", 2, "cpu")
+    net.model.load_state_dict(start)
+    return net.trainer(optimizer, F.cross_entropy, seed=7, timeout=30.0, **options)
+
+
+def trained_on(trainer: Trainer, loader: Any) -> list[float]:
+    found = [trainer.step(x, y).loss for x, y in loader]
+    trainer.flush()
+    return found
+
+
+def own_loader(rank: int, options: dict[str, Any]) -> Any:
+    """Train on a loader of the user's own; losses, or what is said, and the weights afterwards."""
+    trainer = small()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    before = _parameters(trainer)
+    losses, said = [], ""
+    try:
+        losses = trained_on(trainer, LOADERS[options["loader"]](rank))
+    except (InputError, RankError) as error:
+        said = f"{type(error).__name__}: {error}"
+    after = _parameters(trainer)
+    if not said:
+        trainer.close()
+    return losses, said, all(torch.equal(t, after[name]) for name, t in before.items())
+
+
+def own_loaders(rank: int, options: dict[str, Any]) -> Any:
+    return [own_loader(rank, {"loader": name}) for name in options["loaders"]]
+
+
+def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.parameters().items()}
+
+
+def through_trainer(rank: int, options: dict[str, Any]) -> Any:
+    """The same loaders, by way of the trainer's."""
+    found = []
+    for name in options["loaders"]:
+        trainer = small()
+        torch.manual_seed(rank)
+        random.seed(rank)
+        loaders = [trainer.loader(LOADERS[name](rank), epoch=epoch) for epoch in range(2)]
+        found.append([trained_on(trainer, loader) for loader in loaders])
+        if hasattr(trainer, "close"):
+            trainer.close()
+    return found
+
+
+def wrong_calls(rank: int, options: dict[str, Any]) -> Any:
+    """Every rank makes the same mistakes, goes on, and trains; returns the errors."""
+    trainer, said = small(), list[tuple[str, str]]()
+    x, y = dataset()[:3]
+    calls: dict[str, Callable[[], Any]] = {
+        "no target": lambda: trainer.step(x),
+        "a pair": lambda: trainer.step((x, y)),
+        "no samples": lambda: trainer.step(x[:0], y[:0]),
+        "meta target": lambda: trainer.step(x, y.to("meta")),
+        "no loader": lambda: trainer.evaluate(3),  # type: ignore[arg-type]
+        "state": lambda: trainer.state_dict(),
+        "watch": lambda: trainer.watch(),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except InputError as error:
+            said.append((name, str(error)))
+    losses = trained_on(trainer, trainer.loader(dataset(), 3))
+    trainer.close()
+    return dict(said), losses
+
+
+def evaluate(rank: int, options: dict[str, Any]) -> Any:
+    """Evaluation on loaders of the user's own: the loss, or what is said; training goes on."""
+    trainer, said = small(), list[Any]()
+    torch.manual_seed(rank)
+    cases = [DataLoader(dataset(), 3), DataLoader(dataset(), 3, shuffle=True)]
+    cases += [
+        list(DataLoader(dataset(), 3))[: 3 + rank],
+        list(DataLoader(dataset(), 3))[: 4 - rank],
+    ]
+    cases += [iter(DataLoader(dataset(), 3))]
+    for loader in cases:
+        try:
+            said.append(trainer.evaluate(loader).loss)
+        except InputError as error:
+            said.append(str(error))
+    trained_on(trainer, trainer.loader(dataset(), 3))
+    trainer.close()
+    return said

@@ -1,0 +1,768 @@
+"""Small models, each awkward to capture in its own way.
+
+    @specimen(image)
+    class Lion(nn.Module): ...
+
+registers `Lion` with a function that makes its positional arguments at a batch size. Where a
+model takes keyword arguments, `kwargs=` makes those.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Args = Callable[[int], tuple[Any, ...]]
+Kwargs = Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model and its arguments at any batch size."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    args: Args
+    kwargs: Kwargs
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ZOO: dict[str, Specimen] = {}
+"""What FX captures."""
+
+REFUSED: dict[str, Specimen] = {}
+"""What nobody can turn into a graph."""
+
+
+def specimen(
+    args: Args, *, kwargs: Kwargs = lambda n: {}, cage: dict[str, Specimen] = ZOO
+) -> Callable[[Any], Any]:
+    def register(make: Any) -> Any:
+        cage[make.__name__] = Specimen(make.__name__, make, args, kwargs)
+        return make
+
+    return register
+
+
+def rows(n: int) -> tuple[Tensor, ...]:
+    return (torch.randn(n, 8),)
+
+
+def tokens(n: int) -> tuple[Tensor, ...]:
+    return (torch.randn(n, 5, 8),)
+
+
+def image(n: int) -> tuple[Tensor, ...]:
+    return (torch.randn(n, 3, 8, 8),)
+
+
+def words(n: int) -> tuple[Tensor, ...]:
+    return (torch.randint(0, 11, (n, 6)),)
+
+
+# -- arguments and results -----------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """The block most of the zoo is made of."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@specimen(lambda n: (torch.randn(n, 8), torch.randn(n, 8), torch.randn(8)))
+class SeveralInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        return self.mlp(x) * scale + y
+
+
+@specimen(rows, kwargs=lambda n: {"gate": torch.randn(n, 8), "flip": True})
+class KeywordArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor, *, gate: Tensor, flip: bool = False, bias: Any = None) -> Tensor:
+        x = self.mlp(x) * gate
+        return -x if flip else x
+
+
+@specimen(rows)
+class OptionalMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.mlp(x)
+        return x if mask is None else x.masked_fill(mask, 0.0)
+
+
+@specimen(lambda n: ({"x": torch.randn(n, 8), "more": [torch.randn(n, 8)], "k": 2},))
+class DictInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        return self.mlp(batch["x"]) * batch["k"] + batch["more"][0]
+
+
+@specimen(rows)
+class DictOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.mlp(x)
+        return {"logits": y, "hidden": [x, (y.mean(),)], "size": x.shape[0], "kind": "dict"}
+
+
+@specimen(tokens)
+class TupleOfALeaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.lstm(x)
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    features: Tensor
+
+
+@specimen(rows)
+class NamedTupleOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Pair:
+        y = self.mlp(x)
+        return Pair(logits=y.tanh(), features=y)
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+@specimen(rows)
+class DataclassOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(self.mlp(x))
+
+
+# -- structure -----------------------------------------------------------------------------------
+
+
+@specimen(rows)
+class ListLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i % 2 == 0:
+                taken.append(x)
+        return torch.stack(taken).sum(0)
+
+
+@specimen(tokens)
+class AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.attention(y, y, y, need_weights=False)[0]
+
+
+def encoder(norm_first: bool, batch_first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 16, dropout=0.1, norm_first=norm_first, batch_first=batch_first
+    )
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def causal(size: int) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(size)
+
+
+@specimen(tokens, kwargs=lambda n: {"mask": causal(5)})
+def PreNormEncoder() -> nn.Module:
+    return encoder(norm_first=True, batch_first=True)
+
+
+@specimen(tokens, kwargs=lambda n: {"src_key_padding_mask": torch.zeros(n, 5).bool()})
+def PostNormEncoder() -> nn.Module:
+    return encoder(norm_first=False, batch_first=True)
+
+
+@specimen(lambda n: (torch.randn(5, n, 8),), kwargs=lambda n: {"mask": causal(5)})
+def SequenceFirstEncoder() -> nn.Module:
+    """The batch is the second dimension, and a mask has the size of the first."""
+    return encoder(norm_first=True, batch_first=False)
+
+
+@specimen(image)
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 8, 3, 2, 1)])
+        self.up = nn.ModuleList([nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(7, 3, 3, padding=1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.down:
+            skips.append(x)
+            x = F.relu(down(x))
+        for up in self.up:
+            skip = skips.pop()
+            x = F.interpolate(x, size=skip.shape[-2:])
+            x = up(torch.cat([x, skip], dim=1))
+        return x
+
+
+@specimen(rows)
+class AuxiliaryHead(nn.Module):
+    """Returns more in training mode than in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.head, self.aux = Mlp(), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.mlp(x)
+        return (self.head(y), self.aux(x)) if self.training else self.head(y)
+
+
+@specimen(rows)
+class ConstantsOfTheMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + (torch.ones(8) if self.training else torch.arange(8.0))
+
+
+# -- shared and unusual parameters ---------------------------------------------------------------
+
+
+@specimen(rows)
+class SharedModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Mlp()
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@specimen(words)
+class TinyGPT(nn.Module):
+    """Embedding and head are one parameter; the causal mask is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.qkv, self.proj, self.mlp = nn.Linear(8, 24), nn.Linear(8, 8), Mlp()
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("mask", torch.tril(torch.ones(6, 6)).view(1, 1, 6, 6))
+
+    def attend(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = (t.view(B, T, 2, C // 2).transpose(1, 2) for t in self.qkv(x).split(C, dim=2))
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        scores = scores.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(B, T, C))
+
+    def forward(self, words: Tensor) -> Tensor:
+        _, t = words.size()
+        assert t <= 6, "too long"
+        x = self.wte(words) + self.wpe(torch.arange(0, t, dtype=torch.long, device=words.device))
+        return self.head(self.mlp(x + self.attend(x)))
+
+
+@specimen(rows)
+def SpectralNorm() -> nn.Module:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    return nn.Sequential(layer, Mlp())
+
+
+@specimen(rows)
+class WeightNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.old = nn.utils.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.old(self.new(x).relu())
+
+
+@specimen(rows)
+def ForwardHooks() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), Mlp())
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.register_forward_hook(lambda module, args, out: out - 1)
+    return model
+
+
+@specimen(rows)
+class PlainTensors(nn.Module):
+    """Tensors that are neither parameters nor buffers: an attribute, one in a list, one made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.scale = torch.linspace(0.5, 1.5, 8)
+        self.shifts = [torch.ones(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tensor([1.0, -1.0] * 4)
+        return self.mlp(x) * self.scale + self.shifts[0] * made
+
+
+@specimen(rows)
+def HalfPrecision() -> nn.Module:
+    class AnyType(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+            self.register_buffer("shift", torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mlp(x.to(self.mlp.up.weight.dtype))
+            y += self.shift.float()
+            return y.clamp(min=torch.finfo(y.dtype).min)
+
+    return AnyType().bfloat16()
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+@specimen(rows)
+class BufferInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            self.steps += 1
+        return y - self.mean.clone()
+
+
+class Ema(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return x - self.mean
+
+
+@specimen(rows)
+class BufferReassigned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.ema = Mlp(), Ema()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ema(self.mlp(x))
+
+
+class Warmup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * min(1.0, self.calls / 10)
+
+
+@specimen(rows)
+def Counter() -> nn.Module:
+    return nn.Sequential(Mlp(), Warmup())
+
+
+@specimen(image)
+class FrozenPart(nn.Module):
+    """A frozen backbone in eval mode inside a model in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+        self.stem.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.stem(x), 0.5, self.stem.training)
+        return self.body(x)
+
+
+# -- randomness ----------------------------------------------------------------------------------
+
+
+@specimen(rows)
+class FunctionalDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.mlp(x), p=0.3, training=self.training)
+
+
+@specimen(tokens)
+class AttentionDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.p = nn.Linear(8, 24), 0.2
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+class SkipSometimes(nn.Module):
+    """timm's DropPath under another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.7)
+        mask.div_(0.7)
+        return x * mask
+
+
+@specimen(tokens)
+class OwnDropPath(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.skips = nn.ModuleList(SkipSometimes() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, skip in zip(self.blocks, self.skips, strict=True):
+            x = x + skip(block(x))
+        return x
+
+
+class NoiseOutside(nn.Module):
+    """Draws into a tensor that exists before the graph sees it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros(8).uniform_()
+
+
+@specimen(rows)
+def Noise() -> nn.Module:
+    return nn.Sequential(Mlp(), NoiseOutside())
+
+
+# -- regions -------------------------------------------------------------------------------------
+
+
+@specimen(rows)
+class NoGradRegion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.target = Mlp(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            centre = self.target(x).mean(0)
+        return self.mlp(x) - centre * x
+
+
+class Precise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return self.linear(x.float())
+
+
+class Coarse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(x).float()
+
+
+@specimen(rows)
+def AutocastRegions() -> nn.Module:
+    return nn.Sequential(Mlp(), Precise(), Coarse())
+
+
+class Straight(torch.autograd.Function):
+    """Rounds forward, and passes the gradient straight back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+class Round(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(x)
+
+
+@specimen(rows)
+def CustomFunction() -> nn.Module:
+    return nn.Sequential(Mlp(), Round(), Mlp())
+
+
+@specimen(rows)
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Mlp(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.a, x, use_reentrant=True)
+        return checkpoint(self.b, x, use_reentrant=False)
+
+
+# -- sizes ---------------------------------------------------------------------------------------
+
+
+@specimen(tokens)
+class ShapeArithmetic(nn.Module):
+    """Windows folded into the batch, sizes rounded up, positions counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.window = Mlp(), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        padded = math.ceil(N / self.window) * self.window
+        x = F.pad(x, (0, 0, 0, padded - N))
+        windows = x.view(B * (padded // self.window), self.window, C)
+        x = self.mlp(windows).view(B, -1, C)[:, :N]
+        place = torch.arange(x.shape[1], device=x.device) / max(N, 1)
+        *lead, last = x.shape
+        return (x + place[None, :, None]).reshape(*lead, 2, last // 2).flatten(-2)
+
+
+@specimen(lambda n: (torch.randn(n, 3, 7, 9),))
+class AnySize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mlp = nn.Conv2d(3, 8, 2, 2), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, w = x.shape[-2:]
+        if h % 2 or w % 2:
+            x = F.pad(x, (0, w % 2, 0, h % 2))
+        x = self.stem(x)
+        grid = torch.tensor(x.shape[-2:], device=x.device).sum()
+        return self.mlp(x.flatten(2).mT) / grid
+
+
+@specimen(tokens)
+class RemembersSizes(nn.Module):
+    """Sets its own attributes, to the same values every time; one module is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.shift = Mlp(), 3
+        self.activations = [nn.SiLU()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        if self.length < 6:
+            self.shift = 1
+        return self.activations[0](self.mlp(x.roll(self.shift, dims=1)))
+
+
+# -- in-place operations -------------------------------------------------------------------------
+
+
+@specimen(rows)
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).mul_(0.5)
+        y += x
+        y[:, 0] = 1.0
+        z = self.b(y)
+        z[:, 2:4].mul_(2.0)
+        z.view(-1)[0] = 0.5
+        mask = z > 0.1
+        mask |= x > 1.0
+        z.masked_fill_(mask, 0.25).unsqueeze_(0)
+        return F.relu(z, inplace=True)
+
+
+@specimen(rows)
+class WritesIntoItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.clamp_(-1.0, 1.0)
+        x[:, 0] = 0.0
+        return self.mlp(x)
+
+
+@specimen(image)
+class InPlaceLayers(nn.Module):
+    """The shortcut reads what an in-place activation has overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.conv(self.relu(x))
+        x = x + y
+        kept = self.drop(x)
+        kept += 1.0
+        return x + kept
+
+
+# -- control flow --------------------------------------------------------------------------------
+
+
+class Clip(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 2:
+            x = x / x.abs().max()
+        return x
+
+
+@specimen(rows)
+def DataDependentPart() -> nn.Module:
+    return nn.Sequential(Mlp(), Clip(), Mlp())
+
+
+class Guarded(nn.Module):
+    """Looks at the data in eval mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not self.training and y.isnan().any():
+            y = torch.zeros_like(y)
+        return y
+
+
+@specimen(rows)
+def UntraceableInEvalMode() -> nn.Module:
+    return nn.Sequential(Mlp(), Guarded())
+
+
+class Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_put((x > 0,), x[x > 0].sqrt())
+
+
+@specimen(rows)
+def BooleanIndex() -> nn.Module:
+    return nn.Sequential(Mlp(), Positive())
+
+
+@specimen(rows, cage=REFUSED)
+class DataDependentTop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = self.mlp(x)
+        return x
+
+
+@specimen(rows, cage=REFUSED)
+class PythonLayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.training or random.random() > 0.5:
+                x = block(x)
+        return x
+
+
+@specimen(rows, cage=REFUSED)
+class TorchLayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.training or torch.rand(()) > 0.5:
+                x = block(x)
+        return x
