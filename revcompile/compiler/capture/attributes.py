@@ -167,7 +167,7 @@ class _FieldReads:
         """Log reads of a class's objects; False if the class cannot be changed."""
         if kind in self._classes:
             return True
-        before = kind.__getattribute__
+        before: Any = kind.__getattribute__
 
         def reading(this: Any, field: str) -> Any:
             value = before(this, field)
