@@ -88,9 +88,9 @@ def flat(partition: Partition) -> tuple[list[Piece], list[Cost]]:
 
 
 def stage_work(pieces: Sequence[Piece], costs: Sequence[Cost], is_last: bool) -> float:
-    """Forward and backward; the last stage does not compute its opaque pieces again."""
+    """Both passes and an update; the last stage does not compute its opaque pieces again."""
     spared = sum(c.forward for p, c in zip(pieces, costs, strict=True) if not p.reversible)
-    return sum(c.forward + c.backward for c in costs) - (spared if is_last else 0.0)
+    return sum(c.forward + c.backward + c.update for c in costs) - (spared if is_last else 0.0)
 
 
 def work(partition: Partition) -> list[float]:
