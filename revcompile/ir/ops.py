@@ -142,18 +142,24 @@ _INPLACE_METHODS: Final = frozenset(("apply_", "map_", "map2_", "share_memory_")
 """In-place methods of tensors that are no operators of torch, which has no schema of them."""
 
 
+_NOT_CONTENTS: Final = frozenset(("requires_grad_", "retain_grad", "record_stream"))
+"""Methods that change a tensor, but not its elements."""
+
+
 @functools.cache
 def writes_self(name: str) -> bool:
     """Does torch's operator of this name write to its first argument, by its schema?
 
-    >>> writes_self("add_"), writes_self("add"), writes_self("and_")
-    (True, False, False)
+    >>> writes_self("add_"), writes_self("add"), writes_self("and_"), writes_self("sort")
+    (True, False, False, False)
     """
-    if name == "requires_grad_":  # changes no contents
+    if name in _NOT_CONTENTS:
         return False
     schemas = [operator._schema for operator in _overloads(name)]
-    firsts = (schema.arguments[0].alias_info for schema in schemas if schema.arguments)
-    return name in _INPLACE_METHODS or any(alias and alias.is_write for alias in firsts)
+    firsts = [schema.arguments[0] for schema in schemas if schema.arguments]
+    # Some operators are defined for lists too: `sort.int(int[](a!) self)` sorts a list in place.
+    aliases = [first.alias_info for first in firsts if isinstance(first.type, torch.TensorType)]
+    return name in _INPLACE_METHODS or any(alias and alias.is_write for alias in aliases)
 
 
 @functools.cache

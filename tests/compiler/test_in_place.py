@@ -15,6 +15,7 @@ from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.check import run_graph
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.errors import CaptureError
+from revcompile.ir.ops import out_of_place, writes_self
 from revcompile.ir.types import Frontend
 
 Forward = Callable[["Net", Tensor], Tensor]
@@ -321,3 +322,29 @@ def test_what_cannot_be_rewritten_becomes_a_leaf_module_with_its_aliases() -> No
 def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> None:
     with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_in_place.py:\d+"):
         capture(Around(), torch.randn(3, 8))
+
+
+def test_only_methods_with_an_underscore_write() -> None:
+    names = [name for name in dir(torch.Tensor) if not name.startswith("_")]
+    assert [name for name in names if writes_self(name) and not name.endswith("_")] == []
+    rest = [name for name in names if name.endswith("_") and not writes_self(name)]
+    assert rest == ["requires_grad_"]
+
+
+class Sorted(nn.Module):
+    """`sort` has an overload for lists that sorts in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, order = self.layer(x).sort(-1)
+        return x + values * order
+
+
+def test_sort_is_not_in_place() -> None:
+    model, x = Sorted().double(), torch.randn(3, 4).double()
+    captured = capture(model, x)
+    assert not captured.graph.find_nodes(op="call_function", target=out_of_place)
+    assert torch.equal(revcompile.reversify(model, x)(x), model(x))
