@@ -158,8 +158,11 @@ def is_effect(node: fx.Node) -> bool:
         return False
     if node.target is store_buffer or node.target is operator.setitem:
         return True
-    if getattr(node.target, "__module__", "") == "_operator":
+    package = getattr(node.target, "__module__", "")
+    if package == "_operator":
         return node.target in INPLACE_OPERATORS
+    if package == "torch.nn.init":
+        return True
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)
