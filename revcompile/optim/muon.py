@@ -236,6 +236,8 @@ def muon_groups(
     >>> [(group["use_muon"], len(group["params"])) for group in groups]
     [(True, 1), (False, 1)]
     """
+    if isinstance(adamw, str):
+        raise ValueError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
     excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
     excluded |= {
         id(p)
@@ -304,6 +306,8 @@ def _check(settings: Mapping[str, Any]) -> None:
     for name in ("lr", "adamw_lr", "weight_decay", "feedback", "eps"):
         if name in settings and not settings[name] >= 0.0:
             raise ValueError(f"{name}={settings[name]}: expected a number of 0 or more")
+    if not (isinstance(settings["ns_steps"], int) and settings["ns_steps"] >= 1):
+        raise ValueError(f"ns_steps={settings['ns_steps']!r}: expected a whole number, at least 1")
     first, second = settings["betas"]
     below_one = {"momentum": settings["momentum"], "betas[0]": first, "betas[1]": second}
     for name, value in below_one.items():

@@ -135,6 +135,8 @@ def test_embeddings_and_the_output_layer_are_adamws() -> None:
     assert {names[id(p)] for p in matrices["params"]} == {f"blocks.{i}.weight" for i in (1, 2, 3)}
     with pytest.raises(ValueError, match="the model has no 'block'"):
         muon_groups(model, adamw=["block"])
+    with pytest.raises(ValueError, match="expected a list of paths"):
+        muon_groups(model, adamw="head")
 
 
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "1f1b"])
@@ -161,6 +163,7 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
         ({"lr": -1.0}, "lr=-1.0: expected a number of 0 or more"),
         ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
+        ({"ns_steps": 0}, "ns_steps=0: expected a whole number, at least 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
