@@ -31,10 +31,10 @@ NOISE: Final = {"float64": 1e-4, "float32": 1e-2, "bfloat16": 0.3}
 """Of the largest of all values. A bias before a batch norm has a gradient of 0 but for rounding."""
 
 AMPLIFIED: Final = 100.0
-"""Rounding errors of a rebuilt value are so many times those of a computed one, at most.
+"""The factor by which an error may exceed that of rounding alone.
 
-A batch norm of rows that are equal divides by the root of its eps: gradients behind it have hardly
-any digits, in autograd as here.
+A rebuilt value has passed through more roundings than a stored one. Where they are amplified (a
+batch norm of equal rows divides by the root of its eps), autograd's own gradients are as inexact.
 """
 
 

@@ -89,12 +89,12 @@ class DelayAwareMuon(Optimizer):
         }
         self._adamw_lr = adamw_lr
         _check(defaults | {"adamw_lr": adamw_lr})
-        super().__init__(_split(params, adamw_lr), defaults)
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; without `use_muon` they are split by their dimensions."""
-        for group in _split([param_group], self._adamw_lr):
-            if group["use_muon"] and any(p.ndim < 2 for p in _listed(group["params"])):
+        for group in _split(param_group, self._adamw_lr):
+            if group["use_muon"] and any(p.ndim < 2 for p in group["params"]):
                 raise ValueError("use_muon=True: expected parameters of two or more dimensions")
             super().add_param_group(group)
             _check(self.param_groups[-1])
@@ -143,7 +143,7 @@ class DelayAwareMuon(Optimizer):
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         nesterov = torch._foreach_lerp(grads, buffers, momentum)
         updates = orthogonalise(nesterov, group["ns_steps"])
-        # As `torch.optim.Muon` does by default: a tall matrix moves as much an output as a square.
+        # sqrt(max(1, rows / columns)): the default `adjust_lr_fn` of `torch.optim.Muon`.
         scales = [max(1.0, p.shape[0] / (p.numel() / p.shape[0])) ** 0.5 for p in params]
         torch._foreach_mul_(updates, scales)
         torch._foreach_mul_(updates, group["lr"])
@@ -273,29 +273,21 @@ def _exists(model: nn.Module, path: str) -> bool:
     return any(name == path or name.startswith(f"{path}.") for name, _ in model.named_parameters())
 
 
-def _split(params: Iterable[Any], adamw_lr: float) -> list[dict[str, Any]]:
-    """Groups of which each is all matrices or none."""
-    given = list(params)
-    groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else None
-    if groups is None:
-        groups = [{"params": given}]
+def _split(group: Mapping[str, Any], adamw_lr: float) -> list[dict[str, Any]]:
+    """A group as groups of which each is updated by Muon or by AdamW."""
+    given = group["params"]
+    params: list[Tensor] = [given] if isinstance(given, Tensor) else list(given)
+    if "use_muon" in group:
+        kinds = [(bool(group["use_muon"]), params)]
+    else:
+        vectors = [p for p in params if p.ndim < 2]
+        kinds = [(True, [p for p in params if p.ndim >= 2]), (False, vectors)]
     split = []
-    for group in groups:
-        tensors = _listed(group["params"])
-        if "use_muon" in group:
-            kinds = [(bool(group["use_muon"]), tensors)]
-        else:
-            matrices = [p for p in tensors if p.ndim >= 2]
-            kinds = [(True, matrices), (False, [p for p in tensors if p.ndim < 2])]
-        for use_muon, members in kinds:
-            if members:
-                rate = {} if use_muon or "lr" in group else {"lr": adamw_lr}
-                split.append({**group, **rate, "params": members, "use_muon": use_muon})
+    for use_muon, members in kinds:
+        if members:
+            rate = {} if use_muon or "lr" in group else {"lr": adamw_lr}
+            split.append({**group, **rate, "params": members, "use_muon": use_muon})
     return split
-
-
-def _listed(params: Any) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _wide(p: Tensor) -> torch.dtype:
