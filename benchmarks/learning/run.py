@@ -20,6 +20,7 @@ from benchmarks.learning.cifar import Cifar
 from benchmarks.learning.experiments import PARAMETERS_BUFFERED, PLAIN, Experiment
 from benchmarks.learning.helps import HELPS, MOMENTA, MOMENTUM
 from benchmarks.learning.mixed import rebuild_with_latest
+from benchmarks.learning.workers import OutOfTime
 from examples.recipe import Recipe, paper_recipe, small_stem
 from revcompile.schedule import delay
 
@@ -27,8 +28,11 @@ Log = list[dict[str, Any]]
 Groups = Callable[[Iterable[tuple[str, nn.Parameter]]], list[dict[str, Any]]]
 
 
-class OutOfTime(Exception):
-    """The deadline has come; what was done is saved."""
+def run_to_line(experiment: Experiment, data: Cifar, folder: Path, deadline: float) -> str:
+    """`run`, and its result in a line."""
+    log = run(experiment, data, folder, deadline)
+    seconds = sum(line["seconds"] for line in log)
+    return f"{log[-1]['test_accuracy']:.2%} in {seconds:.0f} s"
 
 
 def run(experiment: Experiment, data: Cifar, folder: Path, deadline: float) -> Log:

@@ -30,6 +30,7 @@ from benchmarks.learning.cifar import load
 from benchmarks.learning.experiments import TABLES, Experiment
 from benchmarks.learning.pictures import draw_curves, draw_gradients
 from benchmarks.learning.results import gather
+from benchmarks.learning.run import run_to_line
 from benchmarks.learning.workers import train
 from benchmarks.registry import Benchmark, Row
 
@@ -44,7 +45,15 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         known = gather(options.out)
         missing = [experiment for experiment in experiments if experiment.name not in known]
         data = load(options.data).cut(options.samples or 10**9)
-        train(missing, data, options.device, options.out, options.jobs, 60 * options.minutes)
+        train(
+            run_to_line,
+            missing,
+            data,
+            options.device,
+            options.out,
+            options.jobs,
+            60 * options.minutes,
+        )
     report(experiments, options)
     known = gather(options.out)
     yield from (known[experiment.name] for experiment in experiments if experiment.name in known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,19 @@ from rich.console import Console
 from rich.progress import track
 from torch import multiprocessing
 
-from benchmarks.learning.cifar import Cifar
-from benchmarks.learning.experiments import Experiment
-from benchmarks.learning.run import OutOfTime, run
+Run = Callable[[Any, Any, Path, float], str]
+"""Trains one experiment on data, with a folder for results, until a deadline; the result in a
+line."""
+
+
+class OutOfTime(Exception):
+    """The deadline has come; what was done is saved."""
 
 
 def train(
-    experiments: Sequence[Experiment],
-    data: Cifar,
+    run: Run,
+    experiments: Sequence[Any],
+    data: Any,
     device: str,
     out: Path,
     jobs: int,
@@ -32,7 +37,7 @@ def train(
     todo, messages = context.Queue(), context.Queue()
     for experiment in [*experiments, *[None] * jobs]:
         todo.put(experiment)
-    arguments = (todo, messages, data, device, out, time.monotonic() + seconds)
+    arguments = (run, todo, messages, data, device, out, time.monotonic() + seconds)
     workers = [context.Process(target=work, args=arguments) for _ in range(jobs)]
     for worker in workers:
         worker.start()
@@ -56,7 +61,9 @@ def _news(messages: Any, workers: Sequence[Any], count: int) -> Iterator[str]:
                 return
 
 
-def work(todo: Any, messages: Any, data: Cifar, device: str, out: Path, deadline: float) -> None:
+def work(
+    run: Run, todo: Any, messages: Any, data: Any, device: str, out: Path, deadline: float
+) -> None:
     """One process: one failed training does not end the others."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -67,9 +74,7 @@ def work(todo: Any, messages: Any, data: Cifar, device: str, out: Path, deadline
             messages.put(f"{name}: no time left")
             continue
         try:
-            log = run(experiment, data, out / name, deadline)
-            seconds = sum(line["seconds"] for line in log)
-            messages.put(f"{name}: {log[-1]['test_accuracy']:.2%} in {seconds:.0f} s")
+            messages.put(f"{name}: {run(experiment, data, out / name, deadline)}")
         except OutOfTime:
             messages.put(f"{name}: out of time, saved")
         except Exception:

@@ -204,7 +204,14 @@ def torch_schedule(kind: str) -> Make:
             optimizer.step()
             return float(losses[0].detach())
 
-        loss = turn()
+        try:
+            loss = turn()
+        except RuntimeError as error:
+            # torch 2.11 announces shapes from a rank to itself, which gloo cannot do
+            if "Pair is not connected" not in str(error):
+                raise
+            why = f"torch {torch.__version__} cannot send to its own rank by gloo"
+            raise Missing(why) from error
         return Peer(turn, measure_peak(turn, setting.device), loss, setting.microbatches)
 
     return make

@@ -31,6 +31,8 @@ def test_the_kernels_equal_torch() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.support.interpreted"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("this version of triton interprets kernels only beside a GPU")
     assert done.returncode == 0, done.stderr
 
 

@@ -19,7 +19,11 @@ from benchmarks.learning.cifar import Cifar, load
 from benchmarks.learning.experiments import PARAMETERS_BUFFERED, TABLES, Experiment
 from benchmarks.learning.mixed import rebuild_with_latest
 from benchmarks.learning.results import gather
-from benchmarks.learning.run import OutOfTime, run
+from benchmarks.learning.run import run
+from benchmarks.learning.text import Training
+from benchmarks.learning.text import load as load_text
+from benchmarks.learning.text import run as run_text
+from benchmarks.learning.workers import OutOfTime
 
 
 @pytest.fixture
@@ -163,3 +167,14 @@ def test_results_of_another_machine_count(tmp_path: Path) -> None:
     assert gather(tmp_path).keys() == {"a", "b"}
     (tmp_path / "b" / "result.json").unlink()
     assert gather(tmp_path).keys() == {"a", "b"}
+
+
+def test_a_small_gpt_learns(tmp_path: Path) -> None:
+    file = tmp_path / "input.txt"
+    file.write_text("to be or not to be, that is the question. " * 300)
+    text = load_text(file)
+    row = Training("petra_stashed", "muon-feedback", 0.02, stages=3, updates=24, size="tiny")
+    assert "(train" in run_text(row, text, tmp_path / row.name, math.inf)
+    losses = [line["validation_loss"] for line in gather(tmp_path)[row.name]["log"]]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.1

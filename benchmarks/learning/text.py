@@ -1,0 +1,414 @@
+"""Do transformers learn under delay? A character-level GPT, trained by method, weights, optimizer.
+
+    python -m benchmarks run text --data input.txt --out out/text --table weights --jobs 6
+    python -m benchmarks run text --out out/text --table weights --show
+
+Twelve pre-norm blocks of width 384, 256 characters of context, 64 sequences an update, 1,200
+updates; the last tenth of the text is for validation, every 100 updates. What has a result in the
+folder is not trained again. Every row is the best validation loss of its run; where several
+learning rates of a setting were trained, `--show` gives the best one and says which.
+
+Tables: weights (8 stages, an update every micro-batch), accumulated (the same with micro-batches of
+8 and an update every 8), orders (12 stages, and the paper's order), wide (GPT-2 small's sizes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import revcompile
+from benchmarks.harness import show
+from benchmarks.learning.results import gather
+from benchmarks.learning.workers import train
+from benchmarks.registry import Benchmark, Row
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
+
+SEQUENCES = 64
+"""In an update, at any `accumulate`."""
+WARM_UP = 0.05
+LAST_RATE = 0.1
+"""Share of the peak learning rate at the end of the cosine."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a GPT."""
+
+    blocks: int = 12
+    width: int = 384
+    heads: int = 6
+    context: int = 256
+
+
+SIZES = {"char": Sizes(), "wide": Sizes(12, 768, 12, 512), "tiny": Sizes(4, 32, 2, 16)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One row: everything that distinguishes a run."""
+
+    method: str
+    optimizer: str
+    rate: float
+    stages: int = 8
+    accumulate: int = 1
+    order: str | None = None
+    weights: str | None = None
+    updates: int = 1200
+    seed: int = 0
+    size: str = "char"
+
+    @property
+    def setting(self) -> str:
+        """Its name without learning rate and seed."""
+        order = f"-{self.order}" if self.order else ""
+        weights = f"-{self.weights}" if self.weights else ""
+        where = f"{self.size}-{self.stages}stages-k{self.accumulate}"
+        return f"{where}-{self.method}{weights}{order}-{self.optimizer}"
+
+    @property
+    def name(self) -> str:
+        """Its name: of its folder, and in tables."""
+        return f"{self.setting}-lr{self.rate:g}-{self.updates}u-s{self.seed}"
+
+
+class Attention(nn.Module):
+    """Causal self-attention behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, tokens, width)` to the same."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, tokens, width)` to the same."""
+        x = x + self.attention(x)
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class GPT(nn.Module):
+    """Characters to logits of the next ones."""
+
+    def __init__(self, vocabulary: int, sizes: Sizes) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, sizes.width)
+        self.positions = nn.Parameter(torch.zeros(sizes.context, sizes.width))
+        self.blocks = nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks)))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, vocabulary, bias=False)
+        self.apply(self._initialise)
+        for block in self.blocks:
+            for last in (block.attention.proj, block.mlp[-1]):
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * sizes.blocks))
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`(batch, tokens)` to `(batch, tokens, vocabulary)`."""
+        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def next_character_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy in nats a character."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+@dataclass(frozen=True)
+class Text:
+    """Characters as numbers."""
+
+    train: Tensor
+    validation: Tensor
+    vocabulary: int
+
+    def to(self, device: torch.device) -> Text:
+        """The same on another device."""
+        return Text(self.train.to(device), self.validation.to(device), self.vocabulary)
+
+    def batches(
+        self, count: int, sequences: int, context: int, seed: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Random places of the text, the same for every row with a seed."""
+        device = self.train.device
+        generator = torch.Generator().manual_seed(seed)
+        along = torch.arange(context + 1, device=device)
+        for _ in range(count):
+            starts = torch.randint(len(self.train) - context, (sequences, 1), generator=generator)
+            window = self.train[starts.to(device) + along]
+            yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def validation_batches(self, sequences: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The held-out text from its beginning to its end."""
+        count = (len(self.validation) - 1) // (context * sequences)
+        used = count * sequences * context
+        x = self.validation[:used].view(count, sequences, context)
+        y = self.validation[1 : used + 1].view(count, sequences, context)
+        yield from zip(x, y, strict=True)
+
+
+def load(file: Path) -> Text:
+    """From a text file."""
+    text = file.read_text()
+    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
+    encoded = torch.tensor([numbers[character] for character in text])
+    cut = len(encoded) * 9 // 10
+    return Text(encoded[:cut], encoded[cut:], len(numbers))
+
+
+def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
+    """Train to the end, or to the deadline; writes the result and gives it in a line."""
+    torch.manual_seed(training.seed)
+    sizes, device = SIZES[training.size], text.train.device
+    sequences = SEQUENCES // training.accumulate
+    model = GPT(text.vocabulary, sizes).to(device)
+    example = torch.zeros(2, sizes.context, dtype=torch.long, device=device)
+    net = revcompile.petrafy(model, training.stages, example, check="off")
+    trainer = _trainer(net, model, training, device)
+    log: list[dict[str, float]] = []
+    losses: list[Tensor] = []
+    start = time.monotonic()
+    count = training.updates * training.accumulate
+    every = max(1, count // 12)
+    batches = text.batches(count, sequences, sizes.context, 1 + training.seed)
+    for number, (x, y) in enumerate(batches, 1):
+        loss = trainer.step(x, y).loss_tensor
+        if loss is not None:
+            losses.append(loss.detach().clone())
+        if number % every:
+            continue
+        if number == count:
+            trainer.flush()
+        validation = trainer.evaluate(text.validation_batches(sequences, sizes.context)).loss
+        trained = torch.stack(losses).mean().item()
+        losses.clear()
+        log.append(
+            {
+                "update": number // training.accumulate,
+                "train_loss": trained,
+                "validation_loss": validation,
+                "seconds": round(time.monotonic() - start, 1),
+            }
+        )
+        if time.monotonic() > deadline:
+            break
+    best = min(line["validation_loss"] for line in log)
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"training": dataclasses.asdict(training), "name": training.name, "log": log}
+    (folder / "result.json").write_text(json.dumps(result))
+    last = log[-1]
+    return f"{best:.3f} (train {last['train_loss']:.3f}) in {last['seconds']:.0f} s"
+
+
+def _trainer(
+    net: revcompile.StagedModel, model: nn.Module, training: Training, device: torch.device
+) -> Any:
+    is_muon = "muon" in training.optimizer
+    on_gpu = device.type == "cuda"
+    chosen = {"weights": training.weights} if training.weights else {}
+
+    def factor(update: int) -> float:
+        done = update / training.updates
+        if done < WARM_UP:
+            return (update + 1) / (WARM_UP * training.updates)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return LAST_RATE + (1 - LAST_RATE) * cosine
+
+    return net.trainer(
+        lambda params: OPTIMIZERS[training.optimizer](params, training.rate, on_gpu),
+        next_character_loss,
+        method=training.method,
+        order=training.order,
+        accumulate=training.accumulate,
+        lr_schedule=lambda optimizer: LambdaLR(optimizer, factor),
+        param_groups=muon_groups(model, adamw=["head", "positions"]) if is_muon else None,
+        autocast=torch.bfloat16 if on_gpu else None,
+        seed=training.seed,
+        **chosen,
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[Any, float, bool], torch.optim.Optimizer]] = {
+    "adamw": lambda params, rate, on_gpu: torch.optim.AdamW(
+        params, lr=rate, betas=(0.9, 0.99), capturable=on_gpu
+    ),
+    "delay-aware-adamw": lambda params, rate, on_gpu: DelayAwareAdamW(
+        params, lr=rate, betas=(0.9, 0.99)
+    ),
+    "muon": lambda params, rate, on_gpu: DelayAwareMuon(
+        params, lr=rate, feedback=0.0, capturable=on_gpu
+    ),
+    "muon-feedback": lambda params, rate, on_gpu: DelayAwareMuon(
+        params, lr=rate, capturable=on_gpu
+    ),
+}
+"""From parameters, learning rate and "on a GPU?" to an optimizer."""
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+_RATES = {"adamw": (1e-3, 3e-4), "delay-aware-adamw": (3e-4,)}
+_MUON_RATES = (0.01, 0.005)
+
+
+def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:
+    """Each `(method, weights, optimizer)` at the learning rates of its optimizer."""
+    for method, weights, optimizer in rows:
+        for rate in _RATES.get(optimizer, _MUON_RATES):
+            yield Training(method, optimizer, rate, weights=weights, **same)
+
+
+def _weights(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, "muon-feedback"),
+        ("petra", None, "muon-feedback"),
+        ("petra", "predicted", "muon-feedback"),
+        ("backprop", None, "adamw"),
+        ("backprop", None, "muon"),
+        ("petra_stashed", None, "muon"),
+        ("petra_stashed", None, "adamw"),
+        ("petra", None, "adamw"),
+        updates=updates,
+        size=size,
+    )
+
+
+def _accumulated(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, "muon-feedback"),
+        ("petra", None, "muon-feedback"),
+        ("petra", "predicted", "muon-feedback"),
+        ("backprop", None, "muon"),
+        ("petra", None, "adamw"),
+        updates=updates,
+        size=size,
+        accumulate=8,
+    )
+
+
+def _orders(updates: int, size: str) -> Iterator[Training]:
+    for stages, order in ((12, None), (8, "paper")):
+        yield from _rows(
+            ("petra_stashed", None, "muon-feedback"),
+            ("petra", None, "muon-feedback"),
+            updates=updates,
+            size=size,
+            stages=stages,
+            order=order,
+        )
+
+
+def _wide(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, "muon-feedback"),
+        ("backprop", None, "adamw"),
+        updates=updates,
+        size=size if size == "tiny" else "wide",
+    )
+
+
+TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
+    "weights": _weights,
+    "accumulated": _accumulated,
+    "orders": _orders,
+    "wide": _wide,
+}
+
+
+def main(options: argparse.Namespace) -> Iterator[Row]:
+    """Train what is missing, show the best of every setting."""
+    trainings = [
+        dataclasses.replace(training, seed=seed)
+        for seed, table in itertools.product(range(options.seeds), options.table)
+        for training in TABLES[table](options.updates, options.size)
+        if options.only in training.name
+    ]
+    known = gather(options.out)
+    if not options.show:
+        missing = [training for training in trainings if training.name not in known]
+        text = load(options.data)
+        train(run, missing, text, options.device, options.out, options.jobs, 60 * options.minutes)
+        known = gather(options.out)
+    results = [known[training.name] for training in trainings if training.name in known]
+    best: dict[str, tuple[float, Any]] = {}
+    for result in results:
+        loss = min(line["validation_loss"] for line in result["log"])
+        setting = Training(**result["training"]).setting
+        if setting not in best or loss < best[setting][0]:
+            best[setting] = loss, result
+    rows = [
+        (
+            setting,
+            f"{result['training']['rate']:g}",
+            f"{loss:.3f}",
+            f"{result['log'][-1]['train_loss']:.3f}",
+            f"{result['log'][-1]['seconds']:.0f}",
+        )
+        for setting, (loss, result) in best.items()
+    ]
+    columns = ("setting", "learning rate", "validation loss", "last training loss", "seconds")
+    show(f"character-level GPT, {options.updates} updates", columns, rows)
+    yield from results
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--table", nargs="+", choices=TABLES, default=["weights"])
+    parser.add_argument("--data", type=Path, help="a text file", default=Path("data/input.txt"))
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--updates", type=int, default=1200)
+    parser.add_argument("--size", choices=SIZES, default="char")
+    parser.add_argument("--jobs", type=int, default=6, help="trainings side by side")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--show", action="store_true", help="train nothing")
+
+
+BENCHMARK = Benchmark(
+    "text", arguments, main, smallest=None, needs="a text file, and some minutes on a GPU"
+)
