@@ -13,7 +13,7 @@ from distributed_memory import holdings, resume, steady
 from distributed_worker import Run, launch, trained, trainer_of
 from helpers import worst
 
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.schedule import METHODS
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     for one in (here, found):
         assert one["losses"] == pytest.approx(on_cpu["losses"], rel=1e-2)
         assert_close(on_cpu["state"], one["state"], run)
-    assert type(trainer_of(run)[1]) is Trainer
+    assert type(trainer_of(run)[1]) is LocalTrainer
 
 
 def test_ranks_train_with_autocast_as_one_process(tmp_path: Path) -> None:
