@@ -44,6 +44,7 @@ from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import Buffers, BuffersLike, buffers_of
 from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
+from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.update import (
     OptimizerFactory,
     ParamGroups,
@@ -150,7 +151,14 @@ class StagedModel:
         """The rewired module, which owns the parameters under their original names."""
         self.partition = partition
         self.method = method
+        self._tree = TreeGuard(partition.rewired, model)
         self._lowered: dict[tuple[Method, Keeps], tuple[StageProgram, ...]] = {}
+
+    def _check_tree(self, caller: str) -> None:
+        """Raise if modules have changed since the model was cut."""
+        problem = self._tree.problem()
+        if problem is not None:
+            raise InputError(f"{caller}: {problem}")
 
     def _programs(self, method: Method, keeps: Keeps = None) -> tuple[StageProgram, ...]:
         """The stages' programs for a method and what stages keep; generated at the first call."""
@@ -238,6 +246,7 @@ class StagedModel:
         >>> net.model.load_state_dict(state)
         <All keys matched successfully>
         """
+        self._check_tree("net.to_pipeline_stages")
         target = check_device("net.to_pipeline_stages", device)
         flag("net.to_pipeline_stages", "reversible", reversible)
         return pipeline_stages(self.partition, target, reversible)
@@ -340,6 +349,7 @@ class StagedModel:
             InputError: An argument is not usable as given. Nothing has been trained then.
         """
         who = "net.trainer"
+        self._check_tree(who)
         flag(who, "check_finite", check_finite)
         flag(who, "report_loss", report_loss)
         flag(who, "average_statistics", average_statistics)
@@ -388,6 +398,7 @@ class StagedModel:
                 optimizer,
                 loss,
                 settings,
+                self._tree,
                 default_stage_to_rank=self._default_stage_to_rank,
                 stage_to_rank=stage_to_rank,
                 device=target,
@@ -398,7 +409,9 @@ class StagedModel:
         else:
             if target is not None:
                 model.to(target)
-            trainer = LocalTrainer(model, self.partition, programs, optimizer, loss, settings)
+            trainer = LocalTrainer(
+                model, self.partition, programs, optimizer, loss, settings, self._tree
+            )
         trainer.memory_plan = plan
         return trainer
 

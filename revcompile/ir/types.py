@@ -377,3 +377,9 @@ class Rewired:
     @property
     def couplings(self) -> tuple[Coupling, ...]:
         return tuple(s for s in self.body.segments if isinstance(s, Coupling))
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graphs of all segments, of both modes."""
+        bodies = [body for body in (self.body, self.eval_body) if body is not None]
+        return tuple(segment.graph for body in bodies for segment in body.segments)

@@ -47,6 +47,7 @@ from revcompile.runtime.executor.captured import Backend
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss
+from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.core import Trainer
@@ -86,6 +87,7 @@ class DistributedTrainer(Trainer):
         optimizer: builds a stage's optimizer.
         loss: of the output and a target.
         settings: how to train.
+        tree: the modules that the stages were compiled for.
         default_stage_to_rank: from the ranks of one pipeline to the rank of each stage.
         stage_to_rank: the rank of each stage, within one copy of the pipeline.
         device: where this rank trains.
@@ -105,6 +107,7 @@ class DistributedTrainer(Trainer):
         optimizer: OptimizerFactory,
         loss: Loss,
         settings: Settings,
+        tree: TreeGuard,
         *,
         default_stage_to_rank: Callable[[int], Sequence[int]],
         stage_to_rank: Sequence[int] | None = None,
@@ -147,6 +150,7 @@ class DistributedTrainer(Trainer):
             optimizer,
             loss,
             settings,
+            tree,
             transport=DistributedTransport(self.ranks, channels, timeout),
             device=self.device,
             stages=self.ranks.stages,
@@ -190,6 +194,9 @@ class DistributedTrainer(Trainer):
         self._check_usable()
         self._set_train_mode()
         microbatch = self.schedule.injected
+        problem = self.tree.problem()
+        for executor in self.executors:
+            executor.refusal = problem and f"trainer.step: {problem}"
         values = self._prepare_inputs(inputs)
         if self.is_last:
             self._given = inputs, target
@@ -310,6 +317,7 @@ class DistributedTrainer(Trainer):
                 "mode than in training, which stages on several ranks cannot; use net.module()"
             )
         self._check_usable()
+        self._check_tree("trainer.evaluate")
         # Tied weights that have been sent are received now instead of in the next step.
         self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
         means = RunningMeans(metrics)

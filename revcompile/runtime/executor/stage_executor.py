@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.errors import NonFiniteError, VerificationError
+from revcompile.errors import InputError, NonFiniteError, VerificationError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.trace import TraceRecorder
@@ -100,6 +100,8 @@ class StageExecutor:
         """Of forward passes whose micro-batch was left out."""
         self.check_data: Callable[[int, Fingerprint], None] | None = None
         """Raises if the target given here is not that of the micro-batch's inputs."""
+        self.refusal: str | None = None
+        """Why micro-batches cannot run here now; they are left out."""
         self.measured: set[int] = set()
         """Micro-batches whose reconstruction error is to be measured."""
         self.observer: TraceRecorder | None = None
@@ -191,6 +193,8 @@ class StageExecutor:
         snapshot = self.stage.snapshot()
         self._last_snapshot = (microbatch, snapshot)
         try:
+            if self.refusal is not None:
+                raise InputError(self.refusal)
             self._run(microbatch, inputs)
             if snapshot and self.loss_head is None:
                 _check_finite(self.stage, microbatch, self.outputs[microbatch] or {})

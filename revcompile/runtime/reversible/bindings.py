@@ -40,7 +40,10 @@ _Slot = tuple[dict[str, Any], str]
 
 
 class Bindings:
-    """The modules, parameter slots, buffers and settings that a graph reads from `root`."""
+    """The modules, parameter slots, buffers and settings that a graph reads from `root`.
+
+    Without a graph: all that is below `root`.
+    """
 
     def __init__(self, graph: fx.Graph | None = None, root: nn.Module | None = None) -> None:
         self.modules: dict[nn.Module, str] = {}
@@ -61,6 +64,8 @@ class Bindings:
                 self._add_module(self._walk(path), path)
             elif node.op == "get_attr":
                 self._add_attribute(path)
+        if graph is None and root is not None:
+            self._add_children(root, "")
         self.enclosing = {m: path for m, path in self.enclosing.items() if m not in self.modules}
         self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
         self._remember()
@@ -79,11 +84,14 @@ class Bindings:
         self._hooks = [own[name] for own in self._dicts for name in FORWARD_HOOKS]
         self._member_counts = list(map(len, self._members))
         self._hook_counts = list(map(len, self._hooks))
-        self._has_forward = ["forward" in own for own in self._dicts]
+        self._forwards = self._own_forwards()
         edges = self._edges.values()
         self._children = [children for children, _, _ in edges]
         self._names = [name for _, name, _ in edges]
         self._targets = [module for _, _, module in edges]
+
+    def _own_forwards(self) -> list[Any]:
+        return [own.get("forward") for own in self._dicts]
 
     # -- what the names mean now --------------------------------------------------------------
 
@@ -120,6 +128,9 @@ class Bindings:
         for name, value in vars(module).items():
             if name not in _OWN and type(value) in _PLAIN:
                 self._settings[id(module), name] = vars(module), name
+        self._add_children(module, path)
+
+    def _add_children(self, module: nn.Module, path: str) -> None:
         for name, child in module._modules.items():
             if child is not None:
                 self._edges[id(module), name] = module._modules, name, child
@@ -154,8 +165,8 @@ class Bindings:
     def change(self, with_hooks: bool = True) -> str | None:
         """The path of a module that was replaced, or is run differently now; None if there is none.
 
-        Differently: another class, other members, and, `with_hooks`, other hooks or a `forward` of
-        its own. Parameters are not compared: those are looked up anew in every run.
+        Differently: another class, other members, a `forward` of its own, and, `with_hooks`, other
+        hooks. Parameters are not compared: those are looked up anew in every run.
         """
         # Whole columns are compared, without a loop in Python; what differs is found afterwards.
         if not all(map(is_, map(dict.get, self._children, self._names), self._targets)):
@@ -164,12 +175,10 @@ class Bindings:
             return self._first_path(counts, self._member_counts)
         if (classes := list(map(type, self._watched))) != self._classes:
             return self._first_path(classes, self._classes)
-        if not with_hooks:
-            return None
-        if (counts := list(map(len, self._hooks))) != self._hook_counts:
+        if (forwards := self._own_forwards()) != self._forwards:
+            return self._first_path(forwards, self._forwards)
+        if with_hooks and (counts := list(map(len, self._hooks))) != self._hook_counts:
             return self._first_path(counts, self._hook_counts)
-        if (forwards := ["forward" in own for own in self._dicts]) != self._has_forward:
-            return self._first_path(forwards, self._has_forward)
         return None
 
     def _first_path(self, now: Sequence[Any], before: Sequence[Any]) -> str:

@@ -33,7 +33,9 @@ from revcompile.errors import InputError
 
 __all__ = [
     "FORWARD_HOOKS",
+    "MODULE_HOOKS",
     "HookRecord",
+    "LayerHooks",
     "ShardedModule",
     "gradient_hooks_silenced",
     "is_sharding_hook",
@@ -107,6 +109,7 @@ def _refuse_casts(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) ->
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 """Where torch keeps a module's forward hooks: a dict by handle each."""
+MODULE_HOOKS: Final = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 Hook = Callable[..., Any]
 HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
@@ -221,6 +224,29 @@ def replay_hooks(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[N
     finally:
         for module, hooks in before:
             vars(module).update(hooks)
+
+
+class LayerHooks:
+    """The hooks of layers that run in forward, and perhaps again in backward."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._forward = [vars(layer)[kind] for layer in layers for kind in FORWARD_HOOKS]
+        self._all = [vars(layer)[kind] for layer in layers for kind in MODULE_HOOKS]
+
+    def __bool__(self) -> bool:
+        """Does any layer have hooks now?"""
+        return any(self._all)
+
+    def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
+        """Around forward; notes in `record` what is to run again."""
+        return record_hooks(self._layers, record) if any(self._forward) else nullcontext()
+
+    def replayed(self, record: HookRecord | None) -> AbstractContextManager[None]:
+        """Around backward, in which the recorded hooks run, or, if None, the present ones."""
+        if record is None or not (record or any(self._forward)):
+            return nullcontext()
+        return replay_hooks(self._layers, record)
 
 
 def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

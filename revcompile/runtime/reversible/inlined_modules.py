@@ -7,6 +7,7 @@ would never be called: both are errors at the next call.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import is_
 from typing import Any, Final
 
 from torch import fx, nn
@@ -14,30 +15,41 @@ from torch import fx, nn
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import PATH, Rewired
-from revcompile.runtime.reversible.hooks import FORWARD_HOOKS, is_sharding_hook
+from revcompile.runtime.reversible.hooks import MODULE_HOOKS, is_sharding_hook
 
 __all__ = ["Inlined"]
 
-_HOOKS: Final = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Containers: a new member would change what the model computes."""
+"""Containers: a new member would change what the model computes.
+
+By isinstance: `fully_shard` changes a module's class.
+"""
 
 
 class Inlined:
     """The inlined modules of a rewired model, as they were when it was made."""
 
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
-        graphs = list(_graphs(rewired))
+        graphs = rewired.graphs
         called = {str(n.target) for g in graphs for n in g.find_nodes(op="call_module")}
-        self._slots: list[tuple[dict[str, Any], str, nn.Module, str]] = []
-        self._hooks: list[tuple[nn.Module, str, int]] = []
-        self._identities: list[tuple[nn.Module, str, Any]] = []
         within = tuple(f"{path}." for path in called)
         paths = {path for g in graphs for n in g.nodes for path in _enclosing_paths(n)}
+        # Calls of nn.Identity are left out of graphs.
+        paths |= {path for path, m in root.named_modules() if type(m) is nn.Identity}
+        self._slots: list[tuple[dict[str, Any], str, nn.Module, str]] = []
+        """Where each module is, its name there, the module, and its path."""
         for path in sorted(paths - called - {""}):
             if not path.startswith(within):
                 self._add(root, path)
+        self._modules = [module for _, _, module, _ in self._slots]
+        self._hook_counts = list(map(_hook_count, self._modules))
+        # Columns, to compare without a loop in Python in every call.
+        self._children = [children for children, _, _, _ in self._slots]
+        self._names = [name for _, name, _, _ in self._slots]
+        self._dicts = list(map(vars, self._modules))
+        self._lists = [own["_modules"] for own in self._dicts]
+        self._hooks = [own[kind] for own in self._dicts for kind in MODULE_HOOKS]
+        self._before = self._now()
 
     def _add(self, root: nn.Module, path: str) -> None:
         outer, _, name = path.rpartition(".")
@@ -48,44 +60,48 @@ class Inlined:
         module = owner._modules.get(name)
         if module is not None:
             self._slots.append((owner._modules, name, module, path))
-            self._hooks.append((module, path, _hook_count(module)))
-            self._identities.append((module, path, _code_identity(module)))
+
+    def _now(self) -> tuple[list[Any], ...]:
+        forwards = [own.get("forward") for own in self._dicts]
+        return forwards, list(map(len, self._lists)), list(map(len, self._hooks))
 
     @property
     def hooked(self) -> tuple[str, ...]:
         """Those that had hooks already, which were traced with the forward."""
-        return tuple(path for _, path, count in self._hooks if count)
+        pairs = zip(self._slots, self._hook_counts, strict=True)
+        return tuple(path for (_, _, _, path), count in pairs if count)
 
     def check(self) -> None:
         """Raise if an inlined module was replaced, or given a hook, a forward or more members."""
-        for children, name, module, path in self._slots:
-            if children.get(name) is not module:
-                raise InputError(
-                    f"{path} was replaced after reversify, but its forward is part of the captured "
-                    f"graph and would not be called; replace a layer inside {path}, or make the "
-                    f"change before reversify, or keep it whole with leaf_modules=[{path!r}]"
-                )
-        for module, path, identity in self._identities:
-            if _code_identity(module) != identity:
-                what = "members" if isinstance(module, _LISTS) else "a forward"
+        if not all(map(is_, map(dict.get, self._children, self._names), self._modules)):
+            path = next(p for children, n, m, p in self._slots if children.get(n) is not m)
+            raise InputError(
+                f"{path} was replaced after reversify, but its forward is part of the captured "
+                f"graph and would not be called; replace a layer inside {path}, or make the "
+                f"change before reversify, or keep it whole with leaf_modules=[{path!r}]"
+            )
+        now = self._now()
+        if now != self._before:
+            self._refuse(*now)
+
+    def _refuse(self, forwards: list[Any], members: list[int], _: list[int]) -> None:
+        """Raise, unless what has changed is allowed: FSDP's hooks, members of other modules."""
+        own_forwards, own_members, _ = self._before
+        for index, (_, _, module, path) in enumerate(self._slots):
+            has_members = isinstance(module, _LISTS) and members[index] != own_members[index]
+            if has_members or forwards[index] != own_forwards[index]:
+                what = "members" if has_members else "a forward"
                 raise InputError(
                     f"{path} was given {what} of its own after reversify, but all it calls is "
                     "part of the captured graph and would not change; make the change before "
                     f"reversify, or keep it whole with leaf_modules=[{path!r}]"
                 )
-        for module, path, count in self._hooks:
-            if _hook_count(module) != count:
+            if _hook_count(module) != self._hook_counts[index]:
                 raise InputError(
                     f"{path} has a hook that would never run: its forward is part of the captured "
                     f"graph. Remove the hook and register it on a layer inside {path} (those are "
                     f"called), or keep the module whole with leaf_modules=[{path!r}]"
                 )
-
-
-def _graphs(rewired: Rewired) -> Iterator[fx.Graph]:
-    bodies = [body for body in (rewired.body, rewired.eval_body) if body is not None]
-    for segment in (segment for body in bodies for segment in body.segments):
-        yield segment.graph
 
 
 def _enclosing_paths(node: fx.Node) -> Iterator[str]:
@@ -100,17 +116,6 @@ def _enclosing_paths(node: fx.Node) -> Iterator[str]:
             yield around
 
 
-def _code_identity(module: nn.Module) -> Any:
-    """What decides which code a call of the module runs."""
-    own = vars(module)
-    # By isinstance: `fully_shard` changes a module's class.
-    return own.get("forward"), len(own["_modules"]) if isinstance(module, _LISTS) else 0
-
-
 def _hook_count(module: nn.Module) -> int:
-    own = vars(module)
-    count = sum(len(own[kind]) for kind in _HOOKS)
-    if not count:
-        return 0
-    hooks = [hook for kind in _HOOKS for hook in own[kind].values()]
+    hooks = [hook for kind in MODULE_HOOKS for hook in vars(module)[kind].values()]
     return sum(not is_sharding_hook(hook) for hook in hooks)

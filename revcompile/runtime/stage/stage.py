@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir import ops
-from revcompile.ir.module_tree import device_of_model
+from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.program import StageProgram
 from revcompile.ir.stage_ops import is_seeded_elsewhere, mix, recording
 from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.precision_rewrites import cast_down, match_dtypes
 from revcompile.runtime.reversible.reconstruction import relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers
 from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.loss_scale import unscaled
+from revcompile.runtime.stage.module_guards import ParameterGuard, parameters_of
 from revcompile.runtime.stage.program_facts import (
-    ModuleGuard,
     outlives_updates,
-    parameters_of,
     stateful_candidates,
     statistics_move_early,
     statistics_of,
@@ -62,6 +62,8 @@ class InFlight:
     """The stage's inputs, if the error of rebuilding them is to be measured."""
     parameter_versions: tuple[int, ...] = ()
     """Autograd versions of the parameters that its graph has saved by reference."""
+    hooks: HookRecord | None = field(default_factory=dict)
+    """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
 
 
 class Observer(Protocol):
@@ -82,7 +84,8 @@ class Stage:
     """Runs a `StageProgram` on the modules of `root`.
 
     Results depend on the order of calls, on `seed` and on the micro-batches' numbers, never on
-    time or on the global random state, which is left unchanged.
+    time or on the global random state, which is left unchanged. Hooks of layers run in forward;
+    where backward runs a layer again, only those that took part in the computation.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Stage:
         self.check_finite = check_finite
         self.activations = ActivationStore(program, buffers or Buffers())
         self.parameters = parameters_of(program, root)
-        self.module_guard = ModuleGuard(program, root, self.parameters, replicas)
+        self.parameter_guard = ParameterGuard(program, root, self.parameters, replicas)
         self._slots = ParameterSlots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
@@ -119,6 +122,7 @@ class Stage:
         """Does a forward pass stash its weights? Not in captured steps, which do it themselves."""
         names = castable_parameters(program, root, self.parameters) if autocast else []
         self.cast_weights = CastWeights(self.parameters, names, autocast)
+        self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(stateful_candidates(program, root))
         self._early_statistics = (
@@ -153,11 +157,12 @@ class Stage:
     ) -> dict[str, Any]:
         """Run a micro-batch; what its backward pass needs is stored here until then."""
         program = self.program
-        self.module_guard.check()
+        self.parameter_guard.check()
         weights = self.stashed_weights()
         values = [inputs[port.name] for port in program.inputs]
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
-        with self._program_context(weights, microbatch):
+        hooks: HookRecord = {}
+        with self._program_context(weights, microbatch), self.hooks.recorded(hooks):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
             kept = self.activations.store(kept)
         self.in_flight[microbatch] = InFlight(
@@ -167,6 +172,7 @@ class Stage:
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.sends_back} if measure else {},
             parameter_versions=tuple(p._version for p in self._saved_by_reference()),
+            hooks=hooks,
         )
         for observer in self.observers:
             observer.forwarded(self, microbatch)
@@ -246,6 +252,7 @@ class Stage:
         with (
             self._program_context(held.weights, microbatch),
             self._stateful.replay(held.buffers),
+            self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
             at_versions(self._saved_by_reference(), held.parameter_versions),
         ):
@@ -428,6 +435,7 @@ class Stage:
                 weights=versions[saved["version"]] if saved["version"] is not None else None,
                 buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
                 versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+                hooks=None,
             )
 
     def _snapshot_of(self, path: str, contents: Tensor) -> BufferSnapshot:

@@ -26,6 +26,7 @@ from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss, LossHead
+from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
@@ -66,6 +67,7 @@ class Trainer(ABC):
         optimizer: builds the optimizer of a stage from its parameters.
         loss: of the model's output and a target.
         settings: how to train.
+        tree: the modules that the stages were compiled for.
         transport: carries messages between the stages.
         device: where inputs and targets go.
         stages: the numbers of the stages in this process.
@@ -85,6 +87,7 @@ class Trainer(ABC):
         optimizer: OptimizerFactory,
         loss: Loss,
         settings: Settings,
+        tree: TreeGuard,
         *,
         transport: Transport,
         device: torch.device,
@@ -94,6 +97,7 @@ class Trainer(ABC):
         replicas: int = 1,
     ) -> None:
         self.model, self.partition, self.settings = model, partition, settings
+        self.tree = tree
         self.programs = tuple(programs)
         self.transport: Transport = transport
         self.rank = rank
@@ -155,6 +159,8 @@ class Trainer(ABC):
 
     def flush(self) -> None:
         """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""
+        self._check_usable()
+        self._check_tree("trainer.flush")
         self._drain()
         self._raise_failures()
 
@@ -202,6 +208,12 @@ class Trainer(ABC):
                 f"this trainer stopped in the middle of a step ({self._stop_reason}); build a new "
                 "one and load its last state_dict"
             )
+
+    def _check_tree(self, where: str) -> None:
+        """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
+        for problem in self.everyone(self.tree.problem()):
+            if problem is not None:
+                raise InputError(f"{where}: {problem}")
 
     def _failures(self) -> list[NonFiniteError]:
         """Bad gradients that have become known since the last step."""

@@ -16,6 +16,7 @@ from revcompile.runtime.executor.transaction import Transaction
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss, described
+from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.core import Trainer
@@ -52,6 +53,7 @@ class LocalTrainer(Trainer):
         optimizer: OptimizerFactory,
         loss: Loss,
         settings: Settings,
+        tree: TreeGuard,
     ) -> None:
         super().__init__(
             model,
@@ -60,6 +62,7 @@ class LocalTrainer(Trainer):
             optimizer,
             loss,
             settings,
+            tree,
             transport=InProcess(len(programs)),
             device=device_of_model(model),
             stages=range(len(programs)),
@@ -82,6 +85,7 @@ class LocalTrainer(Trainer):
 
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
         self._check_usable()
+        self._check_tree("trainer.step")
         self._set_train_mode()
         if (metrics := self._captured_step(inputs, target)) is not None:
             return metrics
@@ -157,6 +161,7 @@ class LocalTrainer(Trainer):
         self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
     ) -> Evaluation:
         means = RunningMeans(metrics)
+        self._check_tree("trainer.evaluate")
         with eval_mode(self.model, self.settings.autocast):
             for number, batch in enumerate(check_loader(loader)):
                 self._evaluate_batch(f"evaluation, batch {number}", batch, means)

@@ -52,7 +52,13 @@ def keeping(
     """A trainer whose stages keep just this, whatever the memory."""
     programs = net._programs(choose(method, order=order), keeps)
     return LocalTrainer(
-        net.model, net.partition, programs, optimizer, F.cross_entropy, Settings(**settings)
+        net.model,
+        net.partition,
+        programs,
+        optimizer,
+        F.cross_entropy,
+        Settings(**settings),
+        net._tree,
     )
 
 

@@ -133,6 +133,7 @@ class GraphRunner:
         self._last_batch: StaticBuffers | None = None
         """Structure, shapes and types of the last micro-batch, on the meta device."""
         self._alike = self._changes = self._failures = 0
+        self._has_warned_of_hooks = False
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
@@ -151,6 +152,16 @@ class GraphRunner:
             stacklevel=5,
         )
 
+    def _warn_of_hooks(self) -> None:
+        if not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = True
+            warnings.warn(
+                f"backend={self._backend.value!r}: while layers have hooks, which captured steps "
+                "would not call, steps are run one action at a time; remove the hooks to train at "
+                "full speed",
+                stacklevel=5,
+            )
+
     def step(
         self, schedule: Schedule, transport: InProcess, batch: Any, allowed: bool
     ) -> StepResult | None:
@@ -167,10 +178,13 @@ class GraphRunner:
         pipeline = self._pipeline
         if pipeline is None:
             return None
-        # Running action by action raises an error that names the module that was replaced.
+        # Running action by action raises an error that names the parameter that was replaced.
         allowed = allowed and not any(
-            executor.stage.module_guard.problem() for executor in self._executors
+            executor.stage.parameter_guard.problem() for executor in self._executors
         )
+        if any(executor.stage.hooks for executor in self._executors):
+            allowed = False
+            self._warn_of_hooks()
         if pipeline.is_active and not (allowed and pipeline.accepts(batch)):
             pipeline.leave(schedule, transport)
             self._changes += pipeline.is_outdated
