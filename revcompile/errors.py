@@ -89,7 +89,7 @@ class RevcompileWarning(UserWarning):
 
 
 class TrainerStoppedError(RevcompileError, RuntimeError):
-    """A step failed where it could not be rolled back; this trainer cannot go on."""
+    """This trainer cannot go on: a step failed midway, or its model was given other weights."""
 
 
 class VerificationError(RevcompileError):

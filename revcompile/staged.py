@@ -197,8 +197,9 @@ class StagedModel:
     def load(self, path: str | Path) -> None:
         """Load the weights of a checkpoint, of the newest one in a folder, or of an export.
 
-        Trainers of this model keep copies of shared weights and micro-batches in flight: load
-        before making one, or call `trainer.load`.
+        Flush a trainer of this model first: micro-batches in flight belong to the weights before,
+        and a trainer that has some cannot go on. Its optimizers keep their state; `trainer.load`
+        loads that, too.
         """
         load_into(self.model, file_path("net.load", path, "runs/a"))
 
@@ -286,6 +287,8 @@ class StagedModel:
         average_statistics: bool = False,
     ) -> Trainer:
         """A trainer for this model; in a script started by torchrun, that of one rank.
+
+        It takes the model over: trainers made before cannot be used any more.
 
         Args:
             optimizer: Function from a list of parameters to a torch optimizer, called once for

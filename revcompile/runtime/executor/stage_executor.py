@@ -370,6 +370,11 @@ class StageExecutor:
             self.scaling.load_state_dict(None)
         self._load_replicas(weights)
 
+    def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
+        """Parameters were written to, with nothing in flight."""
+        self._load_replicas(weights)
+        self.stage.updated()
+
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""
         replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self._replicas}

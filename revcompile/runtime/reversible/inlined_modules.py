@@ -82,11 +82,11 @@ class Inlined:
             )
         now = self._now()
         if now != self._before:
-            self._refuse(*now)
+            self._refuse(*now[:2])
 
-    def _refuse(self, forwards: list[Any], members: list[int], _: list[int]) -> None:
+    def _refuse(self, forwards: list[Any], members: list[int]) -> None:
         """Raise, unless what has changed is allowed: FSDP's hooks, members of other modules."""
-        own_forwards, own_members, _ = self._before
+        own_forwards, own_members = self._before[:2]
         for index, (_, _, module, path) in enumerate(self._slots):
             has_members = isinstance(module, _LISTS) and members[index] != own_members[index]
             if has_members or forwards[index] != own_forwards[index]:

@@ -34,6 +34,7 @@ from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import InputBinder, Planned, warn_if_larger_than_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
+from revcompile.runtime.trainer.ownership import is_latest, take_over
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.runtime.trainer.state import (
     FORMAT,
@@ -126,6 +127,7 @@ class Trainer(ABC):
         """What each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
         """What the last step returned."""
+        take_over(model, self)
 
     def _build(self, program: StageProgram, optimizer: OptimizerFactory) -> StageExecutor:
         stages, accumulate = len(self.programs), self.settings.accumulate
@@ -200,14 +202,35 @@ class Trainer(ABC):
             raise
 
     def _stop(self, error: BaseException) -> None:
-        self._stop_reason = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
+        self._stop_reason = f"this trainer stopped in the middle of a step ({cause})"
 
     def _check_usable(self) -> None:
+        self._check_latest()
         if self._stop_reason is not None:
             raise TrainerStoppedError(
-                f"this trainer stopped in the middle of a step ({self._stop_reason}); build a new "
-                "one and load its last state_dict"
+                f"{self._stop_reason}; build a new one and load its last state_dict"
             )
+
+    def _check_latest(self) -> None:
+        if not is_latest(self.model, self):
+            raise TrainerStoppedError(
+                "net.trainer(...) has been called again, and the new trainer trains the model "
+                "since; use that one, or call petrafy once more for a model of its own"
+            )
+
+    def weights_loaded(self) -> None:
+        """A state dict has been loaded into the model by other means than `load`."""
+        if not self.schedule.idle:
+            self._stop_reason = (
+                "weights were loaded into the model while this trainer had micro-batches in "
+                "flight, whose gradients belong to the weights before; call trainer.flush() "
+                "before you load weights. This trainer cannot go on"
+            )
+            return
+        weights = dict(self.model.named_parameters())
+        for executor in self.executors:
+            executor.weights_loaded(weights)
 
     def _check_tree(self, where: str) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""

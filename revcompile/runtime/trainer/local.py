@@ -204,12 +204,17 @@ class LocalTrainer(Trainer):
         return self._state(self.model.state_dict(), clone_tree)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._check_latest()
         self.runner.leave(self.schedule, self.transport)
         self._check_fits(state)
         self._load_state(state)
         self.runner.clear()
         self.probes.clear()
         self._stop_reason = None
+
+    def weights_loaded(self) -> None:
+        self.runner.leave(self.schedule, self.transport)
+        super().weights_loaded()
 
     def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
         state = self._state(self.model.state_dict(), detach_tree)
