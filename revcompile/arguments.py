@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import numbers
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "check_stage_list",
     "file_path",
     "flag",
+    "new_file",
     "number",
     "one_of",
     "whole_number",
@@ -178,7 +180,7 @@ def whole_number(caller: str, name: str, value: Any, least: int, hint: str = "")
 
 def number(caller: str, name: str, value: Any, hint: str, *, or_zero: bool = False) -> float:
     """`value` as a finite float above zero, or, with `or_zero`, of at least zero."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf or (value == 0 and not or_zero):
         raise InputError(f"{caller}: {name}={_shown(value)}; {hint}")
     return float(value)
@@ -203,6 +205,14 @@ def file_path(caller: str, value: Any, example: str) -> Path:
             f"{caller}({example!r})"
         )
     return Path(value)
+
+
+def new_file(caller: str, value: Any, example: str) -> Path:
+    """The path of a file to write; its folder exists."""
+    path = file_path(caller, value, example)
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{caller}: there is no folder {path.absolute().parent}")
+    return path
 
 
 def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:

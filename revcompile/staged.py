@@ -19,6 +19,7 @@ from revcompile.arguments import (
     check_stage_list,
     file_path,
     flag,
+    new_file,
     number,
     whole_number,
 )
@@ -167,6 +168,15 @@ class StagedModel:
             verify_programs(self.partition, programs)
             self._lowered[method, keeps] = programs
         return self._lowered[method, keeps]
+
+    @property
+    def method(self) -> Method:
+        """What programs, delays and memory are shown for; trainers are told theirs."""
+        return self._method
+
+    @method.setter
+    def method(self, method: MethodName | Method) -> None:
+        self._method = choose(method)
 
     @property
     def num_stages(self) -> int:
@@ -574,14 +584,14 @@ class StagedModel:
             batch_size: Samples in a micro-batch. Default: the example's.
             name: The title. Default: the model's class.
         """
-        path = file_path("net.draw", path, "net.svg")
+        path = new_file("net.draw", path, "net.svg")
         size = self._batch_size_or_default("net.draw", batch_size)
         programs, memory = self._programs(self.method), self.memory(size)
         return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
 
     def draw_schedule(self, path: str | Path, *, accumulate: int | None = None) -> Path:
         """Draw when each stage computes, for PETRA beside other methods: `timeline.svg`."""
-        path = file_path("net.draw_schedule", path, "timeline.svg")
+        path = new_file("net.draw_schedule", path, "timeline.svg")
         costs = drawing.costs_of(self.partition)
         name = self.partition.rewired.name
         return drawing.draw_schedule(costs, path, accumulate=accumulate, title=name)
@@ -619,7 +629,8 @@ class StagedModel:
     def __setattr__(self, name: str, value: Any) -> None:
         # Attributes of the original are read from the model while it runs, so they are set there.
         model = self.__dict__.get("model")
-        if model is not None and name not in self.__dict__ and model.is_of_original(name):
+        own = name in self.__dict__ or hasattr(type(self), name)
+        if model is not None and not own and model.is_of_original(name):
             setattr(model, name, value)
         else:
             super().__setattr__(name, value)

@@ -18,6 +18,7 @@ from revcompile.inspect.program_text import commented
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.module_tree import has_batch_norm
 from revcompile.ir.program import legal
+from revcompile.ir.python_code import path_expression, python_code
 from revcompile.ir.types import PATH
 
 __all__ = ["Listing", "module_path", "python_text"]
@@ -45,7 +46,7 @@ def module_path(root: nn.Module, path: str, of: str = "self") -> str:
         elif name.isdigit() and int(name) < _length(module) and module[int(name)] is value:
             of += f"[{name}]"
         else:
-            of = f'getattr({of}, "{name}")'
+            of = path_expression(name, of)
         module = value
     return of
 
@@ -69,20 +70,13 @@ def _common_parent(graph: fx.Graph) -> str:
     return f"{legal('.'.join(shared))}_" if shared else ""
 
 
-def _as_fx_prints(path: str) -> str:
-    text = "self"
-    for name in path.split("."):
-        text = f"{text}.{name}" if name.isidentifier() else f'getattr({text}, "{name}")'
-    return text
-
-
 def python_text(graph: fx.Graph, root: nn.Module) -> tuple[str, dict[str, Any]]:
     """A graph's code with readable module paths, and the globals it uses."""
-    code = graph.python_code("self")
+    code = python_code(graph)
     paths = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
     text = _NN_FUNCTION.sub(_functional, code.src.strip())
     for path in sorted(paths, key=lambda path: (-len(path), path)):
-        pattern = re.escape(_as_fx_prints(path)) + r"(?![\w.\"])"
+        pattern = re.escape(path_expression(path)) + r"(?![\w.\"])"
         text = re.sub(pattern, module_path(root, path).replace("\\", r"\\"), text)
     used = set(_WORD.findall(text))
     return text, {name: value for name, value in code.globals.items() if name in used}

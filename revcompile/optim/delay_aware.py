@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from revcompile.optim.settings import check_settings, two_betas
+
 __all__ = ["DelayAwareAdamW", "DelayAwareSGD", "averaging_horizon", "look_ahead"]
 
 LOOK_AHEAD_PER_DELAY: Final = 1.25
@@ -69,7 +71,7 @@ class _DelayAware(Optimizer):
         """As in every optimizer; a group's own settings are checked too."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _check(**{name: group[name] for name in _CHECKED if name in group})
+        check_settings({name: group[name] for name in _CHECKED if name in group})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -174,8 +176,8 @@ class DelayAwareSGD(_DelayAware):
         *,
         capturable: bool = False,
     ) -> None:
-        _check(lr=lr, momentum=momentum, weight_decay=weight_decay)
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        check_settings(settings)
         super().__init__(params, settings | {"capturable": capturable})
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
@@ -219,17 +221,16 @@ class DelayAwareAdamW(_DelayAware):
         *,
         capturable: bool = False,
     ) -> None:
-        momentum, beta = betas
-        _check(lr=lr, momentum=momentum, weight_decay=weight_decay, beta=beta, eps=eps)
-        settings = {"lr": lr, "momentum": momentum, "beta": beta, "eps": eps}
-        super().__init__(
-            params, settings | {"weight_decay": weight_decay, "capturable": capturable}
-        )
+        momentum, beta = two_betas(betas)
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        settings |= {"beta": beta, "eps": eps}
+        check_settings(settings)
+        super().__init__(params, settings | {"capturable": capturable})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A group may have `betas` of its own."""
         if "betas" in param_group:
-            momentum, beta = param_group["betas"]
+            momentum, beta = two_betas(param_group["betas"])
             rest = {key: value for key, value in param_group.items() if key != "betas"}
             param_group = rest | {"momentum": momentum, "beta": beta}
         super().add_param_group(param_group)
@@ -264,11 +265,3 @@ def _dense_gradient(p: Tensor) -> Tensor:
 
 
 _CHECKED: Final = ("lr", "momentum", "weight_decay", "beta", "eps")
-
-
-def _check(**settings: float) -> None:
-    for name, value in settings.items():
-        bound = 1.0 if name in ("momentum", "beta") else float("inf")
-        if not 0.0 <= value < bound:
-            limit = f"from 0 to below {bound:g}" if bound == 1.0 else "0 or more"
-            raise ValueError(f"{name}={value}: expected a number {limit}")

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from revcompile.optim.settings import check_settings
+
 __all__ = ["ErrorFeedback", "apply_with_feedback"]
 
 PREVIOUS = "previous_update"
@@ -76,8 +78,7 @@ class ErrorFeedback(Optimizer):
                 f"ErrorFeedback: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
                 "write e.g. ErrorFeedback(torch.optim.AdamW(params, lr=1e-3))"
             )
-        if not feedback >= 0:
-            raise ValueError(f"feedback={feedback}: expected a number of 0 or more")
+        check_settings({"feedback": feedback})
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self.optimizer, self.feedback = optimizer, feedback
         # One list of groups and one state: schedules, checkpoints and users see the wrapped ones.

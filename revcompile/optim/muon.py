@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from revcompile.errors import InputError
 from revcompile.optim.error_feedback import apply_with_feedback
+from revcompile.optim.settings import check_settings, two_betas
 
 __all__ = ["DelayAwareMuon", "muon_groups", "orthogonalise"]
 
@@ -95,7 +97,7 @@ class DelayAwareMuon(Optimizer):
         """Add parameters; without `use_muon` they are split by their dimensions."""
         for group in _split(param_group, self._adamw_lr):
             if group["use_muon"] and any(p.ndim < 2 for p in group["params"]):
-                raise ValueError("use_muon=True: expected parameters of two or more dimensions")
+                raise InputError("use_muon=True: expected parameters of two or more dimensions")
             super().add_param_group(group)
             _check(self.param_groups[-1])
 
@@ -236,8 +238,10 @@ def muon_groups(
     >>> [(group["use_muon"], len(group["params"])) for group in groups]
     [(True, 1), (False, 1)]
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"muon_groups: expected the model, got {model!r}; muon_groups(model)")
     if isinstance(adamw, str):
-        raise ValueError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
+        raise InputError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
     excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
     excluded |= {
         id(p)
@@ -246,7 +250,7 @@ def muon_groups(
     }
     unknown = [path for path in adamw if not _exists(model, path)]
     if unknown:
-        raise ValueError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
+        raise InputError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
     names = {name for name, p in model.named_parameters() if id(p) in excluded}
 
     def groups(named: NamedParameters) -> list[dict[str, Any]]:
@@ -294,14 +298,12 @@ def _wide(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
+_CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "eps")
+
+
 def _check(settings: Mapping[str, Any]) -> None:
-    for name in ("lr", "adamw_lr", "weight_decay", "feedback", "eps"):
-        if name in settings and not settings[name] >= 0.0:
-            raise ValueError(f"{name}={settings[name]}: expected a number of 0 or more")
+    check_settings({name: settings[name] for name in _CHECKED if name in settings})
     if not (isinstance(settings["ns_steps"], int) and settings["ns_steps"] >= 1):
-        raise ValueError(f"ns_steps={settings['ns_steps']!r}: expected a whole number, at least 1")
-    first, second = settings["betas"]
-    below_one = {"momentum": settings["momentum"], "betas[0]": first, "betas[1]": second}
-    for name, value in below_one.items():
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{name}={value}: expected a number from 0 to below 1")
+        raise InputError(f"ns_steps={settings['ns_steps']!r}: expected a whole number, at least 1")
+    first, second = two_betas(settings["betas"])
+    check_settings({"betas[0]": first, "betas[1]": second})

@@ -34,6 +34,7 @@ from revcompile.compiler.cost.run_pieces import (
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.program import Piece
+from revcompile.ir.python_code import python_code
 from revcompile.ir.types import Cost, Rewired, TensorType
 
 __all__ = ["Clock", "measured_costs"]
@@ -115,7 +116,7 @@ def measured_costs(
 
 def _code(root: nn.Module, graph: fx.Graph) -> Code:
     """Generated code: an interpreter's own time would be measured too."""
-    code = graph.python_code("self")
+    code = python_code(graph)
     namespace = dict(code.globals)
     exec(compile(code.src, "<revcompile cost>", "exec"), namespace)
     function: Code = namespace["forward"].__get__(root)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from revcompile.arguments import check_cost
+from revcompile.arguments import check_cost, number
 from revcompile.compiler.cost.analytic import analytic_costs
 from revcompile.compiler.cost.measured import Clock, measured_costs
 from revcompile.errors import InputError
@@ -127,10 +127,8 @@ def _numbers(
     return {name: valid.get(name) for name in known}
 
 
-def _valid(name: str, number: float) -> float:
-    if not 0 <= number < math.inf:
-        raise InputError(f"cost: {name} was given {number}; work is a number from 0 on")
-    return float(number)
+def _valid(name: str, given: Any) -> float:
+    return number("cost", name, given, "work is a number from 0 on", or_zero=True)
 
 
 def _segments(rewired: Rewired, pieces: Sequence[Piece]) -> list[str]:

@@ -169,7 +169,6 @@ class DistributedTrainer(Trainer):
             self._replicate(limit, average_statistics)
         self._given: tuple[Any, Any] = None, None
         """What this rank's step was called with, while its forward passes run."""
-        self._losses: list[Tensor] = []
         _open.append(self.transport)
 
     def _replicate(self, timeout: timedelta, average_statistics: bool) -> None:
@@ -282,8 +281,6 @@ class DistributedTrainer(Trainer):
     # -- losses and evaluation ----------------------------------------------------------------
 
     def _with_reported_loss(self, metrics: Metrics) -> Metrics:
-        if metrics.loss_tensor is not None:
-            self._losses.append(metrics.loss_tensor)
         if not self.report_loss:
             return metrics
         loss = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
@@ -293,14 +290,6 @@ class DistributedTrainer(Trainer):
             owner = self.ranks.owner(len(self.programs) - 1)
             distributed.broadcast(loss, owner, group=self.ranks.pipeline)
         return replace(metrics, loss_tensor=loss)
-
-    def mean_loss(self) -> float:
-        """Mean loss of the steps since the last call, on every rank. Every rank calls it."""
-        total = float(torch.stack(self._losses).double().sum()) if self._losses else 0.0
-        sums = self.everyone([total, len(self._losses)])
-        self._losses.clear()
-        count = sum(steps for _, steps in sums)
-        return sum(total for total, _ in sums) / count if count else float("nan")
 
     def evaluate(
         self, loader: Iterable[Any] | None = None, metrics: Mapping[str, Metric] | None = None

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from revcompile.arguments import file_path
+from revcompile.arguments import new_file
 from revcompile.errors import InputError
 from revcompile.schedule import Action
 from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
@@ -104,9 +104,7 @@ class Trace:
     def __init__(
         self, trainer: Traced, path: str | Path, steps: int | None = None, title: str = ""
     ) -> None:
-        self.path = file_path("trainer.trace", path, "run.json")
-        if not self.path.absolute().parent.is_dir():
-            raise InputError(f"trainer.trace: there is no folder {self.path.absolute().parent}")
+        self.path = new_file("trainer.trace", path, "run.json")
         if steps is not None and steps < 1:
             raise InputError(f"trainer.trace: steps={steps}; a trace has at least 1")
         self._trainer, self._left = trainer, steps

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from revcompile.ir.python_code import python_code
+
 __all__ = ["compile_graph", "source_of"]
 
 _counter = itertools.count()
@@ -16,12 +18,12 @@ _counter = itertools.count()
 
 def source_of(graph: fx.Graph) -> str:
     """The generated code of a graph, with the original module names."""
-    return graph.python_code("self").src.strip()
+    return python_code(graph).src.strip()
 
 
 def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
     """A function from a graph; tracebacks show the generated lines under the segment's name."""
-    code = graph.python_code("self")
+    code = python_code(graph)
     filename = f"<revcompile {name} {next(_counter)}>"
     linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
     namespace = dict(code.globals)

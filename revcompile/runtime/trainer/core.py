@@ -33,7 +33,7 @@ from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import InputBinder, Planned, warn_if_larger_than_planned
-from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
+from revcompile.runtime.trainer.metrics import Evaluation, LossSum, Metric, Metrics
 from revcompile.runtime.trainer.ownership import is_latest, take_over
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.runtime.trainer.state import (
@@ -123,6 +123,7 @@ class Trainer(ABC):
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
+        self._losses = LossSum()
         self.memory_plan: Planned | None = None
         """What each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -262,6 +263,12 @@ class Trainer(ABC):
             Mean loss and metrics over all samples.
         """
 
+    def mean_loss(self) -> float:
+        """Mean loss of the steps since the last call; nan without any. Every rank calls it."""
+        sums = self.everyone(self._losses.take())
+        count = sum(steps for _, steps in sums)
+        return float(sum(total for total, _ in sums) / count) if count else float("nan")
+
     def watch(self) -> Probe:
         """Compare the gradients of the next micro-batch, stage by stage (PETRA, Appendix B).
 
@@ -279,6 +286,9 @@ class Trainer(ABC):
                 errors[executor.index] = executor.stage.reconstruction.pop(measured)
         self._samples += samples
         elapsed = max(time.perf_counter() - self._started, 1e-9)
+        loss = self.loss_head.losses.pop(microbatch, None)
+        if loss is not None:
+            self._losses.add(loss)
         scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
         return Metrics(
             microbatch=microbatch,
@@ -287,7 +297,7 @@ class Trainer(ABC):
             updates=self.schedule.updates,
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
             throughput=self._samples / elapsed,
-            loss_tensor=self.loss_head.losses.pop(microbatch, None),
+            loss_tensor=loss,
             output=self.loss_head.outputs.pop(microbatch, None),
             reconstruction=errors,
             loss_scale=self.loss_head.scale,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model
 
-__all__ = ["Evaluation", "Metric", "Metrics", "RunningMeans", "check_loader", "eval_mode"]
+__all__ = [
+    "Evaluation",
+    "LossSum",
+    "Metric",
+    "Metrics",
+    "RunningMeans",
+    "check_loader",
+    "eval_mode",
+]
+
+_MOST_LOSSES: Final = 256
+"""Losses that are kept on their device before they are added up, in one operation."""
 
 
 class Metric(Protocol):
@@ -61,6 +72,29 @@ class Metrics:
             f"micro-batch {self.microbatch}: loss {self.loss:.4g}{rate}, gradients late by "
             f"{self.delays}, {self.throughput:,.0f} samples/s"
         )
+
+
+class LossSum:
+    """The sum of the losses of steps, and how many there were; the device is not waited for."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._count = 0
+
+    def add(self, loss: Tensor) -> None:
+        self._losses.append(loss)
+        self._count += 1
+        if len(self._losses) >= _MOST_LOSSES:
+            self._losses = [self._total()]
+
+    def _total(self) -> Tensor:
+        return torch.stack([loss.detach().double() for loss in self._losses]).sum()
+
+    def take(self) -> tuple[float, int]:
+        """Sum and number since the last call."""
+        result = float(self._total()) if self._losses else 0.0, self._count
+        self._losses, self._count = [], 0
+        return result
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from revcompile.ir import stage_ops
+from revcompile.runtime.reversible.graph_code import source_of
 
 __all__ = ["FusedAdd", "FusionRegion", "find_regions", "fuse_residual_adds"]
 
@@ -110,7 +111,7 @@ class FusionRegion:
     def signature(self) -> str:
         """Equal for regions that compute the same function of their arguments."""
         modules = " ".join(map(repr, self.modules))
-        return f"{self.graph.python_code('self').src} {modules} {len(self.inputs)}"
+        return f"{source_of(self.graph)} {modules} {len(self.inputs)}"
 
 
 # -- finding regions -------------------------------------------------------------------------------
