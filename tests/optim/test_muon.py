@@ -133,6 +133,8 @@ def test_embeddings_and_the_output_layer_are_adamws() -> None:
     assert "embed.weight" in {names[id(p)] for p in rest["params"]}
     matrices, _ = muon_groups(model, adamw=["blocks.0"])(named)
     assert {names[id(p)] for p in matrices["params"]} == {f"blocks.{i}.weight" for i in (1, 2, 3)}
+    with pytest.raises(ValueError, match="muon_groups: expected the model, got 3"):
+        muon_groups(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the model has no 'block'"):
         muon_groups(model, adamw=["block"])
     with pytest.raises(ValueError, match="expected a list of paths"):
@@ -163,6 +165,7 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
         ({"lr": -1.0}, "lr=-1.0: expected a number of 0 or more"),
         ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
+        ({"lr": "0.1"}, "lr='0.1': expected a number of 0 or more"),
         ({"ns_steps": 0}, "ns_steps=0: expected a whole number, at least 1"),
     ],
 )

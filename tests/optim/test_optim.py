@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing import assert_close
 from training import Plain, batches, fresh, weights
 
+from revcompile.errors import InputError
 from revcompile.optim.delay_aware import (
     DelayAwareAdamW,
     DelayAwareSGD,
@@ -218,6 +219,11 @@ def test_settings_that_make_no_sense() -> None:
         DelayAwareAdamW(_parameters(), betas=(0.9, 1.0))
     with pytest.raises(ValueError, match=r"momentum=1.0: expected a number from 0 to below 1"):
         DelayAwareSGD([{"params": _parameters(), "momentum": 1.0}], lr=0.1)
+    for text in ({"lr": "0.1"}, {"lr": 0.1, "momentum": None}, {"lr": 0.1, "weight_decay": "0"}):
+        with pytest.raises(InputError, match=r"expected a number"):
+            DelayAwareSGD(_parameters(), **text)
+    with pytest.raises(InputError, match=r"betas=0.9: expected two numbers"):
+        DelayAwareAdamW(_parameters(), betas=0.9)  # type: ignore[arg-type]
     assert averaging_horizon(0, 0.5) == 2
 
 

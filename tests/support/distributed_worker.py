@@ -160,14 +160,25 @@ def evaluate(rank: int, options: dict[str, Any]) -> Any:
 
 
 def report(rank: int, options: dict[str, Any]) -> Any:
-    """Losses of every step on every rank, and their mean. Ranks start with other weights."""
-    _, trainer = trainer_of(Run(steps=5), off=float(rank), report_loss=True)
-    losses = [fed(trainer, batch).loss for batch in batches(Run(steps=5))]
-    mean = trainer.mean_loss()
+    """Losses of every step on every rank, and their mean. Ranks start with other weights.
+
+    Rank 1 changes its model for one step and a flush; returns the errors of that, too.
+    """
+    net, trainer = trainer_of(Run(steps=5), off=float(rank), report_loss=True)
+    data = batches(Run(steps=5))
+    losses = [fed(trainer, batch).loss for batch in data]
+    mean, samples, refused = trainer.mean_loss(), trainer.metrics.samples, []
+    hooked = [net.model.blocks[0].register_forward_hook(print)] if rank == 1 else []
+    for use in (lambda: fed(trainer, data[0]), trainer.flush):
+        try:
+            use()
+        except InputError as error:
+            refused.append(str(error).partition(",")[0])
+    for handle in hooked:
+        handle.remove()
     trainer.flush()
-    samples = trainer.metrics.samples
     trainer.close()
-    return {"losses": losses, "mean": mean, "samples": samples}
+    return {"losses": losses, "mean": mean, "samples": samples, "refused": refused}
 
 
 def differ(rank: int, options: dict[str, Any]) -> Any:

@@ -206,15 +206,20 @@ class Trainer(ABC):
         cause = f"{type(error).__name__}: {error}"
         self._stop_reason = f"this trainer stopped in the middle of a step ({cause})"
 
-    def _check_usable(self) -> None:
-        self._check_latest()
+    @property
+    def is_unused(self) -> bool:
+        return self.schedule.injected == 0
+
+    def _check_usable(self, *, to_read: bool = False) -> None:
+        self._check_latest(to_read=to_read)
         if self._stop_reason is not None:
             raise TrainerStoppedError(
                 f"{self._stop_reason}; build a new one and load its last state_dict"
             )
 
-    def _check_latest(self) -> None:
-        if not is_latest(self.model, self):
+    def _check_latest(self, *, to_read: bool = False) -> None:
+        """Raise if another trainer has taken over; its state can be read until that one trains."""
+        if not is_latest(self.model, self, or_next_unused=to_read):
             raise TrainerStoppedError(
                 "net.trainer(...) has been called again, and the new trainer trains the model "
                 "since; use that one, or call petrafy once more for a model of its own"

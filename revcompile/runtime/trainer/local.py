@@ -199,7 +199,8 @@ class LocalTrainer(Trainer):
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        self._sync_stages()
+        self._check_usable(to_read=True)
+        self.runner.leave(self.schedule, self.transport)
         self._check_savable()
         return self._state(self.model.state_dict(), clone_tree)
 

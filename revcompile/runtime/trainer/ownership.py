@@ -16,6 +16,11 @@ __all__ = ["is_latest", "take_over"]
 
 
 class _Trains(Protocol):
+    @property
+    def is_unused(self) -> bool:
+        """Has it not changed the model yet?"""
+        ...
+
     def weights_loaded(self) -> None:
         """A state dict has been loaded into the model."""
         ...
@@ -31,9 +36,10 @@ def take_over(model: nn.Module, trainer: _Trains) -> None:
     _latest[model] = ref(trainer)
 
 
-def is_latest(model: nn.Module, trainer: _Trains) -> bool:
-    latest = _latest.get(model)
-    return latest is None or latest() is trainer
+def is_latest(model: nn.Module, trainer: _Trains, *, or_next_unused: bool = False) -> bool:
+    """Is it the model's last trainer, or, with `or_next_unused`, are its weights still there?"""
+    latest = _latest[model]()
+    return latest is trainer or (or_next_unused and latest is not None and latest.is_unused)
 
 
 def _tell_trainer(model: nn.Module, _: Any) -> None:

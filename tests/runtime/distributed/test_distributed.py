@@ -246,6 +246,9 @@ def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Pa
         assert found["losses"] == losses
         assert found["mean"] == pytest.approx(sum(losses) / 5, rel=1e-12)
     assert [found["samples"] for found in results] == [2, 2]
+    hook = "a hook of blocks.0 was registered or removed after petrafy"
+    in_step, in_flush = f"trainer.step: {hook}", f"trainer.flush: {hook}"
+    assert [found["refused"] for found in results] == [[in_flush], [in_step, in_flush]]
 
 
 def test_evaluation_during_training_disturbs_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,254 @@
+"""A staged model that is changed after petrafy: stages follow the change, or name and refuse it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
+from training import batches, feed, fresh, plain_sgd, trainer_of
+
+import revcompile
+from revcompile.errors import InputError, TrainerStoppedError
+from revcompile.runtime.trainer import metrics
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Same(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def staged() -> revcompile.StagedModel:
+    return fresh(Net, 2)
+
+
+def give_forward(module: nn.Module) -> None:
+    module.forward = types.MethodType(lambda self, x: x, module)  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook on a block": (lambda m: m.blocks[1].register_forward_hook(print), "blocks.1 was reg"),
+    "backward hook": (lambda m: m.blocks[1].register_full_backward_hook(print), "blocks.1 was reg"),
+    "hook on the model": (lambda m: m.register_forward_pre_hook(print), "the model was reg"),
+    "forward of a layer": (lambda m: give_forward(m.blocks[1].up), "blocks.1.up was"),
+    "forward of a block": (lambda m: give_forward(m.blocks[1]), "blocks.1 was"),
+    "forward of the model": (lambda m: give_forward(m), "the model was"),
+    "layer": (lambda m: setattr(m.blocks[1], "up", Doubled(6, 6)), "blocks.1.up was"),
+    "identity": (lambda m: setattr(m.blocks[1], "drop", nn.Dropout(0.5)), "blocks.1.drop was"),
+    "class": (lambda m: setattr(m.blocks[1].up, "__class__", Doubled), "blocks.1.up was"),
+    "member": (lambda m: m.blocks.append(Block()), "blocks was"),
+    "wrapped": (lambda m: setattr(m, "head", nn.Sequential(m.head)), "head was"),
+    "parametrized": (
+        lambda m: parametrize.register_parametrization(m.stem, "weight", Same()),
+        "stem was",
+    ),
+    "pruned": (lambda m: prune.l1_unstructured(m.stem, "weight", 0.5), "stem was"),
+    "gradient hook": (
+        lambda m: m.stem.weight.register_post_accumulate_grad_hook(print),
+        "stem.weight has a gradient hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_that_stages_would_not_follow_is_refused(kind: str) -> None:
+    change, said = CHANGES[kind]
+    untrained = staged()
+    change(untrained.model)
+    with pytest.raises(InputError, match=said):
+        trainer_of(untrained)
+    net = staged()
+    trainer = trainer_of(net)
+    data = batches(3)
+    feed(trainer, data)
+    weights = [(p, p.clone()) for p in trainer.parameters().values()]
+    change(net.model)
+    with pytest.raises(InputError, match=said):
+        trainer.step(*data[0])
+    if kind != "gradient hook":  # those change no results
+        with pytest.raises(InputError, match=said):
+            trainer.flush()
+        with pytest.raises(InputError, match=said):
+            trainer.evaluate(data)
+    assert all(torch.equal(now, before) for now, before in weights)
+
+
+def test_after_a_change_is_undone_training_goes_on() -> None:
+    net = staged()
+    trainer, data = trainer_of(net), batches(4)
+    feed(trainer, data)
+    handle = net.model.get_submodule("blocks.1").register_forward_hook(print)
+    with pytest.raises(InputError, match="never call this module"):
+        trainer.step(*data[0])
+    handle.remove()
+    trainer.step(*data[0])
+    trainer.flush()
+
+
+def test_an_identity_that_is_replaced_is_named_by_reversify() -> None:
+    net: Any = revcompile.reversify(Net(), torch.randn(4, 5), check="off")
+    net.blocks[1].drop = nn.Dropout(0.5)
+    with pytest.raises(InputError, match=r"blocks\.1\.drop was replaced after reversify"):
+        net(torch.randn(4, 5))
+
+
+# -- hooks on layers ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:backend='static'")
+@pytest.mark.parametrize("backend", ["eager", "static"])
+@pytest.mark.parametrize("method", ["petra", "pipedream", "ddg"])
+def test_hooks_of_layers_run_once_for_each_micro_batch(method: str, backend: str) -> None:
+    net = staged()
+    trainer, data = trainer_of(net, method=method, backend=backend), batches(4)
+    feed(trainer, data * 2)
+    seen: list[str] = []
+    up = net.model.get_submodule("blocks.1.up")
+    up.register_forward_hook(lambda *_: seen.append("forward"))
+    for batch in data:
+        trainer.step(*batch)
+    assert seen == ["forward"] * 4
+    up.register_full_backward_hook(lambda *_: seen.append("backward"))
+    trainer.flush()
+    assert set(seen[4:]) <= {"backward"}
+    trainer.step(*data[0])
+    trainer.flush()
+    assert seen[-2:] == ["forward", "backward"]
+
+
+def test_results_of_hooks_take_part() -> None:
+    net = staged()
+    for path in ("stem", "blocks.1.up"):
+        net.model.get_submodule(path).register_forward_hook(lambda m, i, o: 3 * o)
+    (x, y), plain = batches(1)[0], net.module()
+    plain.reversible = False
+    F.cross_entropy(plain(x), y).backward()
+    trainer = trainer_of(net, plain_sgd)
+    trainer.step(x, y)
+    trainer.flush()
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(trainer.parameters()[name], p - 0.1 * p.grad)
+
+
+# -- other trainers, other weights ----------------------------------------------------------------
+
+
+def test_a_new_trainer_takes_over() -> None:
+    net = staged()
+    first, data = trainer_of(net), batches(2)
+    feed(first, data)
+    second = trainer_of(net)
+    state = first.state_dict()
+    for use in (lambda: first.step(*data[0]), first.flush, lambda: first.load_state_dict(state)):
+        with pytest.raises(TrainerStoppedError, match=r"net\.trainer.* called again"):
+            use()
+    second.load_state_dict(state)
+    second.flush()
+    with pytest.raises(TrainerStoppedError, match=r"net\.trainer.* called again"):
+        first.state_dict()
+
+
+def test_weights_loaded_while_micro_batches_are_in_flight_stop_the_trainer(tmp_path: Path) -> None:
+    net = fresh(training.Net)
+    file, data = net.export(tmp_path / "weights.safetensors"), batches(6)
+    trainer = trainer_of(net)
+    feed(trainer, data)
+    state = trainer.state_dict()
+    net.load(file)
+    for use in (lambda: trainer.step(*data[0]), trainer.flush):
+        with pytest.raises(TrainerStoppedError, match=r"call trainer\.flush\(\) before"):
+            use()
+    trainer.load_state_dict(state)
+    trainer.flush()
+
+
+def test_weights_loaded_into_a_drained_pipeline_are_trained(tmp_path: Path) -> None:
+    """Tied weights, of which a stage has copies, and stashed ones are the loaded ones, too."""
+    net, twin = fresh(training.Net), fresh(training.Net)
+    file, data = net.export(tmp_path / "weights.safetensors"), batches(6)
+    trainer = trainer_of(net, plain_sgd, method="pipedream")
+    feed(trainer, data)
+    trainer.flush()
+    net.load(file)
+    other = trainer_of(twin, plain_sgd, method="pipedream")
+    other.schedule.injected = trainer.schedule.injected  # dropout is drawn by number
+    for each in (trainer, other):
+        feed(each, data)
+        each.flush()
+    for name, p in other.parameters().items():
+        torch.testing.assert_close(trainer.parameters()[name], p, rtol=0, atol=0)
+
+
+def test_the_mean_loss_is_of_the_steps_since_the_last_call(monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics, "_MOST_LOSSES", 2)
+    trainer = trainer_of(staged())
+    losses = feed(trainer, batches(3))
+    assert trainer.mean_loss() == pytest.approx(sum(losses) / 3)
+    assert trainer.mean_loss() != trainer.mean_loss()  # nan
+    losses = feed(trainer, batches(6))
+    assert trainer.mean_loss() == pytest.approx(sum(losses) / 6)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
+        self.norms = nn.ModuleDict({name: nn.BatchNorm1d(6) for name in names})
+        self.scales = nn.ParameterDict({name: torch.ones(6) for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, layer in self.layers.items():
+            x = x + torch.tanh(self.norms[name](layer(x))) * self.scales[name]
+        return x
+
+
+def test_modules_may_have_any_name() -> None:
+    names = ["in", "it's", 'a "b"', "back\\slash", "{x}", "None", "self"]
+    net = revcompile.petrafy(Named(names), 2, torch.randn(4, 6), cost="measured")
+    trainer = net.trainer(plain_sgd, F.mse_loss)
+    for _ in range(3):
+        trainer.step(torch.randn(4, 6), torch.zeros(4, 6))
+    trainer.flush()
+    for stage in net.stages:
+        for text in (stage.code, stage.source(verbose=True)):
+            compile(text, "code", "exec")
+    for name in names:
+        assert "placed" in str(net.explain(f"layers.{name}"))
