@@ -38,6 +38,8 @@ def take_over(model: nn.Module, trainer: _Trains) -> None:
 
 def is_latest(model: nn.Module, trainer: _Trains, *, or_next_unused: bool = False) -> bool:
     """Is it the model's last trainer, or, with `or_next_unused`, are its weights still there?"""
+    if model not in _latest:  # both are copies
+        return True
     latest = _latest[model]()
     return latest is trainer or (or_next_unused and latest is not None and latest.is_unused)
 
