@@ -101,6 +101,7 @@ def loaded(trainer: Trainer) -> None:
 
 def taken_over(trainer: Trainer) -> None:
     state = weights(fresh(Loose, 3, torch.float32))
+    trainer.flush()  # a trainer whose model is given other weights in flight cannot go on
     trainer.model.load_state_dict({name: 0.5 * tensor for name, tensor in state.items()})
 
 
