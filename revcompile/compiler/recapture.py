@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import NoneType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -24,12 +25,15 @@ from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
+from revcompile.ir.conditions import ABSENT, UNKNOWN, look_up
 from revcompile.ir.guards import Guards
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Captured, Frontend, Rewired
 
 __all__ = ["Recompiler"]
+
+_PLAIN: Final = (NoneType, bool, int, float, str, type(ABSENT))
 
 
 class Recompiler:
@@ -106,15 +110,29 @@ class Recompiler:
         shared = set[int]()
         modes = [mode for each in guards for mode in (each.train, each.evaluation)]
         for guard in (guard for mode in modes for guard in mode.attributes):
-            own = vars(modules[guard.path]) if guard.path in modules else {}
-            if guard.name in own and guard.name != "training":
-                value = own[guard.name]
-                if not guard.fields:
-                    vars(model.get_submodule(guard.path))[guard.name] = copy.deepcopy(value)
+            if guard.path in modules and guard.name not in ("", "training"):
+                value = look_up(modules[guard.path], guard.name)
+                if not guard.fields or isinstance(value, _PLAIN):
+                    _set_plain(model.get_submodule(guard.path), guard.name, value)
                 elif id(value) not in shared:
                     shared.add(id(value))
                     _share_copy(value, modules, model)
         return model
+
+
+def _set_plain(module: nn.Module, name: str, value: Any) -> None:
+    """Give a module a copy of a plain attribute; the value may be a buffer of the running model."""
+    own = vars(module)
+    is_member = any(name in own[kind] for kind in ("_parameters", "_buffers", "_modules"))
+    if is_member or value is UNKNOWN or isinstance(value, nn.Module):
+        return
+    if value is ABSENT:
+        own.pop(name, None)
+    elif isinstance(value, torch.Tensor):
+        if name in own:
+            own[name] = value.detach().clone()
+    elif value is not getattr(type(module), name, ABSENT):
+        own[name] = copy.deepcopy(value)
 
 
 def _share_copy(value: Any, modules: Mapping[str, nn.Module], model: nn.Module) -> None:

@@ -11,11 +11,13 @@ becomes a guard: the graph is valid only while the value is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import Tensor, fx, nn
+
+from revcompile.ir.conditions import ABSENT, Condition, Item, SameObject, frozen, holds, look_up
 
 __all__ = [
     "NO_GUARDS",
@@ -25,7 +27,6 @@ __all__ = [
     "ModeGuards",
     "SizeGuard",
     "SizeGuards",
-    "frozen",
     "input_types",
 ]
 
@@ -33,15 +34,6 @@ __all__ = [
 def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """The properties of inputs on which shapes inside the network depend."""
     return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-
-
-def frozen(value: Any) -> Any:
-    """A copy of nested containers that does not change with the original."""
-    if type(value) is dict:
-        return {k: frozen(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(frozen, value))
-    return set(value) if type(value) is set else value
 
 
 @dataclass(frozen=True)
@@ -69,26 +61,39 @@ class SizeGuards:
 class AttributeGuard:
     """An attribute of the module at `path` that the forward pass has read.
 
-    With `fields` the attribute is an object (a configuration), and one of its fields was read.
+    With `fields` the attribute is an object (a configuration) or a container, and one of its fields
+    or items was read. Without a name it is the module itself.
     """
 
     path: str
     name: str
     value: Any
+    """A plain value, ABSENT, or a `Condition`."""
     source: str
-    fields: tuple[str, ...] = ()
+    fields: tuple[str | Item, ...] = ()
 
     @property
     def expression(self) -> str:
         """How a user would write it."""
-        return ".".join((*filter(None, (self.path,)), self.name, *self.fields))
+        text = ".".join(filter(None, (self.path, self.name))) or "the model"
+        for step in self.fields:
+            text += f"[{step.key!r}]" if isinstance(step, Item) else f".{step}"
+        return text
 
     def current(self, module: nn.Module) -> Any:
-        """The value now, of the module at `path`; that of the capture if it cannot be read."""
-        value = vars(module).get(self.name, self)
-        for field in self.fields if value is not self else ():
-            value = getattr(value, field, self)
-        return self.value if value is self else value
+        """The value now, of the module at `path`."""
+        value = look_up(module, self.name) if self.name else module
+        for step in self.fields:
+            value = ABSENT if value is ABSENT else look_up(value, step)
+        return value
+
+    def rebased(self, module: nn.Module) -> AttributeGuard:
+        """The same guard for a module whose attributes rewiring has changed."""
+        now = self.current(module)
+        if now is ABSENT:
+            return self
+        is_condition = isinstance(self.value, Condition)
+        return replace(self, value=self.value.rebased(now) if is_condition else frozen(now))
 
 
 @dataclass(frozen=True)
@@ -149,15 +154,39 @@ class Guards:
     def rebased(self, root: nn.Module) -> Guards:
         """The same guards for a root whose attributes rewiring has changed."""
 
-        def current(guard: AttributeGuard) -> AttributeGuard:
-            if guard.name == "training":
-                return guard
-            return replace(guard, value=frozen(guard.current(root.get_submodule(guard.path))))
+        def rebase(guard: AttributeGuard) -> AttributeGuard:
+            is_mode = guard.name == "training"
+            return guard if is_mode else guard.rebased(root.get_submodule(guard.path))
 
-        def rebase(mode: ModeGuards) -> ModeGuards:
-            return replace(mode, attributes=tuple(map(current, mode.attributes)))
+        return self._with_attributes(lambda guards: map(rebase, guards))
 
-        return replace(self, train=rebase(self.train), evaluation=rebase(self.evaluation))
+    def for_copy(self, root: nn.Module) -> Guards:
+        """The same guards for another copy of the root: objects are those of that copy."""
+
+        def rebase(guard: AttributeGuard) -> AttributeGuard:
+            is_identity = isinstance(guard.value, SameObject)
+            return guard.rebased(root.get_submodule(guard.path)) if is_identity else guard
+
+        return self._with_attributes(lambda guards: map(rebase, guards))
+
+    def held_by(self, root: nn.Module) -> Guards:
+        """The guards that hold for a root which has a part of the attributes and modules only."""
+        modules = dict(root.named_modules(remove_duplicate=False))
+
+        def is_held(guard: AttributeGuard) -> bool:
+            module = modules.get(guard.path)
+            return module is not None and holds(guard.value, guard.current(module))
+
+        return self._with_attributes(lambda guards: filter(is_held, guards))
+
+    def _with_attributes(
+        self, change: Callable[[Iterable[AttributeGuard]], Iterable[AttributeGuard]]
+    ) -> Guards:
+        train, evaluation = (
+            replace(mode, attributes=tuple(change(mode.attributes)))
+            for mode in (self.train, self.evaluation)
+        )
+        return replace(self, train=train, evaluation=evaluation)
 
 
 NO_GUARDS: Final = Guards()

@@ -2,15 +2,16 @@
 
 self.step += 1             a counter: read, then changed (`AttributeLog.overwritten`)
 if self.alpha > 0:         read: becomes a guard (`AttributeLog.guards`)
-if self.config.bias:       a field of an object that a module holds: likewise
+if hasattr(self, "late"):  so does an attribute that is not there, or is None
+if self.config.bias:       a field of an object that a module holds: likewise (`object_reads.py`)
+for b in self.blocks:      the names of a module's children, unless the graph calls them
 self.aux = p.mean()        a tensor that only the traced forward computes (`UncomputedTensor`)
 """
 
 from __future__ import annotations
 
-import enum
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -18,25 +19,17 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import nn
 
-from revcompile.compiler.capture.trace_errors import user_line
+from revcompile.compiler.capture.object_reads import CONTAINERS, ObjectReads, is_plain, is_scalar
+from revcompile.compiler.capture.trace_errors import is_model_code, user_line
 from revcompile.errors import InputError
-from revcompile.ir.guards import AttributeGuard, frozen
+from revcompile.ir.conditions import ABSENT, Condition, HasKeys, IsInstance, Item, Present, frozen
+from revcompile.ir.guards import AttributeGuard
 from revcompile.ir.module_tree import child_path
 
 __all__ = ["AttributeLog", "UncomputedTensor", "log_attributes", "mark_uncomputed", "state_of"]
 
 _OF_NN: Final = frozenset(vars(nn.Module())) - {"training"}
 """Attributes every module has, for torch's own use."""
-
-_SCALARS: Final = (
-    *(bool, int, float, complex, str, bytes, types.NoneType, enum.Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *(type, types.FunctionType, types.BuiltinFunctionType),
-)
-_CONTAINERS: Final = (tuple, list, set, frozenset, dict)
-_MAX_GUARDED: Final = 256
-"""Larger containers are taken for data, which decides no control flow."""
-
 
 @dataclass(frozen=True)
 class _Event:
@@ -47,8 +40,17 @@ class _Event:
     content: Any
     """The value's contents at that time: a list may have grown since."""
     source: str
-    fields: tuple[str, ...] = ()
+    fields: tuple[str | Item, ...] = ()
     """Not the attribute itself was read, but this field (of a field) of the object in it."""
+    is_own: bool = True
+    """Is it in the module's `__dict__`, where assignments can be followed?"""
+
+    @property
+    def key(self) -> Any:
+        """What was read; a condition on a value is noted beside the value."""
+        kind = self.value if isinstance(self.value, IsInstance) else type(self.value)
+        condition = kind if isinstance(self.value, Condition) else None
+        return self.module, self.name, self.fields, condition
 
 
 class AttributeLog:
@@ -56,8 +58,23 @@ class AttributeLog:
 
     def __init__(self, paused: Callable[[], bool]) -> None:
         self.events: list[_Event] = []
+        self.routes: dict[nn.Module, tuple[nn.Module, str, tuple[str | Item, ...]]] = {}
+        """Of modules in plain containers or objects: the module, its attribute, and the steps."""
         self._paused = paused
         self._busy = False
+
+    @property
+    def is_paused(self) -> bool:
+        return self._busy or self._paused()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Note nothing, while code of the compiler's own walks the modules."""
+        outer, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = outer
 
     def note(
         self,
@@ -65,35 +82,61 @@ class AttributeLog:
         name: str,
         is_read: bool,
         value: Any,
-        fields: tuple[str, ...] = (),
+        fields: tuple[str | Item, ...] = (),
+        is_own: bool = True,
     ) -> None:
         """Note a read, or a write, of an attribute."""
-        if self._busy or self._paused():
+        if self.is_paused:
             return
-        self._busy = True  # finding the user's line reads attributes too
-        try:
-            event = _Event(module, name, is_read, value, _content(value), user_line(), fields)
+        with self.pause():  # finding the user's line reads attributes too
+            source = user_line()
+            event = _Event(module, name, is_read, value, _content(value), source, fields, is_own)
             self.events.append(event)
-        finally:
-            self._busy = False
 
-    def guards(self, paths: Mapping[nn.Module, str]) -> tuple[AttributeGuard, ...]:
-        """Guards on plain attributes that were read before the forward pass itself wrote them."""
+    def guards(
+        self, paths: Mapping[nn.Module, str], used: Collection[str] = ()
+    ) -> tuple[AttributeGuard, ...]:
+        """Guards on attributes that were read before the forward pass itself wrote them.
+
+        `used` are paths of modules that the graph calls or runs through: those may be replaced, and
+        what they have become is checked by whoever runs the graph.
+        """
         first: dict[Any, _Event] = {}
+        written: set[tuple[nn.Module, str]] = set()
         for event in self.events:
-            first.setdefault((event.module, event.name, event.fields), event)
-        return tuple(
-            AttributeGuard(paths[e.module], e.name, frozen(e.value), e.source, e.fields)
-            for e in first.values()
-            if e.is_read and e.module in paths and _is_plain(e.value)
-        )
+            if not event.is_read:
+                written.add((event.module, event.name))
+            elif (event.module, event.name) not in written:
+                first.setdefault(event.key, event)
+        guards = (self._guard(event, paths, used) for event in first.values())
+        return tuple(guard for guard in guards if guard is not None)
+
+    def _guard(
+        self, event: _Event, paths: Mapping[nn.Module, str], used: Collection[str]
+    ) -> AttributeGuard | None:
+        module, name, fields, value = event.module, event.name, event.fields, event.value
+        if module not in paths and module in self.routes:  # held in a list, or in a configuration
+            module, outer, steps = self.routes[module]
+            name, fields = outer, (*steps, *filter(None, (name,)), *fields)
+        if module not in paths:
+            return None
+        path = paths[module]
+        if issubclass(type(value), nn.Module):
+            if paths.get(value, path) in used:
+                return None
+            value = IsInstance((type(value),))
+        elif isinstance(value, HasKeys) and value.kind is nn.Module and path and path in used:
+            return None
+        elif not isinstance(value, Condition) and not is_plain(value):
+            return None
+        return AttributeGuard(path, name, frozen(value), event.source, fields)
 
     def overwritten(self, since: int = 0) -> list[tuple[nn.Module, str]]:
         """Attributes that were read and then changed, by assignment or in place."""
         first: dict[tuple[nn.Module, str], _Event] = {}
         changed: dict[tuple[nn.Module, str], None] = {}
         for event in self.events[since:]:
-            if event.fields:
+            if event.fields or not event.is_own:
                 continue
             key = event.module, event.name
             start = first.setdefault(key, event)
@@ -103,21 +146,33 @@ class AttributeLog:
 
     def read_first(self, module: nn.Module, name: str, since: int) -> bool:
         """Was the attribute read before it was written, since an event?"""
-        own = (e for e in self.events[since:] if not e.fields)
+        own = (e for e in self.events[since:] if e.is_own and not e.fields)
         return next((e.is_read for e in own if e.module is module and e.name == name), False)
 
 
 @contextmanager
 def log_attributes(log: AttributeLog) -> Iterator[None]:
-    """Log reads and writes of all modules' own attributes, and reads of the objects in them."""
+    """Log reads and writes of all modules' attributes, and reads of the objects in them."""
     get, put = object.__getattribute__, nn.Module.__setattr__
-    fields = _FieldReads(log)
+    objects = ObjectReads(log)
+    reads = _Reads(log, objects)
 
     def getting(self: nn.Module, name: str) -> Any:
-        value = get(self, name)
-        if name not in _OF_NN and name in get(self, "__dict__"):
-            log.note(self, name, True, value)
-            fields.follow(value, self, name)
+        try:
+            value = get(self, name)
+        except AttributeError:  # `nn.Module.__getattr__` is called next
+            reads.note_member(self, name)
+            raise
+        if name not in _OF_NN:
+            if name in get(self, "__dict__"):
+                log.note(self, name, True, value)
+                objects.follow(value, self, name)
+            elif not name.startswith("__"):
+                reads.note_class_attribute(self, name, value)
+            elif name == "__dict__":
+                reads.note_all(self, value)
+        elif name == "_modules":
+            reads.note_children(self, value)
         return value
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
@@ -132,73 +187,56 @@ def log_attributes(log: AttributeLog) -> Iterator[None]:
     finally:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = put  # type: ignore[method-assign]
-        fields.stop()
+        objects.stop()
 
 
-class _FieldReads:
-    """Logs reads of the fields of objects that modules hold, such as a configuration.
+class _Reads:
+    """Logs reads that the model's own code makes of what is not in a module's `__dict__`."""
 
-    The classes of such objects get a `__getattribute__` that logs, until `stop`. Of a class that
-    is written in C (`types.SimpleNamespace`) all fields count as read.
-    """
+    def __init__(self, log: AttributeLog, objects: ObjectReads) -> None:
+        self._log, self._objects = log, objects
 
-    def __init__(self, log: AttributeLog) -> None:
-        self._log = log
-        self._held: dict[int, tuple[Any, nn.Module, str, tuple[str, ...]]] = {}
-        """By id: the object (held, so that the id stays its own) and how it was reached first."""
-        self._classes: dict[type, tuple[Any, bool]] = {}
-        """What each class's `__getattribute__` was, and whether the class had its own."""
+    def note_member(self, module: nn.Module, name: str) -> None:
+        """Note a read of a parameter, buffer or child, which may be None, or absent."""
+        if self._log.is_paused or name.startswith("__") or not is_model_code():
+            return
+        own = object.__getattribute__(module, "__dict__")
+        members = (own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
+        value = next((found[name] for found in members if name in found), ABSENT)
+        if value is ABSENT and _class_attribute(module, name) is not ABSENT:
+            return  # a property that fails
+        if issubclass(type(value), torch.Tensor):
+            value = Present()
+        self._log.note(module, name, True, value, is_own=False)
 
-    def follow(self, value: Any, module: nn.Module, name: str, *fields: str) -> None:
-        if id(value) not in self._held and _has_fields(value):
-            self._held[id(value)] = value, module, name, fields
-            if not self._patch(type(value)):
-                for field, inner in vars(value).items():
-                    self._note(value, field, inner)
+    def note_class_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Note a read of a plain class attribute; methods and properties are code."""
+        if self._log.is_paused or _class_attribute(module, name) is not value:
+            return
+        if not issubclass(type(value), (types.FunctionType, type)):
+            self._objects.visit(value, module, name)
 
-    def _note(self, this: Any, field: str, value: Any) -> None:
-        _, module, name, outer = self._held[id(this)]
-        if _is_plain(value):
-            self._log.note(module, name, True, value, (*outer, field))
-        else:
-            self.follow(value, module, name, *outer, field)
+    def note_children(self, module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
+        """Note that the names of children were read: `len`, `in`, `for ... in`, `children()`."""
+        if self._log.is_paused or not is_model_code():
+            return
+        self._log.note(module, "", True, HasKeys.of(module), is_own=False)
+        for name, child in children.items():
+            self._log.note(module, name, True, child, is_own=False)
 
-    def _patch(self, kind: type) -> bool:
-        """Log reads of a class's objects; False if the class cannot be changed."""
-        if kind in self._classes:
-            return True
-        before: Any = kind.__getattribute__
-
-        def reading(this: Any, field: str) -> Any:
-            value = before(this, field)
-            if id(this) in self._held and not field.startswith("__"):
-                self._note(this, field, value)
-            return value
-
-        is_own = "__getattribute__" in vars(kind)
-        try:
-            kind.__getattribute__ = reading  # type: ignore[method-assign, assignment]
-        except TypeError:  # a class written in C
-            return False
-        self._classes[kind] = before, is_own
-        return True
-
-    def stop(self) -> None:
-        for kind, (before, is_own) in self._classes.items():
-            if is_own:
-                kind.__getattribute__ = before  # type: ignore[method-assign]
-            else:
-                del kind.__getattribute__
+    def note_all(self, module: nn.Module, own: Mapping[str, Any]) -> None:
+        """Note that all attributes were read: `vars(self)`."""
+        if not self._log.is_paused and is_model_code():
+            for name in [name for name in own if name not in _OF_NN]:
+                self._log.note(module, name, True, own[name])
+                self._objects.follow(own[name], module, name)
 
 
-def _has_fields(value: Any) -> bool:
-    """Is it an object with plain attributes, like a configuration?"""
-    kind = type(value)
-    if issubclass(kind, (nn.Module, torch.Tensor, types.ModuleType)) or _is_scalar(value):
-        return False
-    if kind.__module__.partition(".")[0] in ("torch", "builtins") or callable(value):
-        return False
-    return type(getattr(value, "__dict__", None)) is dict
+def _class_attribute(module: nn.Module, name: str) -> Any:
+    """What the user's class has under a name; ABSENT for what every module has."""
+    kinds = (kind for kind in type(module).__mro__ if name in vars(kind))
+    kind = next(kinds, nn.Module)
+    return ABSENT if kind.__module__.partition(".")[0] in ("torch", "builtins") else vars(kind)[name]
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -219,33 +257,19 @@ class _Same:
         return id(self.value)
 
 
-def _is_scalar(value: Any) -> bool:
-    # by its type: while a model is traced, `isinstance` takes proxies for numbers
-    return issubclass(type(value), _SCALARS)
-
-
 def _content(value: Any) -> Any:
-    if _is_scalar(value):
+    if is_scalar(value):
         return type(value), value
     if type(value) is dict:
-        value = [(k if _is_scalar(k) else None, _item(v)) for k, v in value.items()]
+        value = [(k if is_scalar(k) else None, _item(v)) for k, v in value.items()]
         return dict, value
-    if type(value) in _CONTAINERS:
+    if type(value) in CONTAINERS:
         return type(value), [*map(_item, value)]
     return _Same(value)
 
 
 def _item(value: Any) -> Any:
-    return _content(value) if _is_scalar(value) else None
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    if _is_scalar(value):
-        return True
-    if type(value) not in (*_CONTAINERS, torch.Size) or depth > 4 or len(value) > _MAX_GUARDED:
-        return False
-    items: Iterable[Any] = (*value, *value.values()) if type(value) is dict else value
-    return all(_is_plain(item, depth + 1) for item in items)
+    return _content(value) if is_scalar(value) else None
 
 
 class UncomputedTensor:

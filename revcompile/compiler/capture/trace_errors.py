@@ -28,12 +28,15 @@ __all__ = [
     "compares_types_by_identity",
     "describe_failure",
     "in_bare_call",
+    "is_model_code",
     "is_torch_code",
     "user_line",
 ]
 
 _TORCH: Final = torch.__path__[0]
 _TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
+_LAYERS: Final = str(Path(_TORCH, "nn", "modules"))
+_COMPILERS: Final = (_TORCH, str(Path(__file__).parents[2]), "<frozen")
 _NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parent), "<")
 """How the paths of files begin that no user wrote."""
 
@@ -113,6 +116,21 @@ def is_torch_code() -> bool:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TRACERS):
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(_TORCH)
+
+
+def is_model_code() -> bool:
+    """Is the code that reads an attribute the model's, or a layer of torch.nn that it calls?
+
+    Not code of torch or of the compiler that looks through the modules, or through all parameters.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.startswith(_LAYERS):
+        if frame.f_code.co_name == "forward":
+            return True
+        if frame.f_code.co_name == "_named_members":
+            return False
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_COMPILERS)
 
 
 def user_line() -> str:

@@ -137,9 +137,27 @@ class Tracer(ShapedTracer):
         return ModeGuards(
             direct,
             derived,
-            attributes=self.log.guards(paths),
+            attributes=self.log.guards(paths, self._used()),
             flags=tuple(dict.fromkeys(self._flags)),
         )
+
+    def _used(self) -> set[str]:
+        """Paths of the modules that the graph calls, reads from or runs through.
+
+        Not of `nn.Identity`, which the graph will not call.
+        """
+        used = {""}
+        for node in self.graph.nodes:
+            paths = [str(node.meta.get(PATH) or "")]
+            if node.op == "get_attr":
+                paths.append(str(node.target).rpartition(".")[0])
+            elif type(called_module(node, self.root)) is nn.Identity:
+                paths = [str(node.target).rpartition(".")[0]]
+            for path in paths:
+                while path not in used:
+                    used.add(path)
+                    path = path.rpartition(".")[0]
+        return used
 
     # -- arguments and results ----------------------------------------------------------------
 
@@ -181,7 +199,8 @@ class Tracer(ShapedTracer):
             if not known:
                 self.tensor_attrs[a] = self._constant(a)
         try:
-            return super().create_arg(a)
+            with self.log.pause():
+                return super().create_arg(a)
         except NotImplementedError:
             raise TraceError(
                 f"a {type(a).__name__} is an argument, which no graph can hold"
@@ -371,7 +390,8 @@ class Tracer(ShapedTracer):
         if self.evaluating or type(attr_val) is ShapedProxy:
             return attr_val
         self._attribute_proxies = parameter_proxy_cache
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+        with self.log.pause():
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if kind.startswith("call") and autocast_state() != self._autocast:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.errors import GuardError
+from revcompile.ir.conditions import Condition, HasKeys, Present, described, holds
 from revcompile.ir.guards import (
     AttributeGuard,
     Guards,
@@ -36,10 +37,20 @@ class Mismatch:
         self.source = source
 
     def __str__(self) -> str:
-        now = "cannot be computed" if self.found is _ABSENT else f"is {self.found!r}"
+        now = "cannot be computed" if self.found is _ABSENT else f"is {described(self.found)}"
+        if isinstance(self.expected, HasKeys):
+            now = f"is {HasKeys.of(self.found)!r}"
         return (
-            f"{self.expression} was {self.expected!r} when the model was captured and {now} now "
-            f"[{self.source}]"
+            f"{self.expression} was {described(self.expected)} when the model was captured and "
+            f"{now} now [{self.source}]"
+        )
+
+    @property
+    def is_structural(self) -> bool:
+        """Is it about modules or parameters, which capturing the model again does not follow?"""
+        expected, is_condition = self.expected, isinstance(self.expected, Condition)
+        return (is_condition and expected.is_structural) or isinstance(
+            self.found, (nn.Module, nn.Parameter)
         )
 
     def error(self, where: str, advice: str) -> GuardError:
@@ -255,34 +266,46 @@ class _Tree:
     """Attributes to compare, as a tree like the modules: one walk per call, no lookup by path."""
 
     def __init__(self, mode: ModeGuards) -> None:
-        self._guards: list[tuple[str, Any, AttributeGuard]] = []
-        self._fields: list[AttributeGuard] = []
+        self._plain: list[tuple[str, Any, AttributeGuard]] = []
+        self._parameters: list[tuple[str, AttributeGuard]] = []
+        self._others: list[AttributeGuard] = []
         self._children: dict[str, _Tree] = {}
         for guard in mode.attributes:
             tree = self
             for atom in guard.path.split(".") if guard.path else ():
                 tree = tree._children.setdefault(atom, _Tree(ModeGuards()))
-            if guard.fields:
-                tree._fields.append(guard)
+            if guard.fields or not guard.name:
+                tree._others.append(guard)
+            elif isinstance(guard.value, Present):
+                tree._parameters.append((guard.name, guard))
             else:
-                tree._guards.append((guard.name, guard.value, guard))
+                tree._plain.append((guard.name, guard.value, guard))
 
     def changed(self, module: nn.Module) -> Mismatch | None:
         own = module.__dict__
-        for name, value, guard in self._guards:
-            now = own.get(name, value)
-            if now is not value and (type(now) is not type(value) or now != value):
-                return Mismatch(guard.expression, value, now, guard.source)
-        for guard in self._fields:
-            now = guard.current(module)
-            if type(now) is not type(guard.value) or now != guard.value:
-                return Mismatch(guard.expression, guard.value, now, guard.source)
+        for name, value, guard in self._plain:
+            if own.get(name, self) is not value and (problem := _mismatch(guard, module)):
+                return problem
+        parameters = own["_parameters"]
+        for name, guard in self._parameters:
+            if parameters.get(name) is None and (problem := _mismatch(guard, module)):
+                return problem
+        for guard in self._others:
+            if problem := _mismatch(guard, module):
+                return problem
         for name, tree in self._children.items():
             child = own["_modules"].get(name)
             problem = None if child is None else tree.changed(child)
             if problem is not None:
                 return problem
         return None
+
+
+def _mismatch(guard: AttributeGuard, module: nn.Module) -> Mismatch | None:
+    now = guard.current(module)
+    if holds(guard.value, now):
+        return None
+    return Mismatch(guard.expression, guard.value, now, guard.source)
 
 
 # -- the captures of one model --------------------------------------------------------------------
@@ -333,6 +356,12 @@ class Cases:
         name = self._cases[0][0].name
         if self.recapture is None:
             raise problem.error(name, "Compile the model again for this case.")
+        if problem.is_structural:
+            raise problem.error(
+                name,
+                "Capturing it again does not follow new or missing modules and parameters: undo "
+                "the change, or make it in the original model and compile that.",
+            )
         if len(self._cases) >= _MOST:
             raise problem.error(
                 name,
@@ -348,7 +377,7 @@ class Cases:
                 "example inputs of this case, or keep the module that reads this as one piece with "
                 "leaf_modules=[...].",
             ) from error
-        rewired = replace(rewired, root=root)
+        rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
         case = rewired, GuardChecker(rewired.guards)
         remaining = case[1].failing(root, values)
         if remaining is not None:

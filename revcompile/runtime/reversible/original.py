@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, OriginalMethodError
+from revcompile.ir.conditions import ABSENT, UNKNOWN
 
 __all__ = ["Original", "OriginalSurface"]
 
@@ -350,6 +351,13 @@ class OriginalSurface(nn.Module):
         return name in original.plain or (
             original.kind is not None and hasattr(original.kind, name)
         )
+
+    def attribute_of_original(self, name: str) -> Any:
+        """What the original's class, or the original itself under a hidden name, has there."""
+        original = self._original
+        if name in original.hidden:
+            return original.hidden[name]
+        return UNKNOWN if original.kind is None else getattr(original.kind, name, ABSENT)
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules")
