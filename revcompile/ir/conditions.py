@@ -5,6 +5,7 @@
     IsInstance    an object's class, as `isinstance` sees it
     HasKeys       a container's class and its keys, or its length; a module's children
     SameObject    the object itself
+    HasType       the shape and type of a tensor
     HasContents   the elements of a tensor or an array
 
 Any other value is compared by type and equality.
@@ -26,6 +27,7 @@ __all__ = [
     "Condition",
     "HasContents",
     "HasKeys",
+    "HasType",
     "IsInstance",
     "Item",
     "Present",
@@ -51,6 +53,11 @@ ABSENT: Final = _Absence.ABSENT
 """There is no such attribute, field or item."""
 UNKNOWN: Final = _Absence.UNKNOWN
 """It cannot be told: a class that was not pickled with its module."""
+
+
+_MAX_SHOWN: Final = 8
+_MAX_TEXT: Final = 200
+"""Elements of a tensor, and characters of any other value, in an error message."""
 
 
 def frozen(value: Any) -> Any:
@@ -148,6 +155,25 @@ class SameObject(Condition):
         return described(self.value)
 
 
+@dataclass(frozen=True)
+class HasType(Condition):
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, value: Any) -> HasType:
+        return cls(tuple(value.shape), value.dtype)
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and HasType.of(value) == self
+
+    def rebased(self, value: Any) -> Condition:
+        return HasType.of(value) if isinstance(value, torch.Tensor) else self
+
+    def __repr__(self) -> str:
+        return f"a tensor {self.shape} of {self.dtype}"
+
+
 class HasContents(Condition):
     """The elements are compared only where the object or its version differs."""
 
@@ -194,12 +220,12 @@ def holds(expected: Any, value: Any) -> bool:
 
 def described(value: Any) -> str:
     """A value in an error message."""
-    if isinstance(value, (torch.Tensor, nn.Module)) or hasattr(value, "dtype"):
-        numbers = f" {tuple(value.shape)}" if hasattr(value, "shape") else ""
-        small = numbers and value.size == 1 if not isinstance(value, torch.Tensor) else False
-        return repr(value) if small else f"a {type(value).__name__}{numbers}"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor) and value.numel() > _MAX_SHOWN:
+        return repr(HasType.of(value))
     text = repr(value)
-    return text if len(text) < 200 else f"{text[:200]}..."
+    return text if len(text) < _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 # -- how a value is found again -------------------------------------------------------------------

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor, fx, nn
 
 from revcompile.ir.conditions import ABSENT, Condition, Item, SameObject, frozen, holds, look_up
+from revcompile.kernels.autocast import is_autocasting
 
 __all__ = [
     "NO_GUARDS",
@@ -32,8 +34,16 @@ __all__ = [
 
 
 def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """The properties of inputs on which shapes inside the network depend."""
-    return tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+    """The properties of inputs on which shapes and types inside the network depend.
+
+    The last one is the type that autocast computes in, or None.
+    """
+    types, device = [], None
+    for t in tensors:
+        types.append((t.shape, t.stride(), t.dtype, t.requires_grad))
+        device = device or t.device
+    is_cast = device is not None and is_autocasting(device)
+    return *types, torch.get_autocast_dtype(device.type) if device and is_cast else None
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,19 @@ class SizeGuards:
     guards: tuple[SizeGuard, ...] = ()
     graph: fx.Graph | None = None
     contents: frozenset[int] = frozenset()
+
+    def of_state(self, root: nn.Module) -> SizeGuards:
+        """Guards on parameters and buffers, with their values for this root; none if it lacks any.
+        """
+        if self.graph is None:
+            return self
+        inputs = len(self.graph.find_nodes(op="placeholder"))
+        try:
+            values = fx.GraphModule(root, self.graph)(*[None] * inputs)
+        except Exception:
+            return SizeGuards()
+        pairs = zip(self.guards, values, strict=True)
+        return replace(self, guards=tuple(replace(g, value=value) for g, value in pairs))
 
 
 @dataclass(frozen=True)
@@ -117,12 +140,13 @@ class ModeGuards:
     `direct` needs only the inputs themselves, and is computed at every call. `derived` needs the
     shapes of values inside the network, and is computed on the meta device, once for each new
     combination of input shapes; so is `written`: sizes that rewiring has replaced by functions of
-    the batch size.
+    the batch size. `state` needs parameters and buffers (`weight.requires_grad`), as they are now.
     """
 
     direct: SizeGuards = SizeGuards()
     derived: SizeGuards = SizeGuards()
     written: SizeGuards = SizeGuards()
+    state: SizeGuards = SizeGuards()
     attributes: tuple[AttributeGuard, ...] = ()
     flags: tuple[FlagGuard, ...] = ()
 
@@ -158,7 +182,7 @@ class Guards:
             is_mode = guard.name == "training"
             return guard if is_mode else guard.rebased(root.get_submodule(guard.path))
 
-        return self._with_attributes(lambda guards: map(rebase, guards))
+        return self._with_attributes(lambda guards: map(rebase, guards), root)
 
     def for_copy(self, root: nn.Module) -> Guards:
         """The same guards for another copy of the root: objects are those of that copy."""
@@ -177,13 +201,19 @@ class Guards:
             module = modules.get(guard.path)
             return module is not None and holds(guard.value, guard.current(module))
 
-        return self._with_attributes(lambda guards: filter(is_held, guards))
+        return self._with_attributes(lambda guards: filter(is_held, guards), root)
 
     def _with_attributes(
-        self, change: Callable[[Iterable[AttributeGuard]], Iterable[AttributeGuard]]
+        self,
+        change: Callable[[Iterable[AttributeGuard]], Iterable[AttributeGuard]],
+        state_of: nn.Module | None = None,
     ) -> Guards:
         train, evaluation = (
-            replace(mode, attributes=tuple(change(mode.attributes)))
+            replace(
+                mode,
+                attributes=tuple(change(mode.attributes)),
+                state=mode.state if state_of is None else mode.state.of_state(state_of),
+            )
             for mode in (self.train, self.evaluation)
         )
         return replace(self, train=train, evaluation=evaluation)

@@ -19,7 +19,13 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import nn
 
-from revcompile.compiler.capture.object_reads import CONTAINERS, ObjectReads, is_plain, is_scalar
+from revcompile.compiler.capture.object_reads import (
+    CONTAINERS,
+    OF_NN,
+    ObjectReads,
+    is_plain,
+    is_scalar,
+)
 from revcompile.compiler.capture.trace_errors import is_model_code, user_line
 from revcompile.errors import InputError
 from revcompile.ir.conditions import ABSENT, Condition, HasKeys, IsInstance, Item, Present, frozen
@@ -28,8 +34,9 @@ from revcompile.ir.module_tree import child_path
 
 __all__ = ["AttributeLog", "UncomputedTensor", "log_attributes", "mark_uncomputed", "state_of"]
 
-_OF_NN: Final = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes every module has, for torch's own use."""
+_LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Containers; whoever runs a graph through one checks its members."""
+
 
 @dataclass(frozen=True)
 class _Event:
@@ -58,8 +65,8 @@ class AttributeLog:
 
     def __init__(self, paused: Callable[[], bool]) -> None:
         self.events: list[_Event] = []
-        self.routes: dict[nn.Module, tuple[nn.Module, str, tuple[str | Item, ...]]] = {}
-        """Of modules in plain containers or objects: the module, its attribute, and the steps."""
+        self.routes: dict[Any, tuple[nn.Module, str, tuple[str | Item, ...]]] = {}
+        """Of tensors and modules in plain attributes: the module, its attribute, the steps."""
         self._paused = paused
         self._busy = False
 
@@ -125,7 +132,7 @@ class AttributeLog:
             if paths.get(value, path) in used:
                 return None
             value = IsInstance((type(value),))
-        elif isinstance(value, HasKeys) and value.kind is nn.Module and path and path in used:
+        elif isinstance(value, HasKeys) and type(module) in _LISTS and path in used:
             return None
         elif not isinstance(value, Condition) and not is_plain(value):
             return None
@@ -163,7 +170,7 @@ def log_attributes(log: AttributeLog) -> Iterator[None]:
         except AttributeError:  # `nn.Module.__getattr__` is called next
             reads.note_member(self, name)
             raise
-        if name not in _OF_NN:
+        if name not in OF_NN:
             if name in get(self, "__dict__"):
                 log.note(self, name, True, value)
                 objects.follow(value, self, name)
@@ -177,7 +184,7 @@ def log_attributes(log: AttributeLog) -> Iterator[None]:
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
         put(self, name, value)
-        if name not in _OF_NN:
+        if name not in OF_NN:
             log.note(self, name, False, value)
 
     nn.Module.__getattribute__ = getting  # type: ignore[method-assign, assignment]
@@ -227,7 +234,7 @@ class _Reads:
     def note_all(self, module: nn.Module, own: Mapping[str, Any]) -> None:
         """Note that all attributes were read: `vars(self)`."""
         if not self._log.is_paused and is_model_code():
-            for name in [name for name in own if name not in _OF_NN]:
+            for name in [name for name in own if name not in OF_NN]:
                 self._log.note(module, name, True, own[name])
                 self._objects.follow(own[name], module, name)
 
@@ -241,7 +248,7 @@ def _class_attribute(module: nn.Module, name: str) -> Any:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes: plain values and containers by content, others by identity."""
-    return {n: _content(v) for n, v in vars(module).items() if n not in _OF_NN}
+    return {n: _content(v) for n, v in vars(module).items() if n not in OF_NN}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ structure, or because it writes to memory that others see. Both modes are then t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from revcompile.compiler.capture.isolation import (
 )
 from revcompile.compiler.capture.leaf_modules import innermost_module, mode_dependent
 from revcompile.compiler.capture.memory import mark_state
+from revcompile.compiler.capture.object_reads import holds_tensors
 from revcompile.compiler.capture.patches import patched
 from revcompile.compiler.capture.trace_errors import Untraceable, describe_failure
 from revcompile.compiler.capture.tracer import Tracer
@@ -81,7 +83,8 @@ def trace(
     tracer = Tracer(model, example, mode, frozenset(leaf_paths), constants)
     with preserve_rng(), preserve_attributes(fake) as tracer.restore, torch.enable_grad():
         try:
-            with log_attributes(tracer.log), patched(tracer):
+            tensors = tracer.tensor_reads if holds_tensors(fake) else nullcontext()
+            with log_attributes(tracer.log), patched(tracer), tensors:
                 graph = tracer.trace(fake)
         except Exception as error:
             raise (tracer.failure or describe_failure("", error)) from error

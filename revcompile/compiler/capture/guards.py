@@ -93,8 +93,8 @@ _ARITIES: Final = frozenset(
 
 def size_guards(
     reads: Iterable[PythonRead], values: Mapping[fx.Node, Any], labels: Mapping[str, str]
-) -> tuple[SizeGuards, SizeGuards]:
-    """Guards that need the inputs alone, and guards that need shapes inside the network.
+) -> tuple[SizeGuards, SizeGuards, SizeGuards]:
+    """Guards that need the inputs alone, shapes inside the network, or parameters and buffers.
 
     `values` are the nodes' values at the first batch size, `labels` the arguments' names as a
     user writes them.
@@ -108,11 +108,12 @@ def size_guards(
             text = printer.show(read.node)
             text = f"len({text})" if read.kind is ReadKind.LENGTH else text
             needed.setdefault((text, repr(read.value)), (read, text))
-    groups: tuple[list[tuple[PythonRead, str]], ...] = ([], [])
+    groups: tuple[list[tuple[PythonRead, str]], ...] = ([], [], [])
     for read, text in needed.values():
-        groups[facts[read.node].looks_inside].append((read, text))
-    direct, derived = (_with_graph(group) for group in groups)
-    return direct, derived
+        of = facts[read.node]
+        groups[of.looks_inside if of.from_input else 2].append((read, text))
+    direct, derived, state = (_with_graph(group) for group in groups)
+    return direct, derived, state
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,10 @@ def _facts(node: fx.Node, values: Mapping[fx.Node, Any], known: Mapping[fx.Node,
 
 def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
     """Can the value differ in another call of the same network?"""
-    if not facts.from_input or (read.by_torch and _CHOOSES_KERNELS & facts.attributes):
+    if read.by_torch and _CHOOSES_KERNELS & facts.attributes:
         return False
+    if not facts.from_input:  # of a parameter or a buffer
+        return bool(facts.attributes) and not facts.looks_inside and not read.by_torch
     if read.kind is not ReadKind.LENGTH or isinstance(value, torch.Tensor):
         return True
     return not tensors_in(value) or op_name(read.node) in _ARITIES

@@ -15,11 +15,24 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-from revcompile.ir.conditions import ABSENT, HasContents, HasKeys, Item, SameObject
+from revcompile.ir.conditions import ABSENT, HasContents, HasKeys, HasType, Item, SameObject
 
-__all__ = ["CONTAINERS", "ObjectReads", "is_plain", "is_scalar"]
+__all__ = [
+    "CONTAINERS",
+    "OF_NN",
+    "ObjectReads",
+    "TensorReads",
+    "holds_tensors",
+    "is_plain",
+    "is_scalar",
+]
+
+OF_NN: Final = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes every module has, for torch's own use."""
 
 _SCALARS: Final = (
     *(bool, int, float, complex, str, bytes, types.NoneType, enum.Enum, range, slice),
@@ -27,7 +40,7 @@ _SCALARS: Final = (
     *(type, types.FunctionType, types.BuiltinFunctionType),
 )
 CONTAINERS: Final = (tuple, list, set, frozenset, dict)
-_MAX_GUARDED: Final = 256
+_MAX_GUARDED: Final = 1024
 """Of larger containers only the identity and the length are guarded."""
 
 _NOT_FOLLOWED: Final = frozenset(("torch", "builtins", "revcompile", "numpy"))
@@ -56,7 +69,10 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 class _Log(Protocol):
     """What notes the reads: an `AttributeLog`."""
 
-    routes: dict[nn.Module, tuple[nn.Module, str, tuple[str | Item, ...]]]
+    routes: dict[Any, tuple[nn.Module, str, tuple[str | Item, ...]]]
+
+    @property
+    def is_paused(self) -> bool: ...
 
     def note(
         self,
@@ -96,7 +112,7 @@ class ObjectReads:
         if id(value) in self._held or (is_plain(value) and not is_class):
             return
         self._held[id(value)] = value, module, name, steps
-        if issubclass(kind, nn.Module):
+        if issubclass(kind, (nn.Module, torch.Tensor)):
             self._log.routes.setdefault(value, (module, name, steps))
         elif issubclass(kind, (*CONTAINERS, deque)):
             self._follow_items(value, module, name, *steps)
@@ -188,3 +204,71 @@ class ObjectReads:
                 kind.__getattribute__ = before  # type: ignore[method-assign]
             else:
                 del kind.__getattribute__
+
+
+# -- tensors that are neither parameters nor buffers ----------------------------------------------
+
+
+_METADATA: Final = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "element_size"),
+        *("is_floating_point", "is_complex", "is_contiguous", "get_device", "__hash__"),
+    )
+)
+"""Methods of tensors that do not look at the elements."""
+
+
+class TensorReads(TorchFunctionMode):
+    """Logs what Python computes with tensors that modules hold as plain values.
+
+    `self.scale.item()` and `self.scale + 1` are computed while the model is traced, and the graph
+    holds the result: it is right as long as the tensor is the same.
+    """
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._log.is_paused and self._log.routes:
+            leaves = pytree.tree_leaves((args, kwargs))
+            if not any(issubclass(type(leaf), fx.Proxy) for leaf in leaves):
+                name = getattr(func, "__name__", "")
+                is_tensor = issubclass(type(result), torch.Tensor)
+                is_metadata = name in _METADATA or (name == "__get__" and not is_tensor)
+                for leaf in leaves:
+                    if issubclass(type(leaf), torch.Tensor):
+                        self.note(leaf, is_metadata)
+        return result
+
+    def note(self, tensor: torch.Tensor, is_metadata: bool = False) -> None:
+        """Note that the elements, or the type alone, of a tensor are part of the graph now."""
+        if tensor in self._log.routes:
+            module, name, steps = self._log.routes[tensor]
+            with torch._C.DisableTorchFunction():
+                value = HasType.of(tensor) if is_metadata else HasContents(tensor)
+            self._log.note(module, name, True, value, steps, is_own=False)
+
+
+def holds_tensors(model: nn.Module) -> bool:
+    """Does a module hold tensors that are neither parameters nor buffers, at any depth?"""
+    seen: set[int] = set()
+    pending = [v for m in model.modules() for name, v in vars(m).items() if name not in OF_NN]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or is_scalar(value) or isinstance(value, nn.Module):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                return True
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            pending += value
+        elif type(value).__module__.partition(".")[0] not in _NOT_FOLLOWED - {"builtins"}:
+            pending += getattr(value, "__dict__", {}).values()
+    return False

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
@@ -19,6 +20,7 @@ from revcompile.compiler.capture.trace_errors import Unsupported, is_torch_code
 __all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched", "refuse_unsupported"]
 
 is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
 """torch's own functions; while a model is traced, those of the module `torch` add guards."""
 
 AUTOCAST: Final = "an autocast region, which no graph can hold"
@@ -34,7 +36,11 @@ _FACTORIES: Final = (
 """Functions of plain values: they never reach a proxy's `__torch_function__` by themselves."""
 
 
-_FLAGS: Final = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
+_FLAGS: Final = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
+    *("is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_cpu_dtype"),
+    *("get_autocast_gpu_dtype", "get_default_dtype", "are_deterministic_algorithms_enabled"),
+)
 """Flags of torch that a forward pass may read."""
 
 _GENERATOR: Final = "_checkpoint_without_reentrant_generator"
@@ -45,7 +51,7 @@ _GENERATOR: Final = "_checkpoint_without_reentrant_generator"
 def patched(tracer: ShapedTracer) -> Iterator[None]:
     """Let proxies pass for tensors and numbers, and raise where FX would lose something."""
     replaced = [
-        (builtins, "isinstance", _seen_instance(builtins.isinstance)),
+        (builtins, "isinstance", _seen_instance(builtins.isinstance, tracer)),
         (torch.autograd.Function, "apply", _stop_at_custom_function(tracer)),
         (torch.autocast, "__init__", _stop_at_autocast(torch.autocast.__init__)),
         (transformer, "_detect_is_causal_mask", _never_causal),
@@ -67,11 +73,16 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _seen_instance(is_instance: Callable[..., bool]) -> Callable[..., bool]:
-    """`isinstance` that takes a proxy for the value it represents."""
+def _seen_instance(
+    is_instance: Callable[..., bool], tracer: ShapedTracer
+) -> Callable[..., bool]:
+    """`isinstance` that takes a proxy for the value it represents, and guards a module's class."""
 
     def seen(value: Any, classes: Any) -> bool:
-        if is_instance(value, classes):
+        result = is_instance(value, classes)
+        if is_instance(value, nn.Module):
+            tracer.note_class(value, classes, result)
+        if result:
             return True
         return type(value) is ShapedProxy and issubclass(value.seen_type(), classes)
 
@@ -168,6 +179,6 @@ def _no_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
 def autocast_state() -> tuple[Any, ...]:
     """Is autocast on, and to which type, on the devices that have it?"""
     return tuple(
-        (_is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        (_is_autocast_enabled(device), _get_autocast_dtype(device))
         for device in ("cpu", "cuda")
     )

@@ -62,6 +62,10 @@ class ShapedTracer(fx.Tracer):
         """Note that Python has read a flag of torch."""
         raise NotImplementedError
 
+    def note_class(self, module: nn.Module, classes: Any, result: bool) -> None:
+        """Note that Python has compared the class of a module."""
+        raise NotImplementedError
+
     def leave_out(self, draw: fx.Node) -> None:
         """Note that a random number was drawn, and decided nothing."""
         raise NotImplementedError
@@ -113,6 +117,8 @@ class ShapedProxy(fx.Proxy):
         return type(known.first) if type(known.first) in _SEEN_TYPES else ShapedProxy
 
     def __getattr__(self, name: str) -> Any:
+        if name == "grad":
+            raise Unsupported("the forward pass reads .grad of a tensor, which no graph can hold")
         value = getattr(self.known.first, name)
         if callable(value):
             return Attribute(self, name)

@@ -30,6 +30,7 @@ __all__ = [
     "in_bare_call",
     "is_model_code",
     "is_torch_code",
+    "is_users_code",
     "user_line",
 ]
 
@@ -131,6 +132,11 @@ def is_model_code() -> bool:
             return False
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_COMPILERS)
+
+
+def is_users_code() -> bool:
+    """Is the code that calls a replaced builtin, the caller's caller, neither torch nor ours?"""
+    return not sys._getframe(3).f_code.co_filename.startswith(_COMPILERS)
 
 
 def user_line() -> str:

@@ -46,6 +46,7 @@ from revcompile.compiler.capture.memory import (
     watch_memory,
 )
 from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled
+from revcompile.compiler.capture.object_reads import TensorReads
 from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer
 from revcompile.compiler.capture.structures import (
     STRUCTURE,
@@ -60,8 +61,10 @@ from revcompile.compiler.capture.trace_errors import (
     UntracedEffect,
     describe_failure,
     is_torch_code,
+    is_users_code,
     user_line,
 )
+from revcompile.ir.conditions import IsInstance
 from revcompile.ir.guards import FlagGuard, ModeGuards
 from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, store_buffer
@@ -97,6 +100,7 @@ class Tracer(ShapedTracer):
         self.out_spec: pytree.TreeSpec | None = None
         self.restore: Callable[[nn.Module], None] = lambda module: None
         self.log = AttributeLog(paused=lambda: self.evaluating)
+        self.tensor_reads = TensorReads(self.log)
         self.draws: set[str] = set()
         self.leaked: set[tuple[str, str, Any]] = set()
         self._reads: list[PythonRead] = []
@@ -128,15 +132,22 @@ class Tracer(ShapedTracer):
             raise TraceError(f"what is computed depends on {guard.expression}")
         self._flags.append(guard)
 
+    def note_class(self, module: nn.Module, classes: Any, result: bool) -> None:
+        if not self.log.is_paused and is_users_code():
+            kinds = classes if type(classes) is tuple else (classes,)
+            if all(type(kind) is type for kind in kinds):
+                self.log.note(module, "", True, IsInstance(kinds, result), is_own=False)
+
     def guards(self) -> ModeGuards:
         """All values that Python has read, as conditions on later calls."""
         firsts = {node: values.first for node, values in self.values.items()}
         labels = dict(zip(self._example.names, self._example.labels, strict=True))
-        direct, derived = size_guards(self._reads, firsts, labels)
+        direct, derived, state = size_guards(self._reads, firsts, labels)
         paths = {module: path for path, module in self.root.named_modules()}
         return ModeGuards(
             direct,
             derived,
+            state=state,
             attributes=self.log.guards(paths, self._used()),
             flags=tuple(dict.fromkeys(self._flags)),
         )
@@ -199,7 +210,7 @@ class Tracer(ShapedTracer):
             if not known:
                 self.tensor_attrs[a] = self._constant(a)
         try:
-            with self.log.pause():
+            with self.log.pause() if isinstance(a, torch.Tensor) else nullcontext():
                 return super().create_arg(a)
         except NotImplementedError:
             raise TraceError(
@@ -215,6 +226,7 @@ class Tracer(ShapedTracer):
         if name is None:
             name = f"{CONSTANT_PREFIX}{len(self._constants)}"
             self._constants[name] = tensor
+        self.tensor_reads.note(tensor)
         setattr(self.root, name, tensor)
         return name
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.errors import GuardError
 from revcompile.ir.conditions import Condition, HasKeys, Present, described, holds
@@ -20,13 +22,16 @@ from revcompile.ir.guards import (
     SizeGuards,
     input_types,
 )
+from revcompile.ir.module_tree import copy_module
 from revcompile.ir.ops import attribute
 from revcompile.ir.types import TYPE, Rewired, TensorType
+from revcompile.kernels.autocast import is_autocasting
 from revcompile.runtime.reversible.graph_code import compile_graph
 
 __all__ = ["Cases", "GuardChecker", "Mismatch", "Recapture"]
 
 _ABSENT: Final = object()
+_META: Final = torch.device("meta")
 
 
 class Mismatch:
@@ -97,7 +102,9 @@ class _ModeChecker:
     def __init__(self, mode: ModeGuards, guards: Guards) -> None:
         self._mode, self._skeleton = mode, guards.skeleton
         self._tree = _Tree(mode)
-        self._direct = _compiled(mode.direct)
+        self._direct, self._state = _compiled(mode.direct), _compiled(mode.state)
+        graph = mode.state.graph
+        self._no_inputs = (None,) * len(graph.find_nodes(op="placeholder") if graph else ())
         self._expected = tuple(guard.value for guard in mode.direct.guards)
         self._verdicts: dict[Any, Mismatch | None] = dict.fromkeys(guards.seen)
         self._dtype = _parameter_type(guards.skeleton)
@@ -110,7 +117,16 @@ class _ModeChecker:
             now = getattr(torch, flag.name)(*flag.args)
             if now != flag.value:
                 return Mismatch(flag.expression, flag.value, now, flag.source)
-        return self._tree.changed(root)
+        return self._tree.changed(root) or self._state_now(root)
+
+    def _state_now(self, root: nn.Module) -> Mismatch | None:
+        if self._state is None:
+            return None
+        try:
+            values = self._state(root, *self._no_inputs)
+        except Exception:  # a parameter is missing
+            values = [_ABSENT] * len(self._mode.state.guards)
+        return _first_mismatch(self._mode.state, values)
 
     def _sizes_now(self, inputs: list[Tensor]) -> Mismatch | None:
         if self._direct is None:
@@ -134,11 +150,18 @@ class _ModeChecker:
         if dtype != self._dtype:  # the model was cast after it was captured
             key = key, dtype
         if key not in self._verdicts:
-            on_meta, skeleton = [_on_meta(tensor) for tensor in inputs], self._skeleton
+            skeleton = self._skeleton
             if skeleton is not None and dtype is not None and dtype != self._dtype:
                 skeleton = copy.deepcopy(skeleton).to(dtype)
-            results = (_first_mismatch(g, _each(g, skeleton, on_meta)) for g in groups)
-            self._verdicts[key] = next(filter(None, results), None)
+            # Autocast leaves tensors on the meta device alone: there they are fake ones instead.
+            device = inputs[0].device if inputs and is_autocasting(inputs[0].device) else _META
+            fake = FakeTensorMode(allow_non_fake_inputs=True) if device is not _META else None
+            with fake or nullcontext():
+                if fake is not None and skeleton is not None:
+                    skeleton = _fake_copy(skeleton, device)
+                shapes = [_without_data(tensor, device) for tensor in inputs]
+                results = (_first_mismatch(g, _each(g, skeleton, shapes)) for g in groups)
+                self._verdicts[key] = next(filter(None, results), None)
         return self._verdicts[key]
 
 
@@ -159,9 +182,20 @@ def _first_mismatch(sizes: SizeGuards, values: Sequence[Any]) -> Mismatch | None
     return None
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
+
+
+def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on fake tensors of a device, inside a `FakeTensorMode`."""
+    memo: dict[int, Any] = {}
+    for tensor in (*skeleton.parameters(), *skeleton.buffers()):
+        fake = _without_data(tensor.detach(), device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    copied: nn.Module = copy_module(skeleton, memo)
+    return copied
 
 
 def _each(sizes: SizeGuards, root: nn.Module | None, inputs: list[Tensor]) -> list[Any]:
