@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import repeat
+from operator import is_, is_not
 from typing import Any, Final
 
 import torch
@@ -13,7 +15,17 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.errors import GuardError
-from revcompile.ir.conditions import Condition, HasKeys, Present, described, holds
+from revcompile.ir.conditions import (
+    ABSENT,
+    Condition,
+    HasContents,
+    HasKeys,
+    HasType,
+    Present,
+    described,
+    holds,
+    look_up,
+)
 from revcompile.ir.guards import (
     AttributeGuard,
     Guards,
@@ -101,7 +113,7 @@ class _ModeChecker:
 
     def __init__(self, mode: ModeGuards, guards: Guards) -> None:
         self._mode, self._skeleton = mode, guards.skeleton
-        self._tree = _Tree(mode)
+        self._attributes = _Attributes(mode.attributes)
         self._direct, self._state = _compiled(mode.direct), _compiled(mode.state)
         graph = mode.state.graph
         self._no_inputs = (None,) * len(graph.find_nodes(op="placeholder") if graph else ())
@@ -117,7 +129,7 @@ class _ModeChecker:
             now = getattr(torch, flag.name)(*flag.args)
             if now != flag.value:
                 return Mismatch(flag.expression, flag.value, now, flag.source)
-        return self._tree.changed(root) or self._state_now(root)
+        return self._attributes.changed(root) or self._state_now(root)
 
     def _state_now(self, root: nn.Module) -> Mismatch | None:
         if self._state is None:
@@ -296,43 +308,101 @@ def _batch(kind: TensorType, value: Any) -> int | None:
     return kind.batch if kind.shape == tuple(value.shape) else None
 
 
-class _Tree:
-    """Attributes to compare, as a tree like the modules: one walk per call, no lookup by path."""
+class _Attributes:
+    """Guards on attributes, checked without a loop in Python as long as no object is another one.
 
-    def __init__(self, mode: ModeGuards) -> None:
-        self._plain: list[tuple[str, Any, AttributeGuard]] = []
-        self._parameters: list[tuple[str, AttributeGuard]] = []
-        self._others: list[AttributeGuard] = []
-        self._children: dict[str, _Tree] = {}
-        for guard in mode.attributes:
-            tree = self
-            for atom in guard.path.split(".") if guard.path else ():
-                tree = tree._children.setdefault(atom, _Tree(ModeGuards()))
-            if guard.fields or not guard.name:
-                tree._others.append(guard)
-            elif isinstance(guard.value, Present):
-                tree._parameters.append((guard.name, guard))
-            else:
-                tree._plain.append((guard.name, guard.value, guard))
+    What was found when all guards held is kept in columns: dicts of modules, names, and the values
+    there. Parameters are not kept: they must be there, whichever.
+    """
 
-    def changed(self, module: nn.Module) -> Mismatch | None:
-        own = module.__dict__
-        for name, value, guard in self._plain:
-            if own.get(name, self) is not value and (problem := _mismatch(guard, module)):
-                return problem
-        parameters = own["_parameters"]
-        for name, guard in self._parameters:
-            if parameters.get(name) is None and (problem := _mismatch(guard, module)):
-                return problem
-        for guard in self._others:
-            if problem := _mismatch(guard, module):
-                return problem
-        for name, tree in self._children.items():
-            child = own["_modules"].get(name)
-            problem = None if child is None else tree.changed(child)
+    def __init__(self, guards: Sequence[AttributeGuard]) -> None:
+        self._guards = guards
+        self._root: nn.Module | None = None
+        self._pairs: list[tuple[AttributeGuard, nn.Module]] = []
+        """Guards that are always evaluated, such as those on fields."""
+
+    def changed(self, root: nn.Module) -> Mismatch | None:
+        is_known = root is self._root and self._finds_the_same()
+        modules: dict[str, nn.Module | None] = {"": root}
+        pairs = self._pairs if is_known else self._resolved(modules)
+        for guard, module in pairs:
+            problem = _mismatch(guard, module)
             if problem is not None:
+                self._root = None
                 return problem
+        if not is_known:
+            self._remember(modules, pairs)
+            self._root = root
         return None
+
+    def _finds_the_same(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._dicts, self._names, repeat(self)), self._values))
+            and all(map(is_not, map(dict.get, self._parameters, self._set), repeat(None)))
+            and all(map(is_, map(getattr, self._classes, self._named, repeat(ABSENT)), self._plain))
+        )
+
+    def _resolved(
+        self, modules: dict[str, nn.Module | None]
+    ) -> list[tuple[AttributeGuard, nn.Module]]:
+        """All guards and the modules at their paths; a graph that lacks a module reports that."""
+
+        def at(path: str) -> nn.Module | None:
+            if path not in modules:
+                outer, _, name = path.rpartition(".")
+                owner = at(outer)
+                modules[path] = None if owner is None else owner._modules.get(name)
+            return modules[path]
+
+        pairs = ((guard, at(guard.path)) for guard in self._guards)
+        return [(guard, module) for guard, module in pairs if module is not None]
+
+    def _remember(
+        self,
+        modules: Mapping[str, nn.Module | None],
+        pairs: Iterable[tuple[AttributeGuard, nn.Module]],
+    ) -> None:
+        self._pairs = []
+        found: list[tuple[dict[str, Any], str, Any]] = []
+        present: list[tuple[dict[str, Any], str]] = []
+        classes: list[tuple[type, str, Any]] = []
+        for path in filter(None, modules):
+            outer, _, name = path.rpartition(".")
+            if (owner := modules[outer]) is not None:
+                found.append((owner._modules, name, owner._modules.get(name, self)))
+        for guard, module in pairs:
+            own, name, kind = vars(module), guard.name, type(module)
+            places = (own, own["_parameters"], own["_buffers"], own["_modules"])
+            if guard.fields or not name or not _is_immutable(guard.value):
+                self._pairs.append((guard, module))
+            elif isinstance(guard.value, Present) and name in own["_parameters"]:
+                present.append((own["_parameters"], name))
+            elif any(name in place for place in places):
+                place = next(place for place in places if name in place)
+                found += [(p, name, p.get(name, self)) for p in (own, place)]
+            elif look_up(module, name) is getattr(kind, name, ABSENT):
+                found += [(place, name, self) for place in places]
+                classes.append((kind, name, getattr(kind, name, ABSENT)))
+            else:
+                self._pairs.append((guard, module))
+        self._dicts, self._names, self._values = _columns(found, 3)
+        self._parameters, self._set = _columns(present, 2)
+        self._classes, self._named, self._plain = _columns(classes, 3)
+
+
+def _is_immutable(value: Any) -> bool:
+    """Is it enough that the object is the same one?"""
+    if isinstance(value, (HasContents, HasKeys, HasType)):
+        return False
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], count: int) -> list[list[Any]]:
+    return [[row[i] for row in rows] for i in range(count)]
 
 
 def _mismatch(guard: AttributeGuard, module: nn.Module) -> Mismatch | None:
