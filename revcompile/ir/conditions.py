@@ -180,15 +180,18 @@ class HasContents(Condition):
     def __init__(self, value: Any) -> None:
         is_tensor = isinstance(value, torch.Tensor)
         self._copy = value.detach().clone() if is_tensor else value.copy()
-        self._seen = value, _version(value)
+        self._seen: tuple[Any, int | None] = value, _version(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_copy": self._copy, "_seen": (None, None)}  # versions of copies start anew
 
     def holds(self, value: Any) -> bool:
         seen, version = self._seen
         if value is seen and version is not None and _version(value) == version:
             return True
-        if type(value) is not type(seen) or value.shape != seen.shape or value.dtype != seen.dtype:
-            return False
         copy = self._copy
+        if type(value) is not type(copy) or value.shape != copy.shape or value.dtype != copy.dtype:
+            return False
         if isinstance(value, torch.Tensor):
             same = torch.equal(value, copy.to(value.device))
         else:

@@ -132,9 +132,9 @@ class AttributeLog:
             if paths.get(value, path) in used:
                 return None
             value = IsInstance((type(value),))
-        elif isinstance(value, HasKeys) and type(module) in _LISTS and path in used:
-            return None
-        elif not isinstance(value, Condition) and not is_plain(value):
+        elif (isinstance(value, HasKeys) and type(module) in _LISTS and path in used) or (
+            not isinstance(value, Condition) and not is_plain(value)
+        ):
             return None
         return AttributeGuard(path, name, frozen(value), event.source, fields)
 
@@ -243,7 +243,9 @@ def _class_attribute(module: nn.Module, name: str) -> Any:
     """What the user's class has under a name; ABSENT for what every module has."""
     kinds = (kind for kind in type(module).__mro__ if name in vars(kind))
     kind = next(kinds, nn.Module)
-    return ABSENT if kind.__module__.partition(".")[0] in ("torch", "builtins") else vars(kind)[name]
+    return (
+        ABSENT if kind.__module__.partition(".")[0] in ("torch", "builtins") else vars(kind)[name]
+    )
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def capture(
     (('input_1',), 'torch.fx')
     """
     level = Check.parse(check)
+    _refuse_hooks(model)
     example = make_example(model, example_inputs, example_kwargs)
     leaves = requested_leaves(model, leaf_modules)
     failures: list[str] = []
@@ -105,6 +106,17 @@ def capture(
         "example_inputs / example_kwargs; move control flow that depends on data into a "
         "submodule of its own."
     )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """A copy is compiled, and copies of parameters have no hooks."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"capture: the parameter {name} has a hook (register_hook), which would not run: "
+                "a copy of the model is compiled. Remove the hook, and register it on the "
+                "parameter of the compiled model"
+            )
 
 
 def capture_with(

@@ -229,9 +229,7 @@ class TensorReads(TorchFunctionMode):
         super().__init__()
         self._log = log
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._log.is_paused and self._log.routes:
             leaves = pytree.tree_leaves((args, kwargs))

@@ -73,9 +73,7 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _seen_instance(
-    is_instance: Callable[..., bool], tracer: ShapedTracer
-) -> Callable[..., bool]:
+def _seen_instance(is_instance: Callable[..., bool], tracer: ShapedTracer) -> Callable[..., bool]:
     """`isinstance` that takes a proxy for the value it represents, and guards a module's class."""
 
     def seen(value: Any, classes: Any) -> bool:
@@ -179,6 +177,5 @@ def _no_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
 def autocast_state() -> tuple[Any, ...]:
     """Is autocast on, and to which type, on the devices that have it?"""
     return tuple(
-        (_is_autocast_enabled(device), _get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
+        (_is_autocast_enabled(device), _get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )

@@ -45,8 +45,8 @@ from revcompile.compiler.capture.memory import (
     tensors_in,
     watch_memory,
 )
-from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled
 from revcompile.compiler.capture.object_reads import TensorReads
+from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled
 from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer
 from revcompile.compiler.capture.structures import (
     STRUCTURE,
