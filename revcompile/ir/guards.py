@@ -67,7 +67,7 @@ class SizeGuards:
     contents: frozenset[int] = frozenset()
 
     def of_state(self, root: nn.Module) -> SizeGuards:
-        """Guards on parameters and buffers, with their values for this root; none if it lacks any."""
+        """Guards on parameters and buffers, with the values of this root; none if it lacks any."""
         if self.graph is None:
             return self
         inputs = len(self.graph.find_nodes(op="placeholder"))

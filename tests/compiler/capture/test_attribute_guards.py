@@ -1,4 +1,4 @@
-"""Whatever Python read of a model's attributes while it was traced is a condition on later calls."""
+"""What Python read of a model's attributes while tracing it is a condition on later calls."""
 
 from __future__ import annotations
 
