@@ -254,5 +254,8 @@ def look_up(owner: Any, step: str | Item) -> Any:
     for members in (own, own["_parameters"], own["_buffers"], own["_modules"]):
         if step in members:
             return members[step]
+    parametrized = own["_modules"].get("parametrizations")
+    if parametrized is not None and step in parametrized._modules:
+        return parametrized._modules[step]  # in the place of the parameter
     of_original = getattr(type(owner), "attribute_of_original", None)
     return getattr(type(owner), step, ABSENT) if of_original is None else of_original(owner, step)
