@@ -9,8 +9,7 @@ from typing import Final
 from torch import fx, nn
 
 from revcompile.inspect.function_text import python_text
-from revcompile.inspect.source import SourceWriter
-from revcompile.inspect.source_backward import BackwardWriter
+from revcompile.inspect.source import SourceText
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.schedule import Action, Keep, Op
 
@@ -36,13 +35,8 @@ def code_text(partition: Partition, program: StageProgram, *, verbose: bool = Fa
         graphs = {**programs, "backward": program.backward}
         code = [_flat(n, g, partition.rewired.root) for n, g in graphs.items() if g is not None]
         return "\n\n".join([head, *code])
-    writer = SourceWriter(partition, program)
-    variables = writer.forward()
-    if program.inverse is not None:
-        writer.inverse()
-    BackwardWriter(writer).write()
-    parts = [_head(program, variables), *writer.listing.import_text(), *writer.listing.functions]
-    return "\n\n".join(parts)
+    source = SourceText(partition, program)
+    return "\n\n".join([_head(program, source.variables), *source.parts])
 
 
 def _head(program: StageProgram, variables: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from revcompile.ir.stage_code import StageCode
 from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.schedule import Keep, Method, Tie
@@ -201,7 +202,7 @@ class Unit:
 class StageProgram:
     """One stage for one method.
 
-    The programs are flat graphs, branches inlined (`inspect.code` prints them with functions):
+    The graphs that run are flat, with branches inlined; `code` is what they were made of:
 
         forward   (key, *inputs)                          -> (outputs, kept)
         backward  (key, *kept, *needs_back, *gradients)   -> (values sent back, gradients of inputs,
@@ -225,6 +226,7 @@ class StageProgram:
     sends_back: tuple[str, ...]
     """Inputs whose value is sent back: what the stage before needs."""
     parameters: tuple[str, ...]
+    code: StageCode
     forward: fx.Graph
     backward: fx.Graph
     inverse: fx.Graph | None = None
