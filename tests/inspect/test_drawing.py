@@ -191,14 +191,16 @@ def test_a_drawing_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class PeakMemory:
     buffers: int
     total: int
 
 
 def test_memory_that_is_given_is_shown() -> None:
     net = compiled("tower", 3)
-    facts = net.picture(memory=[Held(0, 10), Held(3 * 2**20, 10), Held(0, 5 * 2**30)])
+    facts = net.picture(
+        memory=[PeakMemory(0, 10), PeakMemory(3 * 2**20, 10), PeakMemory(0, 5 * 2**30)]
+    )
     stages = groups(parsed(facts), "rv-stage")
     kept = [[t for t in shown(stage) if t.startswith("keeps")] for stage in stages]
     assert kept == [["keeps nothing"], ["keeps 3.0 MiB"], ["keeps nothing"]]
