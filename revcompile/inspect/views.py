@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from revcompile.inspect.formatting import bytes_of
 from revcompile.ir.program import Part, Partition, Piece, Port, StageProgram
-from revcompile.ir.types import PATH, Coupling, Opaque, TensorType
+from revcompile.ir.types import PATH, Coupling, Rewired, TensorType
 from revcompile.schedule import delay, window
 
-__all__ = ["BlockView", "Memory", "StageView", "modules_of", "stage_views"]
+__all__ = ["BlockView", "Memory", "StageView", "modules_of", "refusals_by_reason", "stage_views"]
 
 
 class Memory(Protocol):
@@ -146,11 +146,17 @@ def _why(piece: Piece) -> str:
 
 def modules_of(piece: Piece) -> tuple[str, ...]:
     """Paths of the modules in a piece, in the order they run."""
-    segment = piece.segment
-    graph = segment.graph if isinstance(segment, Opaque) else segment.branch
-    called = (node for node in graph.nodes if node.op.startswith("call"))
+    called = (node for node in piece.segment.graph.nodes if node.op.startswith("call"))
     paths = (str(node.meta.get(PATH, "")) for node in called)
     return tuple(dict.fromkeys(path for path in paths if path))
+
+
+def refusals_by_reason(rewired: Rewired) -> dict[str, list[str]]:
+    """Where sums were not rewired, for every reason."""
+    places: dict[str, list[str]] = {}
+    for refusal in rewired.refusals:
+        places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
+    return places
 
 
 def _lines(partition: Partition) -> dict[int, list[tuple[int, int]]]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.ir import ops
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.ir.python_code import compile_graph
 from revcompile.schedule import METHODS, Keep, choose
 
 

@@ -18,7 +18,7 @@ import revcompile
 from revcompile.inspect.code import code_text
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.ir.python_code import compile_graph
 from revcompile.schedule import METHODS, choose
 
 

@@ -20,8 +20,8 @@ from revcompile.ir.guards import (
     input_types,
 )
 from revcompile.ir.ops import attribute
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, Rewired, TensorType
-from revcompile.runtime.reversible.graph_code import compile_graph
 
 __all__ = ["Cases", "GuardChecker", "Mismatch", "Recapture"]
 
