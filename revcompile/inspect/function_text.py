@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.program import legal
 from revcompile.ir.python_code import path_expression, python_code
+from revcompile.ir.stage_code import HELPERS
 from revcompile.ir.types import PATH
 
 __all__ = ["Listing", "commented", "module_path", "python_text"]
@@ -93,8 +94,7 @@ class Listing:
         self.root = root
         self.functions: list[str] = []
         self.imports: dict[str, tuple[str, str]] = {}
-        self.helpers = {*stage_ops.__all__, *ops.__all__}
-        self.taken = {*taken, *self.helpers}
+        self.taken = {*taken, *HELPERS}
         """Names that no variable of a program may have: it could hide a function."""
 
     def name(self, wanted: str) -> str:
@@ -160,7 +160,7 @@ class Listing:
     def _rename(self, node: fx.Node, name: str) -> None:
         if name != node.name and name.isidentifier() and not keyword.iskeyword(name):
             node._rename(name)
-        if node.name in self.helpers:
+        if node.name in HELPERS:
             node._rename(f"{node.name}_value")
 
     def _imported(self, alias: str, value: Any) -> str:

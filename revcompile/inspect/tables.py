@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -23,8 +23,8 @@ from revcompile.inspect.formatting import (
     size,
     span,
 )
-from revcompile.inspect.views import Memory, refusals_by_reason, stage_views
-from revcompile.ir.program import Partition, StageProgram
+from revcompile.inspect.views import refusals_by_reason, stage_views
+from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion
 
@@ -126,17 +126,6 @@ def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -
 # -- stages ---------------------------------------------------------------------------------------
 
 
-class PeakMemory(Memory, Protocol):
-    """`Memory` with what a pass needs while it runs, and copies of weights."""
-
-    @property
-    def working(self) -> int: ...
-    @property
-    def stashed(self) -> int: ...
-    @property
-    def newest(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class StageFacts:
     """What tables and JSON show of one stage; sizes in bytes, at `batch` samples a micro-batch."""
@@ -164,7 +153,10 @@ class StageFacts:
 
 
 def stage_facts(
-    partition: Partition, programs: Sequence[StageProgram], memory: Sequence[PeakMemory], batch: int
+    partition: Partition,
+    programs: Sequence[StageProgram],
+    memory: Sequence[StageMemory],
+    batch: int,
 ) -> tuple[StageFacts, ...]:
     """The facts of every stage; `memory` is given at the same batch size."""
     stages = stage_views(partition, programs, batch, memory)
@@ -217,7 +209,7 @@ _SENT: Final = 2
 
 
 def stage_table(
-    partition: Partition, facts: Sequence[StageFacts], method: str, plain: Memory | None = None
+    partition: Partition, facts: Sequence[StageFacts], method: str, plain: StageMemory | None = None
 ) -> str:
     """All stages: what they compute, send and keep, and why some are not reversible.
 
@@ -295,7 +287,10 @@ def _sends(stage: StageFacts) -> str:
 
 
 def _below(
-    partition: Partition, facts: Sequence[StageFacts], letters: dict[str, str], plain: Memory | None
+    partition: Partition,
+    facts: Sequence[StageFacts],
+    letters: dict[str, str],
+    plain: StageMemory | None,
 ) -> list[str]:
     """Why stages are not reversible, the balance, the totals, notes."""
     lines = []
@@ -317,7 +312,9 @@ def _balance(facts: Sequence[StageFacts]) -> str:
     )
 
 
-def _totals(partition: Partition, facts: Sequence[StageFacts], plain: Memory | None) -> list[str]:
+def _totals(
+    partition: Partition, facts: Sequence[StageFacts], plain: StageMemory | None
+) -> list[str]:
     parameters = sum(stage.parameters for stage in facts)
     before = plain_parameters(partition.rewired)
     grown = f"{100 * (parameters / before - 1):+.1f} %" if parameters != before else "as many"

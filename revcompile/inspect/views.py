@@ -6,28 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from revcompile.inspect.formatting import bytes_of
-from revcompile.ir.program import Part, Partition, Piece, Port, StageProgram
+from revcompile.ir.program import Part, Partition, Piece, Port, StageMemory, StageProgram
 from revcompile.ir.types import PATH, Coupling, Rewired, TensorType
 from revcompile.schedule import delay, window
 
-__all__ = ["BlockView", "Memory", "StageView", "modules_of", "refusals_by_reason", "stage_views"]
-
-
-class Memory(Protocol):
-    """The peak memory of a stage, in bytes."""
-
-    @property
-    def buffers(self) -> int:
-        """Kept from forward to backward, for all micro-batches in flight."""
-        ...
-
-    @property
-    def total(self) -> int:
-        """Everything, weights and gradients included."""
-        ...
+__all__ = ["BlockView", "StageView", "modules_of", "refusals_by_reason", "stage_views"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class StageView:
     delay: int
     kept: int
     """Bytes kept from forward to backward, for all micro-batches in flight."""
-    memory: Memory | None
+    memory: StageMemory | None
     program: StageProgram
 
     @property
@@ -86,7 +72,7 @@ def stage_views(
     partition: Partition,
     programs: Sequence[StageProgram],
     batch: int | None = None,
-    memory: Sequence[Memory] | None = None,
+    memory: Sequence[StageMemory] | None = None,
 ) -> tuple[StageView, ...]:
     """Every stage; `batch` is the size of a micro-batch (default: the example's)."""
     lines = _lines(partition)
@@ -101,7 +87,7 @@ def _stage(
     part: Part,
     program: StageProgram,
     batch: int | None,
-    memory: Memory | None,
+    memory: StageMemory | None,
     lines: Mapping[int, Sequence[tuple[int, int]]],
 ) -> StageView:
     count, method = len(partition.parts), program.method

@@ -16,10 +16,11 @@ from typing import Any, Final, Literal
 
 from torch import fx
 
-from revcompile.ir import stage_ops
+from revcompile.ir import ops, stage_ops
 from revcompile.ir.types import Segment
 
 __all__ = [
+    "HELPERS",
     "KEY",
     "SELF",
     "Call",
@@ -35,6 +36,8 @@ __all__ = [
     "live_statements",
 ]
 
+HELPERS: Final = frozenset([*ops.__all__, *stage_ops.__all__])
+"""Functions that printed code calls by these names: no variable may have one."""
 _WITHOUT_EFFECT: Final = frozenset(
     [
         stage_ops.detached,

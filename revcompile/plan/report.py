@@ -12,7 +12,7 @@ from revcompile.arguments import (
     new_file,
     whole_number,
 )
-from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
+from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
 from revcompile.compiler.verify import verify_programs
 from revcompile.errors import InputError
@@ -20,7 +20,7 @@ from revcompile.inspect import drawing
 from revcompile.inspect.code import CompiledStage
 from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.tables import StageFacts, stage_facts, stage_table
-from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.stage.activations import BuffersLike, buffers_of
 from revcompile.schedule import Keep, Method, actions, choose, delay

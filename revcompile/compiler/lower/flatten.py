@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from torch import fx
 
-from revcompile.ir import ops, stage_ops
+from revcompile.ir import stage_ops
 from revcompile.ir.program import Partition, legal
 from revcompile.ir.stage_code import (
+    HELPERS,
     SELF,
     Call,
     Function,
@@ -31,8 +32,6 @@ __all__ = ["flatten"]
 
 _REMOVABLE: Final = (operator.getitem, stage_ops.leaf, stage_ops.minus, stage_ops.total)
 """Functions without side effects, called by expanded calls whose results may not all be read."""
-_HELPERS: Final = frozenset([*ops.__all__, *stage_ops.__all__])
-"""Functions that printed code calls by these names: no variable may have one."""
 
 Names = Sequence[str | None]
 """Variables for the results of a call; None for those that nobody reads."""
@@ -157,7 +156,7 @@ class _Flattener:
                 )
             if node not in copies:
                 copies[node] = copy = self.graph.node_copy(node, copies.__getitem__)
-                if copy.name in _HELPERS:
+                if copy.name in HELPERS:
                     copy._rename(f"{copy.name}_value")
         raise AssertionError("a graph without output")
 

@@ -22,7 +22,7 @@ class StageUnits:
         self.partition, self.part, self.units = partition, part, units
         self.functions = Functions(partition)
         self.places = {id(piece): place for place, piece in enumerate(part.pieces)}
-        self.random = {name for unit in units for name in unit.random}
+        self.random = {id(p) for unit in units for p in unit.pieces if p.name in unit.random}
         self._made: dict[tuple[int, bool], Program] = {}
 
     def function(self, unit: Unit, *, again: bool = False) -> Function:
@@ -90,7 +90,7 @@ class Writer:
 
     def reseed(self, piece: Piece) -> None:
         """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
-        if piece.name in self.stage.random:
+        if id(piece) in self.stage.random:
             self.assign((), call(stage_ops.reseed, KEY, self.stage.places[id(piece)]))
 
     def compute(self, piece: Piece, *, again: bool = False) -> None:

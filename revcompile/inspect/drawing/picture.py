@@ -9,8 +9,8 @@ from typing import Any
 
 from revcompile.errors import InputError
 from revcompile.inspect.formatting import bytes_of
-from revcompile.inspect.views import Memory, StageView, stage_views
-from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.inspect.views import StageView, stage_views
+from revcompile.ir.program import Part, Partition, StageMemory, StageProgram
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Tie
 
@@ -69,7 +69,7 @@ def picture(
     *,
     name: str | None = None,
     batch: int | None = None,
-    memory: Sequence[Memory] | None = None,
+    memory: Sequence[StageMemory] | None = None,
 ) -> Picture:
     """The data of a drawing.
 
