@@ -146,19 +146,14 @@ class _Flattener:
             self.values = outside
             return results
         copies = dict(zip(function.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        for node in function.graph.nodes:
-            if node.op == "output":
-                result = fx.map_arg(node.args[0], copies.__getitem__)
-                several = result if isinstance(result, list | tuple) else (result,)
-                return tuple(
-                    self.call(tuple, list(one)) if isinstance(one, list | tuple) else one
-                    for one in several
-                )
-            if node not in copies:
-                copies[node] = copy = self.graph.node_copy(node, copies.__getitem__)
-                if copy.name in HELPERS:
-                    copy._rename(f"{copy.name}_value")
-        raise AssertionError("a graph without output")
+        result: Any = self.graph.graph_copy(function.graph, copies)
+        for node in copies.values():
+            if isinstance(node, fx.Node) and node.op != "placeholder" and node.name in HELPERS:
+                node._rename(f"{node.name}_value")
+        return tuple(
+            self.call(tuple, list(item)) if isinstance(item, list | tuple) else item
+            for item in (result if isinstance(result, list | tuple) else (result,))
+        )
 
     # -- calls of higher order, with the arguments that `stage_ops` names ---------------------
 
