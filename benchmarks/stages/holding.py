@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from benchmarks.harness import LiveStorages
-from revcompile.compiler.cost import StageMemory
+from revcompile.ir.program import StageMemory
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess, Message
 from revcompile.runtime.stage.stage import InFlight, Stage

@@ -26,8 +26,8 @@ from benchmarks.harness import LiveStorages, mib, show
 from benchmarks.models import create
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
-from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
-from revcompile.ir.program import Partition
+from revcompile.compiler.cost import MemoryModel, Workload
+from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TensorType
 from revcompile.runtime.stage.activations import BuffersLike, buffers_of
 from revcompile.schedule import Method, Weights, choose, window

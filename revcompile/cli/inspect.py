@@ -14,7 +14,8 @@ from revcompile.cli.output import say, say_json
 from revcompile.errors import InputError
 
 if TYPE_CHECKING:
-    from revcompile.staged import CompiledStage, StagedModel
+    from revcompile.inspect.code import CompiledStage
+    from revcompile.staged import StagedModel
 
 __all__ = ["add", "run"]
 

@@ -163,12 +163,14 @@ def lost_in_programs(partition: Partition, programs: Sequence[StageProgram]) -> 
     problems: list[str] = []
     arriving: Mapping[str, int] = {}
     for index, (stage, program) in enumerate(zip(stages, programs, strict=True)):
-        graded = {port.name for port in (*program.inputs, *program.outputs) if port.requires_grad}
+        with_grad = {
+            port.name for port in (*program.inputs, *program.outputs) if port.requires_grad
+        }
         problems += _missing_gradients(stage, program, sources, needed[index + 1])
         passed = _composed(stage, arriving, len(sources.names))
-        arriving = {name: mask for name, mask in passed.items() if name in graded}
+        arriving = {name: mask for name, mask in passed.items() if name in with_grad}
         for name, mask in passed.items():
-            if mask and name in needed[index + 1] and name not in graded:
+            if mask and name in needed[index + 1] and name not in with_grad:
                 lost = ", ".join(sources.listed(mask)[:3])
                 problems.append(f"stage {index} sends {name} without a gradient (for {lost})")
     return problems
@@ -210,8 +212,10 @@ def _missing_gradients(
 ) -> list[str]:
     """Parameters and inputs whose gradient the backward program does not compute."""
     placeholders = program.backward.find_nodes(op="placeholder")
-    graded = program.outputs_with_grad
-    gradients = dict(zip(graded, placeholders[len(placeholders) - len(graded) :], strict=True))
+    with_grad = program.outputs_with_grad
+    gradients = dict(
+        zip(with_grad, placeholders[len(placeholders) - len(with_grad) :], strict=True)
+    )
     (output,) = program.backward.find_nodes(op="output")
     (_, of_inputs, of_parameters) = output.args[0]
     places = {name: 1 << i for i, name in enumerate(sources.names)}
@@ -222,7 +226,7 @@ def _missing_gradients(
     ancestors = _ancestors(program.backward)
     problems = []
     for name, bit, gradient in checked:
-        ends = [gradients[n] for n in graded if n in needed and stage.outputs[n] & bit]
+        ends = [gradients[n] for n in with_grad if n in needed and stage.outputs[n] & bit]
         reached = ancestors.get(gradient, 0) if isinstance(gradient, fx.Node) else 0
         if ends and not any(reached & ancestors[end] for end in ends):
             problems.append(f"stage {program.index} computes no gradient of {name}")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from torch import fx, nn
 
 from revcompile.inspect.function_text import python_text
-from revcompile.inspect.source import SourceWriter
-from revcompile.inspect.source_backward import BackwardWriter
-from revcompile.ir.program import Partition, StageProgram
+from revcompile.inspect.source import SourceText
+from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.schedule import Action, Keep, Op
 
-__all__ = ["ActionList", "action_list", "code_text"]
+__all__ = ["ActionList", "CompiledStage", "code_text"]
 
 _RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
 _PREFIX: Final = re.compile(r"\brevcompile_ir_(?:stage_)?ops_")
@@ -36,13 +36,8 @@ def code_text(partition: Partition, program: StageProgram, *, verbose: bool = Fa
         graphs = {**programs, "backward": program.backward}
         code = [_flat(n, g, partition.rewired.root) for n, g in graphs.items() if g is not None]
         return "\n\n".join([head, *code])
-    writer = SourceWriter(partition, program)
-    variables = writer.forward()
-    if program.inverse is not None:
-        writer.inverse()
-    BackwardWriter(writer).write()
-    parts = [_head(program, variables), *writer.listing.import_text(), *writer.listing.functions]
-    return "\n\n".join(parts)
+    source = SourceText(partition, program)
+    return "\n\n".join([_head(program, source.variables), *source.parts])
 
 
 def _head(program: StageProgram, variables: Mapping[str, str]) -> str:
@@ -112,3 +107,51 @@ def _backward(program: StageProgram) -> str:
     inverts = any(unit.reversible and unit.keep is Keep.NOTHING for unit in program.units)
     steps = ["INVERT"] if inverts else []
     return "+".join([*steps, *(["RECOMPUTE"] if Keep.INPUT in keeps else []), "VJP"])
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """One stage as `net.stages[i]`: its generated code, its graph, its list of actions."""
+
+    partition: Partition
+    part: Part
+    generated: StageProgram
+    actions: tuple[Action, ...]
+
+    @property
+    def code(self) -> str:
+        """The forward, inverse and backward programs as Python, each branch a function."""
+        return self.source()
+
+    def source(self, verbose: bool = False) -> str:
+        """The programs as Python.
+
+        Args:
+            verbose: Show the graphs exactly as they run: branches inlined, autograd switched on
+                and off, values freed.
+        """
+        return code_text(self.partition, self.generated, verbose=verbose)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The forward program as an FX graph."""
+        return self.generated.forward
+
+    @property
+    def program(self) -> ActionList:
+        """What the stage does, in order: an action list that prints as words."""
+        return action_list(self.generated, self.actions)
+
+    @property
+    def reversible(self) -> bool:
+        """Can the stage's input be rebuilt from its output, so that nothing is kept?"""
+        return self.part.reversible
+
+    def __str__(self) -> str:
+        return self.code
+
+    def __repr__(self) -> str:
+        pieces = self.part.pieces
+        span = pieces[0].name if len(pieces) == 1 else f"{pieces[0].name} to {pieces[-1].name}"
+        kind = "reversible" if self.reversible else "not reversible"
+        return f"CompiledStage({self.part.index} of {self.generated.stages}: {span}, {kind})"

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from revcompile.ir.types import TensorType
 from revcompile.units import format_size as size
 
-__all__ = ["amount", "bytes_of", "counted", "dtype", "listed", "shape", "share", "size", "span"]
+__all__ = [
+    "amount",
+    "bytes_of",
+    "counted",
+    "dtype",
+    "first_few",
+    "listed",
+    "shape",
+    "share",
+    "size",
+    "span",
+]
 
 
 def amount(count: float) -> str:
@@ -55,6 +66,11 @@ def counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
 def listed(kinds: Sequence[TensorType]) -> str:
     """`counted` in a line."""
     return ", ".join(counted(kinds))
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def span(names: Sequence[str]) -> str:

@@ -14,19 +14,24 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from revcompile.inspect.program_text import commented
 from revcompile.ir import ops, stage_ops
-from revcompile.ir.module_tree import has_batch_norm
 from revcompile.ir.program import legal
 from revcompile.ir.python_code import path_expression, python_code
+from revcompile.ir.stage_code import HELPERS
 from revcompile.ir.types import PATH
 
-__all__ = ["Listing", "module_path", "python_text"]
+__all__ = ["Listing", "commented", "module_path", "python_text"]
 
+_COMMENT_COLUMN: Final = 60
 _NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
 _FREES: Final = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)
 """`;  x = None`, with which FX frees values."""
 _WORD: Final = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*")
+
+
+def commented(line: str, comment: str) -> str:
+    """A line of code with a comment at its end."""
+    return f"{line:<{_COMMENT_COLUMN}}  # {comment}" if comment else line
 
 
 def module_path(root: nn.Module, path: str, of: str = "self") -> str:
@@ -89,8 +94,7 @@ class Listing:
         self.root = root
         self.functions: list[str] = []
         self.imports: dict[str, tuple[str, str]] = {}
-        self.helpers = {*stage_ops.__all__, *ops.__all__, "self", "torch"}
-        self.taken = {*taken, *self.helpers}
+        self.taken = {*taken, *HELPERS}
         """Names that no variable of a program may have: it could hide a function."""
 
     def name(self, wanted: str) -> str:
@@ -107,33 +111,25 @@ class Listing:
         return helper
 
     def add_graph(
-        self,
-        name: str,
-        graph: fx.Graph,
-        comment: str,
-        casts: Mapping[int, torch.dtype] | None = None,
-        arguments: Sequence[str] = (),
-        stores: bool = True,
+        self, name: str, graph: fx.Graph, comment: str, arguments: Sequence[str] = ()
     ) -> str:
-        """Print a segment's graph as a function; returns the function's name.
+        """Print a graph as a function; returns the function's name.
 
         Args:
             name: What to call it, if that is free.
             graph: What it computes.
             comment: Written behind the first line.
-            casts: Types that arguments are cast to first, by position.
             arguments: What they are called, where not as in the graph.
-            stores: Does it write buffers?
         """
         name = self.name(name)
-        printed, norms = self._copy(graph, casts or {}, arguments, stores)
+        printed = self._copy(graph, arguments)
         text, used = python_text(printed, self.root)
         text = _FREES.sub("", text)
-        for node in norms:
-            layer = module_path(self.root, str(node.target))
-            start = f"    {node.name} = {layer}("
-            assert start in text, f"{node.name} is not printed as a call of {layer}"
-            text = text.replace(start, f"    {node.name} = {self.use('call_norm')}({layer}, ")
+        for node in printed.find_nodes(op="get_attr"):
+            if all(user.target is stage_ops.call_norm for user in node.users):
+                layer = module_path(self.root, str(node.target))
+                text = text.replace(f"    {node.name} = {layer}\n", "")
+                text = text.replace(f"({node.name}, ", f"({layer}, ")
         for alias, value in used.items():
             text = re.sub(rf"(?<![\w.]){alias}\b", self._imported(alias, value), text)
         first, *lines = text.replace("def forward(", f"def {name}(", 1).split("\n")
@@ -142,45 +138,29 @@ class Listing:
         self.functions.append("\n".join([commented(first, comment), *lines]))
         return name
 
-    def _copy(
-        self,
-        graph: fx.Graph,
-        casts: Mapping[int, torch.dtype],
-        arguments: Sequence[str],
-        stores: bool,
-    ) -> tuple[fx.Graph, list[fx.Node]]:
-        """A copy to print, and the nodes in it that call batch norms."""
+    def _copy(self, graph: fx.Graph, arguments: Sequence[str]) -> fx.Graph:
+        """A copy with the names that are printed."""
         new = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        norms: list[fx.Node] = []
-        count, prefix = 0, _common_parent(graph)
+        prefix, names = _common_parent(graph), list(arguments)
         for node in graph.nodes:
             if node.op == "output":
                 result = _as_tuples(fx.map_arg(node.args[0], copies.__getitem__))
                 is_single = isinstance(result, tuple) and len(result) == 1
                 new.output(result[0] if is_single else result)
                 continue
-            if node.target is ops.store_buffer and not stores:
-                continue
             copy = copies[node] = new.node_copy(node, copies.__getitem__)
             copy.type = None
-            is_named = node.op == "placeholder" and count < len(arguments)
-            self._rename(copy, arguments[count] if is_named else copy.name.removeprefix(prefix))
+            is_named = node.op == "placeholder" and names
+            self._rename(copy, names.pop(0) if is_named else copy.name.removeprefix(prefix))
             if node.op == "placeholder":
                 copy.target = copy.name
-                if count in casts:
-                    copies[node] = new.call_method("to", (copy, casts[count]))
-                count += 1
-            elif node.op == "call_module" and has_batch_norm(
-                self.root.get_submodule(str(node.target))
-            ):
-                norms.append(copy)
-        return new, norms
+        return new
 
     def _rename(self, node: fx.Node, name: str) -> None:
         if name != node.name and name.isidentifier() and not keyword.iskeyword(name):
             node._rename(name)
-        if node.name in self.helpers:
+        if node.name in HELPERS:
             node._rename(f"{node.name}_value")
 
     def _imported(self, alias: str, value: Any) -> str:
@@ -235,7 +215,8 @@ def _as_tuples(result: Any) -> Any:
 def _owner(node: fx.Node) -> str:
     """Path of the module whose `forward` made a node."""
     path = str(node.meta.get(PATH, ""))
-    return path.rpartition(".")[0] if node.op == "call_module" else path
+    is_layer = node.op == "call_module" or node.target is stage_ops.call_norm
+    return path.rpartition(".")[0] if is_layer else path
 
 
 def _with_paths(lines: Sequence[str], owners: Mapping[str, str]) -> Iterable[str]:

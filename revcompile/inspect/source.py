@@ -1,277 +1,196 @@
-"""A stage's programs as a paper would write them: each branch a function F, called in a few lines.
+"""A stage's code as Python text that can be executed.
 
-    def layer1_0(self, x): ...
-    def forward(self, a, b):
-        a, b = b, plus(a, layer1_0(self, b), grid)
-    def backward(self, a, b, grid, da, db):
-        a, b, da, db = uncouple(layer1_0, self, a, b, da, db, grid, grads)
+Statements are printed as they are in `ir.stage_code`, after the functions that they call. Variables
+are used again as soon as their value is not read any more, which turns
 
-The programs that run are the same steps with F inlined (`compiler.lower`), which is what fusion
-and the verifier need. The text here is complete: executed, it gives the same outputs, inputs and
-gradients to the bit (`tests/inspect/test_source.py`). This file writes all but the backward program
-(`source_backward`).
+    x2, x3 = x1, x0 + F(x1)              a, b = b, a + F(b)
+    x4, x5 = x3, x2 + G(x3)      into    a, b = b, a + G(b)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import keyword
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from revcompile.inspect.function_text import Listing
-from revcompile.inspect.program_text import Body, joined, value
-from revcompile.ir import ops
-from revcompile.ir.module_tree import convolves
-from revcompile.ir.program import Part, Partition, Piece, StageProgram, Unit, legal
+import torch
+
+from revcompile.inspect.function_text import Listing, commented
+from revcompile.ir.program import Partition, StageProgram, legal
+from revcompile.ir.stage_code import (
+    KEY,
+    SELF,
+    Call,
+    Function,
+    GraphFunction,
+    ParameterGradients,
+    Program,
+    Statement,
+    Value,
+    live_statements,
+)
 from revcompile.ir.types import Coupling
-from revcompile.schedule import Keep
 
-__all__ = ["SourceWriter", "call", "is_piece"]
+__all__ = ["SourceText"]
+
+_GRADS = "grads"
+"""The variable in which gradients of parameters are added up."""
 
 
-class SourceWriter:
-    """Functions of pieces and units, and the forward and inverse programs."""
+class SourceText:
+    """Imports, functions and programs of a stage; the variables of its inputs and outputs."""
 
     def __init__(self, partition: Partition, program: StageProgram) -> None:
-        self.partition, self.program = partition, program
-        self.part: Part = partition.parts[program.index]
-        self.places = {id(piece): place for place, piece in enumerate(self.part.pieces)}
-        self.listing = Listing(partition.rewired.root, ["forward", "inverse", "backward"])
+        self.listing = Listing(
+            partition.rewired.root, ["forward", "inverse", "backward", "self", "torch", _GRADS]
+        )
         self.hints = _hints(partition)
-        self.draws = [name for unit in program.units for name in unit.random]
-        self.key = ["key"] if self.draws else []
-        self._named: dict[tuple[int, str], str] = {}
-        for unit in program.units:  # printed first, in the order in which they run
-            for piece in unit.pieces:
-                self.function(piece)
+        self.has_key = any(unit.random for unit in program.units)
+        self._named: dict[Function, str] = {}
+        code = program.code
+        held = self._print(code.forward, "forward")
+        for other in filter(None, (code.inverse, code.backward)):
+            self._print(other, other.name)
+        ports = [*program.inputs, *program.outputs]
+        ends = [*code.forward.arguments[1:], *code.forward.result[0]]
+        self.variables = {p.name: held[value] for p, value in zip(ports, ends, strict=True)}
+
+    @property
+    def parts(self) -> list[str]:
+        """The text of the imports and of each function."""
+        return [*self.listing.import_text(), *self.listing.functions]
 
     # -- functions ----------------------------------------------------------------------------
 
-    def function(self, piece: Piece, *, again: bool = False) -> str:
-        """F of a coupling, or an opaque piece; `again`: without the buffers it writes."""
-        again = again and stores(piece)
-        role = "again" if again else ""
-        if (id(piece), role) in self._named:
-            return self._named[id(piece), role]
-        segment, partition = piece.segment, self.partition
+    def function(self, function: Function) -> str:
+        """The name of a function, which is printed at its first use."""
+        if function not in self._named:
+            if isinstance(function, Program):
+                name = self.listing.name(function.name)
+                self._print(function, name)
+            else:
+                name = self._print_graph(function)
+            self._named[function] = name
+        return self._named[function]
+
+    def _print_graph(self, function: GraphFunction) -> str:
+        segment, role = function.segment, function.role
+        name = segment.name if role == "run" else f"{segment.name}_{role}"
+        if role in ("arrange", "restore"):
+            comment = f"a stream {'back from' if role == 'restore' else 'in'} the arrangement of "
+            return self.listing.add_graph(name, function.graph, comment + segment.name)
         if isinstance(segment, Coupling):
-            dtype = partition.low_precision(segment.streams_in[0])
-            casts = {} if dtype is None else {0: dtype}
-            arguments = ["x", *map(legal, segment.sides)]
-            comment = f"F of {segment.name}, {self._class(piece) or segment.kind.value}"
+            comment = f"F of {segment.name}, {self._class(function) or segment.kind.value}"
         else:
-            arguments = [legal(self.hints.get(name, name)) for name in segment.inputs]
-            streams = partition.stream_outputs
-            dtypes = (partition.low_precision(n) if n in streams else None for n in segment.inputs)
-            casts = {place: dtype for place, dtype in enumerate(dtypes) if dtype is not None}
-            comment = self._class(piece) or f"not reversible: {segment.reason}"
-        if again:
+            comment = self._class(function) or f"not reversible: {segment.reason}"
+        if role == "again":
             comment += ", run again"
-        called = self.listing.add_graph(
-            piece.name + ("_again" if again else ""),
-            segment.graph,
-            comment,
-            casts,
-            arguments=arguments,
-            stores=not again,
-        )
-        self._named[id(piece), role] = called
-        return called
+        arguments = [legal(self.hints.get(argument, argument)) for argument in function.arguments]
+        return self.listing.add_graph(name, function.graph, comment, arguments)
 
-    def _class(self, piece: Piece) -> str:
-        """The class of the module that a piece is named after, if it runs only that module."""
-        called = piece.segment.graph.find_nodes(op="call_module")
-        inside = all(f"{node.target}.".startswith(f"{piece.name}.") for node in called)
+    def _class(self, function: GraphFunction) -> str:
+        """The class of the module that a segment is named after, if it runs only that module."""
+        name = function.segment.name
+        called = function.segment.graph.find_nodes(op="call_module")
+        inside = all(f"{node.target}.".startswith(f"{name}.") for node in called)
         modules = dict(self.listing.root.named_modules())
-        return type(modules[piece.name]).__name__ if inside and piece.name in modules else ""
-
-    def arrangement(self, piece: Piece, *, back: bool) -> str:
-        """The function that rearranges a stream for a coupling, or the one that undoes it."""
-        role = "restore" if back else "arrange"
-        if (id(piece), role) not in self._named:
-            assert isinstance(piece.segment, Coupling) and piece.segment.rearrange is not None
-            rearrange = piece.segment.rearrange
-            self._named[id(piece), role] = self.listing.add_graph(
-                f"{piece.name}_{role}",
-                rearrange.inverse if back else rearrange.forward,
-                f"a stream {'back from' if back else 'in'} the arrangement of {piece.name}",
-            )
-        return self._named[id(piece), role]
-
-    def unit_function(self, unit: Unit, *, again: bool = False) -> str:
-        """A unit that is differentiated at once as one function of its inputs."""
-        if is_piece(unit):
-            return self.function(unit.pieces[0], again=again)
-        writes = any(map(stores, unit.pieces))
-        role = "unit again" if again and writes else "unit"
-        if (id(unit), role) not in self._named:
-            whole = len(self.program.units) == 1
-            name = f"stage_{self.part.index}" if whole else "_to_".join(unit.name.split(" .. "))
-            called = self.listing.name(name + ("_again" if role != "unit" else ""))
-            body = Body([*self.unit_key(unit), *unit.inputs], self.hints)
-            values = {name: value(name) for name in unit.inputs}
-            for piece in unit.pieces:
-                self.compute(body, piece, values, again=again)
-            result = joined((values[name] for name in self.unit_outputs(unit)), brackets=False)
-            text, _ = body.text(called, result, self.listing.taken, unit.name)
-            self.listing.functions.append(text)
-            self._named[id(unit), role] = called
-        return self._named[id(unit), role]
-
-    def unit_key(self, unit: Unit) -> list[str]:
-        """`key`, if the unit's function has to seed random numbers itself."""
-        return ["key"] if unit.random and not is_piece(unit) else []
-
-    def unit_outputs(self, unit: Unit) -> list[str]:
-        """What the unit's function returns."""
-        if is_piece(unit):
-            return list(unit.pieces[0].segment.outputs)
-        later = self.program.units[self.program.units.index(unit) + 1 :]
-        read = {name for after in later for name in after.inputs}
-        read |= {*self.part.outputs, *self.program.kept}
-        read |= {name.removesuffix(" graph") for name in self.program.kept}
-        return [name for name in unit.outputs if name in read]
-
-    # -- pieces -------------------------------------------------------------------------------
-
-    def reseed(self, body: Body, piece: Piece) -> None:
-        """Seed the random numbers of a piece that may draw some."""
-        if piece.name in self.draws:
-            place = self.places[id(piece)]
-            body.assign([], f"{self.listing.use('reseed')}({value('key')}, {place})")
-
-    def compute(
-        self, body: Body, piece: Piece, values: dict[str, str], *, again: bool = False
-    ) -> None:
-        """Run a piece; `values` maps live values to how texts refer to them."""
-        self.reseed(body, piece)
-        segment, called = piece.segment, self.function(piece, again=again)
-        if isinstance(segment, Coupling):
-            self._couple(body, piece, segment, called, values)
-        else:
-            inputs = [values[name] for name in segment.inputs]
-            body.assign(segment.outputs, call(called, inputs))
-        values |= {name: value(name) for name in piece.outputs}
-
-    def _couple(
-        self, body: Body, piece: Piece, segment: Coupling, called: str, values: dict[str, str]
-    ) -> None:
-        assert piece.grid is not None
-        a, b = (values[name] for name in segment.streams_in)
-        if piece.opens:
-            a, b = self._enter(body, piece, segment, a, b)
-            values[piece.grid] = value(piece.grid)
-        if segment.rearrange is not None:
-            arrange = self.arrangement(piece, back=False)
-            sides = [values[name] for name in segment.rearrange.sides]
-            names = [f"arranged {name}" for name in segment.streams_in]
-            body.assign([names[0], f"{piece.name} shapes"], call(arrange, [a, *sides]))
-            body.assign([names[1], "_"], call(arrange, [b, *sides]))
-            a, b = map(value, names)
-        branch = call(called, [b, *(values[name] for name in segment.sides)])
-        if segment.extras:
-            body.assign([f"F of {piece.name}", *segment.extras], branch)
-            branch = value(f"F of {piece.name}")
-        y = f"{self.listing.use('plus')}({a}, {branch}, {values[piece.grid]})"
-        body.assign(segment.streams_out, b, y, comment=piece.name, effects=False)
-
-    def _enter(
-        self, body: Body, piece: Piece, segment: Coupling, a: str, b: str
-    ) -> tuple[str, str]:
-        cast = self.partition.low_precision(segment.streams_in[0])
-        if cast is not None:
-            self.listing.imports["torch"] = ("", "torch")
-        settings = f"cast={cast}, convolves={convolves(segment.branch, self.listing.root)}"
-        first, second = (f"entered {name}" for name in segment.streams_in)
-        entered = f"{self.listing.use('enter_chain')}({a}, {b}, {settings})"
-        body.assign([first, second, str(piece.grid)], entered)
-        return value(first), value(second)
+        return type(modules[name]).__name__ if inside and name in modules else ""
 
     # -- programs -----------------------------------------------------------------------------
 
-    def forward(self) -> dict[str, str]:
-        """Print the forward program; returns the variables of its inputs and outputs."""
-        program, part = self.program, self.part
-        body = Body([*self.key, *part.inputs], self.hints)
-        values = {name: value(name) for name in part.inputs}
-        for index, unit in enumerate(program.units):
-            if unit.keep is Keep.GRAPH:
-                self._record(body, unit, index, values)
-            elif unit.keep is Keep.INPUT and not is_piece(unit):
-                inputs = [*map(value, self.unit_key(unit)), *(values[n] for n in unit.inputs)]
-                outputs = self.unit_outputs(unit)
-                body.assign(outputs, call(self.unit_function(unit), inputs))
-                values |= {name: value(name) for name in outputs}
-            else:
-                self.compute(body, unit.pieces[0], values)
-        sent = joined(values[name] for name in part.outputs)
-        kept = joined(values.get(name, value(name)) for name in program.kept)
-        result = f"{sent}, {kept}  # outputs, kept for backward"
-        text, variables = body.text("forward", result, self.listing.taken)
-        self.listing.functions.append(text)
-        return {name: variables[name] for name in (*part.inputs, *part.outputs)}
+    def _print(self, program: Program, name: str) -> dict[Value, str]:
+        """Print a program; returns the variable that each value was last seen in."""
+        statements = live_statements(program)
+        for statement, _ in statements:
+            for function in _functions(statement.values):
+                self.function(function)
+        arguments = [value for value in program.arguments if value != KEY or self.has_key]
+        variables = {SELF: "self"}
+        for argument in arguments:
+            variables[argument] = self._variable(argument, variables.values())
+        lines = [commented(f"def {name}({', '.join(variables.values())}):", program.comment)]
+        if any(isinstance(item, ParameterGradients) for item in program.result):
+            lines.append(f"    {_GRADS} = {{}}")
+        for statement, live in statements:
+            line = self._statement(statement, live, variables)
+            if line:
+                lines.append(commented(f"    {line}", statement.comment))
+        result = ", ".join(self._text(item, variables) for item in program.result)
+        comment = f"  # {program.result_comment}" if program.result_comment else ""
+        self.listing.functions.append("\n".join([*lines, f"    return {result}{comment}"]))
+        return variables
 
-    def _record(self, body: Body, unit: Unit, index: int, values: dict[str, str]) -> None:
-        """Run a unit with autograd on; its leaves and the ends of its graph are kept."""
-        inputs = [*map(value, self.unit_key(unit))]
-        for name in unit.inputs:
-            if self.partition.requires_grad(name):
-                kept = f"{name} leaf {index}"
-                body.hints[kept] = f"{self.hints.get(name, name)}_leaf"
-                body.assign([kept], f"{self.listing.use('leaf')}({values[name]})")
-                inputs.append(value(kept))
-            else:
-                inputs.append(values[name])
-        if is_piece(unit):
-            self.reseed(body, unit.pieces[0])
-        outputs = self.unit_outputs(unit)
-        recorded = [name for name in outputs if self.partition.requires_grad(name)]
-        ends = [f"{name} graph" if name in recorded else name for name in outputs]
-        function = f"{self.unit_function(unit)}, self"
-        body.assign(ends, call(self.listing.use("record"), inputs, first=function))
-        for name in recorded:
-            detached = f"{self.listing.use('detached')}({value(f'{name} graph')})"
-            body.assign([name], detached, effects=False)
-        values |= {name: value(name) for name in outputs}
+    def _statement(
+        self, statement: Statement, live: set[Value], variables: dict[Value, str]
+    ) -> str:
+        right = ", ".join(self._text(value, variables) for value in statement.values)
+        in_use = [variables[value] for value in variables if value in live]
+        left = []
+        for target in statement.targets:
+            name = "_"
+            if target is not None and target in live:
+                variables[target] = name = self._variable(target, in_use)
+                in_use.append(name)
+            left.append(name)
+        if not any(name != "_" for name in left):
+            return right
+        targets = f"({left[0]},)" if statement.unpacks and len(left) == 1 else ", ".join(left)
+        return f"{targets} = {right}" if targets != right else ""
 
-    def inverse(self) -> None:
-        """Print the inverse program."""
-        arguments = [*self.program.kept, *self.program.needs_back]
-        body = Body([*self.key, *arguments], self.hints)
-        streams: Sequence[str] = ()
-        for unit in reversed(self.program.units):
-            piece = unit.pieces[0]
-            segment = piece.segment
-            assert isinstance(segment, Coupling) and piece.grid is not None
-            self.reseed(body, piece)
-            b, y = map(value, segment.streams_out)
-            branch = call(self.function(piece, again=True), [b, *map(value, segment.sides)])
-            branch += "[0]" if segment.extras else ""
-            a = f"{self.listing.use('minus')}({y}, {branch}, {value(piece.grid)})"
-            streams = segment.streams_in
-            if segment.rearrange is None:
-                body.assign(streams, a, b, comment=piece.name, effects=False)
-            else:
-                names = [f"arranged {name}" for name in streams]
-                body.assign(names, a, b, comment=piece.name, effects=False)
-                restore, shapes = self.arrangement(piece, back=True), value(f"{piece.name} shapes")
-                restored = (call(restore, [value(name), shapes]) for name in names)
-                body.assign(streams, *restored, effects=False)
-        text, _ = body.text("inverse", joined(map(value, streams)), self.listing.taken)
-        self.listing.functions.append(text)
+    def _text(self, expression: Any, variables: Mapping[Value, str]) -> str:
+        match expression:
+            case Value():
+                return variables[expression]
+            case tuple():
+                texts = [self._text(item, variables) for item in expression]
+                return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+            case ParameterGradients():
+                return _GRADS
+            case GraphFunction() | Program():
+                return self.function(expression)
+            case Call(target=target, arguments=arguments, options=options):
+                if isinstance(target, GraphFunction | Program):
+                    name = self.function(target)
+                else:
+                    name = self.listing.use(target.__name__)
+                texts = [self._text(argument, variables) for argument in arguments]
+                texts += [f"{option}={self._text(v, variables)}" for option, v in options.items()]
+                return f"{name}({', '.join(texts)})"
+            case torch.dtype():
+                self.listing.imports["torch"] = ("", "torch")
+        return str(expression)
+
+    def _variable(self, value: Value, in_use: Iterable[str]) -> str:
+        """A variable that holds nothing that is still read, if possible one that reads well."""
+        taken = {*in_use, *self.listing.taken}
+        hint = legal(self._hint(value))
+        names = (hint, *(f"{hint}_{number}" for number in range(1, len(taken) + 2)))
+        return next(name for name in names if name not in taken and not keyword.iskeyword(name))
+
+    def _hint(self, value: Value) -> str:
+        hint = self.hints.get(value.name, value.name)
+        match value.role:
+            case "gradient":
+                return f"d{hint}" if hint in ("a", "b") else f"d_{hint}"
+            case "leaf" | "graph":
+                return f"{hint}_{value.role}"
+            case "shapes":
+                return "shapes"
+            case "branch":
+                return "f"
+        return hint
 
 
-def call(function: str, arguments: Sequence[str], first: str = "self") -> str:
-    """A call of a printed function, which gets the model first."""
-    return f"{function}({', '.join([first, *arguments])})"
-
-
-def stores(piece: Piece) -> bool:
-    """Does a piece write buffers? Backward, which computes it again, must not."""
-    return bool(piece.segment.graph.find_nodes(op="call_function", target=ops.store_buffer))
-
-
-def is_piece(unit: Unit) -> bool:
-    """Is a unit a single opaque piece, whose function serves for both?"""
-    return len(unit.pieces) == 1 and not unit.reversible
+def _functions(expression: Any) -> Iterator[Function]:
+    """The stage's own functions that an expression calls or passes on."""
+    match expression:
+        case GraphFunction() | Program():
+            yield expression
+        case tuple():
+            for item in expression:
+                yield from _functions(item)
+        case Call():
+            yield from _functions((expression.target, *expression.arguments))
 
 
 def _hints(partition: Partition) -> dict[str, str]:
@@ -280,12 +199,8 @@ def _hints(partition: Partition) -> dict[str, str]:
     for part in partition.parts:
         for piece in part.pieces:
             if isinstance(piece.segment, Coupling):
-                streams = (piece.segment.streams_in, piece.segment.streams_out)
-                for hint, names in zip("ab", zip(*streams, strict=True), strict=True):
-                    for name in names:
-                        hints |= dict.fromkeys((name, f"entered {name}", f"arranged {name}"), hint)
-                hints[f"{piece.name} shapes"] = "shapes"
-                hints[f"F of {piece.name}"] = "f"
+                for streams in (piece.segment.streams_in, piece.segment.streams_out):
+                    hints |= dict(zip(streams, "ab", strict=True))
             if piece.grid is not None:
                 hints[piece.grid] = "grid"
     return hints

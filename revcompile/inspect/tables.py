@@ -7,15 +7,24 @@ import math
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from revcompile.inspect.formatting import amount, bytes_of, counted, dtype, shape, size, span
-from revcompile.inspect.views import Memory, stage_views
-from revcompile.ir.program import Partition, StageProgram
+from revcompile.inspect.formatting import (
+    amount,
+    bytes_of,
+    counted,
+    dtype,
+    first_few,
+    shape,
+    size,
+    span,
+)
+from revcompile.inspect.views import refusals_by_reason, stage_views
+from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion
 
@@ -93,28 +102,15 @@ def _shape(rewired: Rewired, segment: Segment) -> str:
 
 def refusals(rewired: Rewired) -> list[str]:
     """Sums that were not rewired, grouped by reason."""
-    return [f"not rewired: {where}: {reason}" for reason, where, _ in _by_reason(rewired)]
+    by_reason = refusals_by_reason(rewired).items()
+    return [f"not rewired: {first_few(paths)}: {reason}" for reason, paths in by_reason]
 
 
 def most_frequent_refusals(rewired: Rewired, count: int) -> list[str]:
     """The reasons why most sums were not rewired, each with some of the places."""
-    frequent = sorted(_by_reason(rewired), key=lambda entry: -entry[2])[:count]
-    return [f"{where}: {reason}" for reason, where, _ in frequent]
-
-
-def _by_reason(rewired: Rewired) -> list[tuple[str, str, int]]:
-    """Every reason, some of its places as text, and how many places there are."""
-    places: dict[str, list[str]] = {}
-    for refusal in rewired.refusals:
-        places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
-    return [
-        (
-            reason,
-            ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else ""),
-            len(paths),
-        )
-        for reason, paths in places.items()
-    ]
+    by_reason = refusals_by_reason(rewired).items()
+    frequent = sorted(by_reason, key=lambda entry: -len(entry[1]))[:count]
+    return [f"{first_few(paths)}: {reason}" for reason, paths in frequent]
 
 
 def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -> str:
@@ -128,17 +124,6 @@ def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -
 
 
 # -- stages ---------------------------------------------------------------------------------------
-
-
-class PeakMemory(Memory, Protocol):
-    """`Memory` with what a pass needs while it runs, and copies of weights."""
-
-    @property
-    def working(self) -> int: ...
-    @property
-    def stashed(self) -> int: ...
-    @property
-    def newest(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +153,10 @@ class StageFacts:
 
 
 def stage_facts(
-    partition: Partition, programs: Sequence[StageProgram], memory: Sequence[PeakMemory], batch: int
+    partition: Partition,
+    programs: Sequence[StageProgram],
+    memory: Sequence[StageMemory],
+    batch: int,
 ) -> tuple[StageFacts, ...]:
     """The facts of every stage; `memory` is given at the same batch size."""
     stages = stage_views(partition, programs, batch, memory)
@@ -221,7 +209,7 @@ _SENT: Final = 2
 
 
 def stage_table(
-    partition: Partition, facts: Sequence[StageFacts], method: str, plain: Memory | None = None
+    partition: Partition, facts: Sequence[StageFacts], method: str, plain: StageMemory | None = None
 ) -> str:
     """All stages: what they compute, send and keep, and why some are not reversible.
 
@@ -299,14 +287,16 @@ def _sends(stage: StageFacts) -> str:
 
 
 def _below(
-    partition: Partition, facts: Sequence[StageFacts], letters: dict[str, str], plain: Memory | None
+    partition: Partition,
+    facts: Sequence[StageFacts],
+    letters: dict[str, str],
+    plain: StageMemory | None,
 ) -> list[str]:
     """Why stages are not reversible, the balance, the totals, notes."""
     lines = []
     for reason, letter in letters.items():
         where = [short_range([n]) for stage in facts for n, why in stage.opaque if why == reason]
-        shown = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        lines.append(f"({letter}) {reason}: {shown}")
+        lines.append(f"({letter}) {reason}: {first_few(where)}")
     lines += [_balance(facts), *_totals(partition, facts, plain)]
     for tie, names in partition.ties.items():
         lines.append(f"stages {tie.owner} and {tie.holder} share {', '.join(names)}")
@@ -322,7 +312,9 @@ def _balance(facts: Sequence[StageFacts]) -> str:
     )
 
 
-def _totals(partition: Partition, facts: Sequence[StageFacts], plain: Memory | None) -> list[str]:
+def _totals(
+    partition: Partition, facts: Sequence[StageFacts], plain: StageMemory | None
+) -> list[str]:
     parameters = sum(stage.parameters for stage in facts)
     before = plain_parameters(partition.rewired)
     grown = f"{100 * (parameters / before - 1):+.1f} %" if parameters != before else "as many"

@@ -6,28 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from revcompile.inspect.formatting import bytes_of
-from revcompile.ir.program import Part, Partition, Piece, Port, StageProgram
-from revcompile.ir.types import PATH, Coupling, Opaque, TensorType
+from revcompile.ir.program import Part, Partition, Piece, Port, StageMemory, StageProgram
+from revcompile.ir.types import PATH, Coupling, Rewired, TensorType
 from revcompile.schedule import delay, window
 
-__all__ = ["BlockView", "Memory", "StageView", "modules_of", "stage_views"]
-
-
-class Memory(Protocol):
-    """The peak memory of a stage, in bytes."""
-
-    @property
-    def buffers(self) -> int:
-        """Kept from forward to backward, for all micro-batches in flight."""
-        ...
-
-    @property
-    def total(self) -> int:
-        """Everything, weights and gradients included."""
-        ...
+__all__ = ["BlockView", "StageView", "modules_of", "refusals_by_reason", "stage_views"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class StageView:
     delay: int
     kept: int
     """Bytes kept from forward to backward, for all micro-batches in flight."""
-    memory: Memory | None
+    memory: StageMemory | None
     program: StageProgram
 
     @property
@@ -86,7 +72,7 @@ def stage_views(
     partition: Partition,
     programs: Sequence[StageProgram],
     batch: int | None = None,
-    memory: Sequence[Memory] | None = None,
+    memory: Sequence[StageMemory] | None = None,
 ) -> tuple[StageView, ...]:
     """Every stage; `batch` is the size of a micro-batch (default: the example's)."""
     lines = _lines(partition)
@@ -101,7 +87,7 @@ def _stage(
     part: Part,
     program: StageProgram,
     batch: int | None,
-    memory: Memory | None,
+    memory: StageMemory | None,
     lines: Mapping[int, Sequence[tuple[int, int]]],
 ) -> StageView:
     count, method = len(partition.parts), program.method
@@ -146,11 +132,17 @@ def _why(piece: Piece) -> str:
 
 def modules_of(piece: Piece) -> tuple[str, ...]:
     """Paths of the modules in a piece, in the order they run."""
-    segment = piece.segment
-    graph = segment.graph if isinstance(segment, Opaque) else segment.branch
-    called = (node for node in graph.nodes if node.op.startswith("call"))
+    called = (node for node in piece.segment.graph.nodes if node.op.startswith("call"))
     paths = (str(node.meta.get(PATH, "")) for node in called)
     return tuple(dict.fromkeys(path for path in paths if path))
+
+
+def refusals_by_reason(rewired: Rewired) -> dict[str, list[str]]:
+    """Where sums were not rewired, for every reason."""
+    places: dict[str, list[str]] = {}
+    for refusal in rewired.refusals:
+        places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
+    return places
 
 
 def _lines(partition: Partition) -> dict[int, list[tuple[int, int]]]:

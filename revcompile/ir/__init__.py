@@ -11,7 +11,8 @@
     Piece          partition   what no stage boundary divides: a segment, or a part of an opaque one
     Part           partition   the pieces of one stage; a `Partition` has all parts
     Unit           lower       pieces of one stage that are differentiated together
-    StageProgram   lower       the generated code of one stage: forward, backward, inverse
+    StageCode      lower       the code of one stage, with a function for each branch
+    StageProgram   lower       the same as graphs that run: forward, backward, inverse
 
 Passes never change their input: each builds graphs of its own.
 """

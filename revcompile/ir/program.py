@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import fx
 
+from revcompile.ir.stage_code import StageCode
 from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.schedule import Keep, Method, Tie
 
-__all__ = ["Part", "Partition", "Piece", "Port", "StageProgram", "Unit", "legal"]
+__all__ = ["Part", "Partition", "Piece", "Port", "StageMemory", "StageProgram", "Unit", "legal"]
 
 
 def legal(name: str) -> str:
@@ -201,7 +202,7 @@ class Unit:
 class StageProgram:
     """One stage for one method.
 
-    The programs are flat graphs, branches inlined (`inspect.code` prints them with functions):
+    The graphs that run are flat, with branches inlined; `code` is what they were made of:
 
         forward   (key, *inputs)                          -> (outputs, kept)
         backward  (key, *kept, *needs_back, *gradients)   -> (values sent back, gradients of inputs,
@@ -225,6 +226,7 @@ class StageProgram:
     sends_back: tuple[str, ...]
     """Inputs whose value is sent back: what the stage before needs."""
     parameters: tuple[str, ...]
+    code: StageCode
     forward: fx.Graph
     backward: fx.Graph
     inverse: fx.Graph | None = None
@@ -243,3 +245,38 @@ class StageProgram:
     def reversible(self) -> bool:
         """Does the stage keep nothing between forward and backward?"""
         return all(unit.reversible and unit.keep is Keep.NOTHING for unit in self.units)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one stage holds at its peak, in bytes.
+
+    >>> StageMemory(parameters=100, gradients=100, optimizer=100, buffers=700).total
+    1000
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    summing: int = 0
+    """Gradients of one micro-batch, before they are added to the sums of several."""
+    stashed: int = 0
+    """Older versions of the parameters."""
+    newest: int = 0
+    """Where older versions are stashed: a stashed copy of the current one."""
+    buffers: int = 0
+    """Kept from forward to backward, for all micro-batches in flight."""
+    messages: int = 0
+    """What arrives while the stage computes: a forward message and a backward message."""
+    working: int = 0
+    """The graph being differentiated, with the gradients inside it."""
+    waiting: int = 0
+    """Backward messages that arrived before this stage is due to use them."""
+    between: int = 0
+    """Values and gradients that one piece of the stage hands to the piece before."""
+    ends: int = 0
+    """Inputs of kept graphs that they have not saved, and their outputs."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))

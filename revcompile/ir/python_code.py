@@ -1,19 +1,26 @@
-"""Graphs as Python text, whatever the modules are called: `{"in": ..., "it's": ...}`."""
+"""Graphs as Python text and functions, whatever the modules are called: `{"in": ..., "it's": ...}`.
+
+A compiled graph is a function of `(root, *inputs)`.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import keyword
+import linecache
 import re
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from torch import fx
 from torch.fx.graph import PythonCode
 
-__all__ = ["path_expression", "python_code"]
+__all__ = ["compile_graph", "path_expression", "python_code", "source_of"]
 
 _STAND_IN: Final = "revcompile_path_"
+_counter = itertools.count()
 
 
 def path_expression(path: str, of: str = "self") -> str:
@@ -60,3 +67,19 @@ def python_code(graph: fx.Graph) -> PythonCode:
 
 def _is_misprinted(name: str) -> bool:
     return keyword.iskeyword(name) or _needs_escapes(name)
+
+
+def source_of(graph: fx.Graph) -> str:
+    """The generated code of a graph, with the original module names."""
+    return python_code(graph).src.strip()
+
+
+def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """A function from a graph; tracebacks show the generated lines under the segment's name."""
+    code = python_code(graph)
+    filename = f"<revcompile {name} {next(_counter)}>"
+    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
+    namespace = dict(code.globals)
+    exec(compile(code.src, filename, "exec"), namespace)
+    function: Callable[..., Any] = namespace["forward"]
+    return function

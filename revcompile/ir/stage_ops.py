@@ -1,8 +1,8 @@
 """What stage programs call besides torch.
 
-Programs start with autograd off and running statistics frozen. The flat graphs that run switch
-both with `recording`; the text that `inspect.code` prints calls the functions of the last section,
-which do the same steps in one call.
+Programs start with autograd off and running statistics frozen. The code of a stage
+(`ir.stage_code`), as it is printed, calls the functions of the last section. In the flat graphs
+that run their steps are inlined, with `recording` to switch autograd and statistics.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def seeding(seeder: Callable[[int, int], None]) -> Iterator[None]:
         _seeder = before
 
 
-# -- what printed programs call --------------------------------------------------------------------
+# -- calls of higher order -------------------------------------------------------------------------
 
 
 def record(function: Callable[..., Any], model: nn.Module, *inputs: Any) -> Any:

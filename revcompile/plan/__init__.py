@@ -1,1 +1,1 @@
-"""Before training: what each stage may keep (budget), and what a cluster would do (forecast)."""
+"""Before training: what stages are (report) and may keep (budget), what a cluster would do."""

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
+from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.errors import InputError
-from revcompile.ir.program import Partition
+from revcompile.ir.program import Partition, StageMemory
 from revcompile.schedule import Keep, Order, Weights
 from revcompile.units import format_size
 

@@ -13,9 +13,10 @@ import torch
 
 from revcompile.compiler.cost import Workload
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
+from revcompile.compiler.partition.cuts import bytes_sent
 from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
-from revcompile.ir.types import Cost, TensorType
+from revcompile.ir.types import Cost
 from revcompile.runtime.stage.tensors import all_finite
 from revcompile.schedule import Costs, Keep
 
@@ -127,7 +128,7 @@ def stage_times(
     """
     parts, keep = partition.parts, workload.method.keep
     passes = [_passes(part, workload, time_model, part is parts[-1]) for part in parts]
-    sent = [_bytes_sent(partition, part, workload.batch_size) for part in parts[:-1]]
+    sent = [bytes_sent(part.outputs, partition.types, workload.batch_size) for part in parts[:-1]]
     # A stage that ends in a coupling is sent its outputs back beside their gradients.
     rebuilds = [keep is Keep.NOTHING and part.pieces[-1].reversible for part in parts[:-1]]
     sent_back = [2 * size if twice else size for size, twice in zip(sent, rebuilds, strict=True)]
@@ -154,11 +155,6 @@ def _passes(
         forward += ahead
         backward += back if piece.recomputed(workload.method.keep, is_last) else back - ahead
     return forward, max(backward, 0.0)
-
-
-def _bytes_sent(partition: Partition, part: Part, batch_size: int) -> int:
-    kinds = (partition.types.get(name) for name in part.outputs)
-    return sum(kind.nbytes(batch_size) for kind in kinds if isinstance(kind, TensorType))
 
 
 def _all_reduce(nbytes: int, replicas: int, link: NetworkLink) -> float:

@@ -111,7 +111,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["inspect", "resnt18", "--stages", "2"], "did you mean resnet18"),
         (["inspect", "torchvision:vgg_nine", "--stages", "2"], "no model 'vgg_nine'"),
@@ -133,12 +133,12 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         ([], "COMMAND"),
     ],
 )
-def test_what_cannot_be_done_is_told_on_stderr_without_a_traceback(
-    called: Called, argv: list[str], told: str
+def test_what_cannot_be_done_is_reported_on_stderr_without_a_traceback(
+    called: Called, argv: list[str], message: str
 ) -> None:
     code, out, err = called(*argv)
     assert (code, out) == (2, "")
-    assert told in err and "Traceback" not in err
+    assert message in err and "Traceback" not in err
     assert err.splitlines()[-1].startswith("revcompile")
 
 

@@ -23,8 +23,8 @@ from revcompile.compiler.capture.check import Check, check_capture
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir.ops import store_buffer
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, Captured, Frontend
-from revcompile.runtime.reversible.graph_code import compile_graph
 
 FX = functools.partial(capture, frontend=Frontend.FX)
 

@@ -51,7 +51,7 @@ def nets(draw: Any) -> Net:
     return draw_net(Drawn(draw))
 
 
-def told(net: Net, report: Report) -> str:
+def described(net: Net, report: Report) -> str:
     """Every finding, and the first as a script."""
     if report.discarded:
         return f"{net!r} fails by itself: {report.discarded}"
@@ -81,7 +81,7 @@ def test_random_nets_are_right_or_refused(seed: int) -> None:
     def right_or_refused(net: Net, other: str) -> None:
         report = examine(net, ["petra", other])
         hypothesis.assume(report.discarded is None)
-        assert not report.findings, told(net, report)
+        assert not report.findings, described(net, report)
 
     right_or_refused()
 
@@ -89,14 +89,14 @@ def test_random_nets_are_right_or_refused(seed: int) -> None:
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_is_right_or_refused(name: str) -> None:
     report = examine(FOUND[name], ["petra", "backprop"])
-    assert report.discarded is None and not report.findings, told(FOUND[name], report)
+    assert report.discarded is None and not report.findings, described(FOUND[name], report)
 
 
 @pytest.mark.parametrize(("seed", "index"), [(11, 764), (11, 772), (12, 88)])
 def test_nets_that_outgrow_their_precision_are_stopped(seed: int, index: int) -> None:
     """One update makes branches 1e17 times their stream: nothing of the input can be rebuilt."""
     report = examine(net_of(seed, index), phases=["reversify"])
-    assert report.discarded is None and not report.findings, told(net_of(seed, index), report)
+    assert report.discarded is None and not report.findings, described(net_of(seed, index), report)
     assert [(r.check, r.reason.split(":")[0]) for r in report.refusals] == [
         ("reversify, chained", "InversionError")
     ]

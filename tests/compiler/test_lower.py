@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.ir import ops
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.ir.python_code import compile_graph
 from revcompile.schedule import METHODS, Keep, choose
 
 
@@ -274,8 +274,8 @@ def test_inverse_programs_undo_forward_programs(name: str, monkeypatch: pytest.M
             outputs, kept = compile_graph(program.forward, "forward")(root, 1, *inputs)
             values = dict(zip((port.name for port in program.outputs), outputs, strict=True))
             if program.inverse is not None:
-                wanted = [values[n] for n in program.needs_back]
-                rebuilt = compile_graph(program.inverse, "inverse")(root, 1, *kept, *wanted)
+                sent_back = [values[n] for n in program.needs_back]
+                rebuilt = compile_graph(program.inverse, "inverse")(root, 1, *kept, *sent_back)
                 streams = stage.part.pieces[0].segment.inputs[:2]
                 given = dict(zip((port.name for port in program.inputs), inputs, strict=True))
                 for stream, after in zip(streams, rebuilt, strict=True):

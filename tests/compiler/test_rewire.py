@@ -19,9 +19,9 @@ from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import Body, Captured, Coupling, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion
-from revcompile.runtime.reversible.graph_code import compile_graph
 
 PAPER = {"resnet18": (12.2, 10, 5), "resnet34": (22.3, 18, 13), "resnet50": (30.4, 18, 12)}
 

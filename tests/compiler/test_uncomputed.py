@@ -121,7 +121,7 @@ def test_a_new_forward_or_member_of_an_inlined_module_is_refused() -> None:
         nested(X)
 
 
-def test_wrong_arguments_are_told() -> None:
+def test_wrong_arguments_are_reported() -> None:
     with pytest.raises(InputError, match="no samples"):
         revcompile.reversify(Block(), X[:0])
     with pytest.raises(InputError, match="paths and classes"):

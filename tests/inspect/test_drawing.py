@@ -26,6 +26,7 @@ from revcompile.inspect.drawing.picture import SkipValue
 from revcompile.inspect.drawing.svg import width_of
 from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.drawing.timeline import timeline_svg
+from revcompile.ir.program import StageMemory
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Costs, choose
 
@@ -190,15 +191,10 @@ def test_a_drawing_is_the_same_every_time(tmp_path: Path) -> None:
         assert twice[0] == twice[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
-    buffers: int
-    total: int
-
-
 def test_memory_that_is_given_is_shown() -> None:
     net = compiled("tower", 3)
-    facts = net.picture(memory=[Held(0, 10), Held(3 * 2**20, 10), Held(0, 5 * 2**30)])
+    sizes = [(0, 10), (3 * 2**20, 10), (0, 5 * 2**30)]
+    facts = net.picture(memory=[StageMemory(buffers=kept, working=more) for kept, more in sizes])
     stages = groups(parsed(facts), "rv-stage")
     kept = [[t for t in shown(stage) if t.startswith("keeps")] for stage in stages]
     assert kept == [["keeps nothing"], ["keeps 3.0 MiB"], ["keeps nothing"]]

@@ -26,29 +26,29 @@ def explained(path: str) -> PieceExplanation:
     return found
 
 
-def test_a_coupling_is_told_from_its_sum_to_its_stage() -> None:
-    told = explained("blocks.1")
-    assert told.found[0].startswith("in blocks.1: act(x + F(x))")
-    assert told.found[1] == "F = conv1 > bn1 > blocks.1 > conv2 > bn2"
-    assert any(line.startswith("written at") and "nets.py" in line for line in told.found)
-    assert told.rewired[0].startswith("reversible coupling: (a, b) -> (b, a + F(b))")
-    assert "the activation behind the sum moved into F" in told.rewired
+def test_a_coupling_is_explained_from_its_sum_to_its_stage() -> None:
+    piece = explained("blocks.1")
+    assert piece.found[0].startswith("in blocks.1: act(x + F(x))")
+    assert piece.found[1] == "F = conv1 > bn1 > blocks.1 > conv2 > bn2"
+    assert any(line.startswith("written at") and "nets.py" in line for line in piece.found)
+    assert piece.rewired[0].startswith("reversible coupling: (a, b) -> (b, a + F(b))")
+    assert "the activation behind the sum moved into F" in piece.rewired
     home = next(s for s in net().stages if "blocks.1" in {p.name for p in s.part.pieces})
-    assert told.stage == home.part.index
-    assert told.placed[0].startswith(f"stage {told.stage} of 3 (")
+    assert piece.stage == home.part.index
+    assert piece.placed[0].startswith(f"stage {piece.stage} of 3 (")
     delays = net().delays()
-    assert f"{delays[told.stage]} update" in told.placed[-1]
-    assert "it keeps nothing: backward inverts it" in told.placed[-1]
+    assert f"{delays[piece.stage]} update" in piece.placed[-1]
+    assert "it keeps nothing: backward inverts it" in piece.placed[-1]
 
 
 def test_a_projected_shortcut_becomes_a_transition() -> None:
-    told = explained("blocks.2")
-    assert "P = short" in told.found
-    assert told.rewired[0].startswith("transition: (a, b) -> (s(b), P(a) + F(b))")
-    assert told.rewired[1] == "not reversible: its shortcut is projected to another shape"
+    piece = explained("blocks.2")
+    assert "P = short" in piece.found
+    assert piece.rewired[0].startswith("transition: (a, b) -> (s(b), P(a) + F(b))")
+    assert piece.rewired[1] == "not reversible: its shortcut is projected to another shape"
 
 
-def test_layers_that_rewiring_enlarged_are_told_where_they_are() -> None:
+def test_layers_that_rewiring_enlarged_are_named_where_they_are() -> None:
     stem, head = explained("conv"), explained("fc")
     assert "conv.weight: twice as wide, starting as [W, W]" in stem.rewired
     assert "fc.weight: reads both streams, starting as [W/2, W/2]" in head.rewired
@@ -58,8 +58,8 @@ def test_layers_that_rewiring_enlarged_are_told_where_they_are() -> None:
 
 def test_a_layer_inside_a_block_leads_to_the_block_and_a_parent_to_all_of_it() -> None:
     assert explained("blocks.1.conv2") == explained("blocks.1")
-    told = [told.piece for told in net().explain("blocks").pieces]
-    assert told[:4] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    names = [piece.piece for piece in net().explain("blocks").pieces]
+    assert names[:4] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
 def test_it_prints_as_text() -> None:
@@ -90,9 +90,9 @@ class Forked(nn.Module):
         return self.left(x).tanh() + self.right(x).tanh()
 
 
-def test_a_refused_sum_is_told_with_its_reason() -> None:
+def test_a_refused_sum_is_named_with_its_reason() -> None:
     staged = revcompile.petrafy(Forked(), 2, torch.randn(2, 4), check="off")
     (refusal,) = staged.partition.rewired.refusals
-    (told,) = staged.explain("head").pieces
-    assert told.found[0].startswith("no usable shortcut")
-    assert told.found[-1] == f"a sum at the top level was refused: {refusal.reason}"
+    (piece,) = staged.explain("head").pieces
+    assert piece.found[0].startswith("no usable shortcut")
+    assert piece.found[-1] == f"a sum at the top level was refused: {refusal.reason}"

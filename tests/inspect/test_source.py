@@ -18,7 +18,7 @@ import revcompile
 from revcompile.inspect.code import code_text
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.ir.python_code import compile_graph
 from revcompile.schedule import METHODS, choose
 
 
@@ -113,6 +113,13 @@ def windows() -> revcompile.StagedModel:
     return net
 
 
+def plain() -> revcompile.StagedModel:
+    """Without blocks: a single value passes from stage to stage."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)]
+    return revcompile.petrafy(nn.Sequential(*layers), 3, torch.randn(2, 4), check="off")
+
+
 def tensors(value: Any) -> list[Any]:
     """Everything in nested tuples, in order."""
     if isinstance(value, tuple | list):
@@ -204,6 +211,7 @@ NETS: dict[str, tuple[Callable[[], revcompile.StagedModel], Callable[[], list[An
     "convolutions": (lambda: pictures("resnet18", 4), images),
     "drop path": (lambda: pictures("test_convnext", 4, drop_path_rate=0.3), images),
     "windows": (windows, lambda: [torch.randn(2, 8, 4, 4)]),
+    "without blocks": (plain, lambda: [torch.randn(2, 4)]),
     "bf16": (bf16, lambda: [torch.randn(3, 2, 4).bfloat16()]),
 }
 

@@ -30,7 +30,7 @@ def vit() -> StagedModel:
 # -- facts ----------------------------------------------------------------------------------------
 
 
-def test_every_piece_and_parameter_is_told_of_once() -> None:
+def test_every_piece_and_parameter_is_listed_once() -> None:
     facts = resnet().facts()
     pieces = [name for stage in facts for name in stage.pieces]
     assert pieces == [p.name for part in resnet().partition.parts for p in part.pieces]

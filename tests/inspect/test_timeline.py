@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from drawn import compiled, groups, shown
+from paths import ROOT
 
 from revcompile.inspect.drawing import costs_of, draw_schedule
 from revcompile.inspect.drawing.details import action_steps
@@ -18,7 +19,7 @@ from revcompile.schedule import Costs, Op, actions, choose, dry_run
 # -- action lists ---------------------------------------------------------------------------------
 
 
-def test_rounds_of_one_kind_are_said_once() -> None:
+def test_equal_steps_are_listed_once() -> None:
     first, *_, last = action_steps(choose("petra"), 3)
     assert [(r.count, r.first) for r in first] == [
         (2, "F0 SY0"),
@@ -58,7 +59,7 @@ def test_the_figures_of_a_panel_are_those_of_the_dry_run(timeline: ET.Element) -
     said = {p.get("data-method"): shown(p)[1] for p in groups(timeline, "rv-method")}
     counts = {str(name): int(text.split()[0]) for name, text in said.items()}
     assert counts["backprop"] == 4
-    assert counts["PETRA, half the delay"] > counts["1F1B"] > counts["backprop"]
+    assert counts["PETRA, 1F1B order"] > counts["1F1B"] > counts["backprop"]
     costs = Costs.uniform(4)
     (run,) = dry_runs(costs, {"petra": choose("petra")}, 1, until=40.0)
     times = [0.5 * step for step in range(80)]
@@ -106,3 +107,8 @@ def test_a_models_own_costs_can_be_drawn(tmp_path: Path) -> None:
     file = draw_schedule(costs, tmp_path / "timeline.svg", title="tower")
     title = "tower, 3 stages: who finishes more micro-batches in the same time?"
     assert title in shown(ET.fromstring(file.read_text(encoding="utf-8")))
+
+
+def test_the_picture_in_the_documents_is_up_to_date() -> None:
+    drawn = timeline_svg(Costs.uniform(5, forward=1, backward=3, update=0.2, link=0.1))
+    assert (ROOT / "docs/timeline.svg").read_text(encoding="utf-8") == drawn

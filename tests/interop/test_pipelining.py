@@ -43,7 +43,7 @@ EXACT: Final = 1e-10
 # -- in a row -------------------------------------------------------------------------------------
 
 
-def run_in_a_row(stages: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Any:
+def run_in_sequence(stages: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Any:
     values: Any = tuple(inputs)
     for stage in stages:
         values = stage(*values)
@@ -58,14 +58,14 @@ def after_a_step(modules: Sequence[nn.Module], output: Tensor, target: Tensor) -
 
 @pytest.mark.parametrize("reversible", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_modules_in_a_row_are_the_model(name: str, reversible: bool) -> None:
+def test_modules_in_sequence_are_the_model(name: str, reversible: bool) -> None:
     net, (inputs, target) = compiled(name), data(name)
     module = net.module()
     setattr(module, "reversible", False)  # noqa: B010 - a flag of the compiled module only
     expected = after_a_step([module], module(*inputs), target)
     stages = net.to_pipeline_stages(reversible=reversible)
     assert len(stages) == net.num_stages
-    error, where = worst(expected, after_a_step(stages, run_in_a_row(stages, inputs), target))
+    error, where = worst(expected, after_a_step(stages, run_in_sequence(stages, inputs), target))
     assert error <= EXACT, f"{where}: {error:.1e}"
 
 
@@ -143,7 +143,7 @@ def test_a_reversible_stage_keeps_nothing_but_its_output() -> None:
 
 def test_a_reversible_stage_refuses_gradients_in_two_passes() -> None:
     stages, (inputs, _) = compiled("vit").to_pipeline_stages(reversible=True), data("vit")
-    received = [t.detach().requires_grad_() for t in run_in_a_row(stages[:-1], inputs)]
+    received = [t.detach().requires_grad_() for t in run_in_sequence(stages[:-1], inputs)]
     loss = stages[-1](*received).sum()
     torch.autograd.grad(loss, received, retain_graph=True)
     with pytest.raises(InputError, match="reversible=False"):
@@ -217,7 +217,7 @@ def test_a_frozen_parameter_of_two_stages_is_copied() -> None:
     model.embed.weight.requires_grad_(False)
     net = revcompile.petrafy(model, 4, inputs, check="off")
     stages = net.to_pipeline_stages()
-    assert torch.equal(run_in_a_row(stages, inputs), net.module()(*inputs))
+    assert torch.equal(run_in_sequence(stages, inputs), net.module()(*inputs))
 
 
 def test_running_statistics_of_two_stages_are_refused_by_name() -> None:
@@ -229,9 +229,9 @@ def test_running_statistics_of_two_stages_are_refused_by_name() -> None:
 def test_a_size_that_grows_unevenly_stops_the_stage_that_makes_it() -> None:
     net = revcompile.petrafy(Scaled(inverse=False).double(), 3, rows(2), check="off")
     stages = net.to_pipeline_stages()
-    run_in_a_row(stages, rows(3))  # sizes are known at the example's batch size and at one more
+    run_in_sequence(stages, rows(3))  # sizes are known at the example's batch size and at one more
     with pytest.raises(InputError, match="is 25 here, but later stages compute 19"):
-        run_in_a_row(stages, rows(5))
+        run_in_sequence(stages, rows(5))
 
 
 def test_a_number_that_is_no_size_is_refused_by_name() -> None:
@@ -245,7 +245,7 @@ def test_several_outputs_come_in_order_and_only_in_training() -> None:
     net = revcompile.petrafy(model, 3, rows(2), check="off", policy="pretrained")
     stages, (x,) = net.to_pipeline_stages(), rows(3)
     expected = net.module()(x)
-    found = run_in_a_row(stages, (x,))
+    found = run_in_sequence(stages, (x,))
     assert [t.shape for t in found] == [(3, 5), (3, 6)]
     assert torch.equal(found[0], expected["logits"]) and torch.equal(found[1], expected["hidden"])
     with pytest.raises(InputError, match=r"evaluate net\.module\(\)"):

@@ -95,7 +95,7 @@ def test_the_step_goes_where_the_mean_will_be(delay: float) -> None:
         for p, mean, grad in zip(expected, means, _gradients(step, params), strict=True):
             before = mean.clone()
             mean += rate * (grad - mean)
-            # One update moves the mean by rate (g - before); `lead` of them as far again.
+            # One update moves the mean by rate (g - before); `delay` of them as far again.
             ahead = (mean - before) / rate * (1 - rate)
             p -= 0.1 / (1 - 0.9) * (mean + min(rate * (1 + 1.25 * delay), 1) * ahead)
     optimizer = DelayAwareSGD(params, 0.1)
@@ -238,7 +238,7 @@ def test_a_group_has_betas_of_its_own() -> None:
 # -- in a pipeline -------------------------------------------------------------------------------
 
 
-def test_every_stage_is_told_its_delay() -> None:
+def test_every_stage_knows_its_delay() -> None:
     net = fresh(Plain, 4)
     made: list[Any] = []
 
@@ -273,7 +273,7 @@ def test_without_delay_a_pipeline_trains_as_with_nesterov_momentum() -> None:
     assert_close(*found, rtol=0, atol=1e-6)
 
 
-def test_others_are_told_nothing() -> None:
+def test_other_optimizers_are_given_no_delay() -> None:
     net = fresh(Plain, 2)
     trainer = net.trainer(lambda p: AdamW(p), F.cross_entropy)
     assert not any(hasattr(executor.updater.optimizer, "delay") for executor in trainer.executors)

@@ -13,10 +13,10 @@ from torch import fx
 
 import revcompile
 from benchmarks.stages.accounting import ROWS, revnet50, table3
-from revcompile.compiler.cost import MemoryModel, StageMemory, Workload
+from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition
-from revcompile.ir.program import Piece
+from revcompile.ir.program import Piece, StageMemory
 from revcompile.ir.types import Cost, Coupling, Opaque, ResidualKind, TensorType
 from revcompile.schedule import Keep, Method, Weights, choose, window
 

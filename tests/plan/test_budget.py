@@ -22,9 +22,9 @@ import tests.plan.test_stage_memory as models
 from benchmarks.harness import LiveStorages
 from benchmarks.stages.holding import Bytes, CpuMeter, Watch
 from benchmarks.stages.stage_memory import images
-from revcompile.compiler.cost import StageMemory, Workload
+from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
-from revcompile.ir.program import Partition
+from revcompile.ir.program import Partition, StageMemory
 from revcompile.plan import budget as budgets
 from revcompile.plan.budget import Choice, MemoryPlan, choices, device_peak, plan_memory
 from revcompile.runtime.stage.update import state_copies

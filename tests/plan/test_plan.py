@@ -244,7 +244,7 @@ def test_measured_costs_are_seconds_already() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"devices": 0}, "at least 1"),
         ({"devices": 4, "stages": 5}, "use 1 to 4"),
@@ -252,6 +252,6 @@ def test_measured_costs_are_seconds_already() -> None:
         ({"devices": 4, "methods": ["petar"]}, "did you mean 'petra'"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_what_cannot_be_planned_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         planned(**options)

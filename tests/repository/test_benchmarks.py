@@ -75,7 +75,7 @@ def test_the_list_has_a_line_for_each_and_needs_no_torch() -> None:
         assert entry.says.endswith((".", "?")) and entry.folder in ended.stdout
 
 
-def test_one_that_is_not_there_is_told_with_the_nearest(capsys: Any) -> None:
+def test_one_that_is_not_there_is_reported_with_the_nearest(capsys: Any) -> None:
     assert main(["run", "speeed"]) == 2
     assert "did you mean 'speed'" in capsys.readouterr().err
 
@@ -109,7 +109,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"rows": None}, "'rows' is NoneType"),
         ({"rows": [3]}, "a row is not an object"),
@@ -117,10 +117,10 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"commit": 3}, "'commit' is int"),
     ],
 )
-def test_what_is_no_result_is_refused(change: dict[str, Any], told: str) -> None:
+def test_what_is_no_result_is_refused(change: dict[str, Any], message: str) -> None:
     record = describe("it", argparse.Namespace(), [])
     check(record, "it.json")
-    with pytest.raises(InputError, match=f"it.json: {told}"):
+    with pytest.raises(InputError, match=f"it.json: {message}"):
         check(record | change, "it.json")
     del record["machine"]
     with pytest.raises(InputError, match="no 'machine'"):
@@ -177,7 +177,7 @@ def test_a_sweep_tells_the_exponents_of_time_and_memory(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sweep", "told"),
+    ("sweep", "message"),
     [
         (["depth", "1", "2"], "fake can be swept over batch"),
         (["batch", "2"], "two or more different"),
@@ -186,8 +186,8 @@ def test_a_sweep_tells_the_exponents_of_time_and_memory(capsys: Any) -> None:
         (["batch", "0", "1"], "two or more different"),
     ],
 )
-def test_a_sweep_without_a_clear_meaning_is_refused(sweep: list[str], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_a_sweep_without_a_clear_meaning_is_refused(sweep: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         list(swept(FAKE, argparse.Namespace(batch=1, sweep=[sweep])))
 
 

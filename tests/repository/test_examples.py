@@ -50,10 +50,10 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
         return [row.split(",")[3] for row in rows]
 
     whole = test_losses("--out", str(tmp_path / "whole"))
-    told = module.Report.step
+    step = module.Report.step
 
     def taken_away(report: Any, *values: Any) -> None:
-        told(report, *values)
+        step(report, *values)
         if report.epochs:
             os.kill(os.getpid(), signal.SIGTERM)
 

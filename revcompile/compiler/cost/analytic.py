@@ -14,15 +14,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from revcompile.compiler.capture.fake_values import NEEDS_DATA, fake_copy
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
 from revcompile.compiler.cost.run_pieces import (
     Code,
@@ -35,6 +32,7 @@ from revcompile.compiler.cost.run_pieces import (
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
+from revcompile.ir.ops import op_name
 from revcompile.ir.program import Piece
 from revcompile.ir.types import Cost, Rewired, TensorType
 
@@ -65,7 +63,7 @@ def analytic_costs(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         return _Analysis(rewired, pieces, types, fake).costs()
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except NEEDS_DATA as error:
         if device_of_model(rewired.root).type == "meta":
             raise InputError(
                 f"cost: {rewired.name} has data-dependent control flow ({error}), which needs real "
@@ -88,7 +86,10 @@ class _Analysis:
         self.mode: AbstractContextManager[Any] = fake or nullcontext()
         self.pieces = pieces
         original = submodules_only(rewired.root)
-        copy = copy_model(original) if fake is None else _fake_copy(original, fake)
+        device = device_of_model(rewired.root)
+        # Fake tensors of the meta device would choose other kernels than any real device.
+        real = torch.device("cpu") if device.type == "meta" else None
+        copy = copy_model(original) if fake is None else fake_copy(original, fake, real)
         self.root = set_mode(copy, original, training=True)
         self.batch_size = example_batch_size(rewired, types)
         self.model_storages = {_storage(t) for t in (*copy.parameters(), *copy.buffers())}
@@ -99,10 +100,9 @@ class _Analysis:
         self.result: list[Cost] = []
         self.largest_op = 0
         """The most bytes that one operation of the current piece and its operands take."""
-        device = _device(rewired.root)
         with self.mode:
             self.values = {
-                name: torch.zeros(types[name].shape, dtype=types[name].dtype, device=device)
+                name: torch.zeros(types[name].shape, dtype=types[name].dtype, device=real or device)
                 for name in rewired.signature.placeholders
                 if isinstance(types[name], TensorType)
             }
@@ -178,27 +178,6 @@ class _OperandSizes(fx.Interpreter):
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         storages = self.analysis.model_storages
         return sum(t.numel() * t.itemsize for t in tensors if _storage(t) not in storages)
-
-
-def _device(root: nn.Module) -> torch.device:
-    """Fake tensors of the meta device would choose other kernels than any real device."""
-    device = device_of_model(root)
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the model with fake parameters and buffers."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        with torch.no_grad():
-            fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
-            if tensor.is_meta:
-                with mode:
-                    fake = torch.empty_like(tensor, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    fake = nn.Parameter(fake, tensor.requires_grad)
-        memo[id(tensor)] = fake
-    return copy_model(model, memo)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -283,7 +262,7 @@ def node_flops(node: fx.Node, root: nn.Module) -> float:
         weights = [p for p in root.get_submodule(str(node.target)).parameters() if p.dim() > 1]
         return size + sum(2.0 * size * p.numel() / p.shape[0] for p in weights)
     operands = [t for t in map(tensor_type, node.all_input_nodes) if t is not None and t.shape]
-    name = _operator_name(node)
+    name = op_name(node)
     if name in _ATTENTION and operands:
         return size + 4.0 * size * operands[0].shape[-2]
     if name in _CONVOLUTIONS and len(operands) > 1:
@@ -292,11 +271,3 @@ def node_flops(node: fx.Node, root: nn.Module) -> float:
     if (left := _PRODUCTS.get(name, len(operands))) < len(operands):
         return size + 2.0 * size * operands[left].shape[-1]
     return float(size)
-
-
-def _operator_name(node: fx.Node) -> str:
-    """`linear` for torch.nn.functional.linear and for aten.linear.default, `mm` for x.mm."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    return str(getattr(target, "__name__", target))

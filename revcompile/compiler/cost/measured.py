@@ -13,10 +13,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from revcompile.compiler.capture.isolation import (
     preserve_attributes,
@@ -25,7 +26,6 @@ from revcompile.compiler.capture.isolation import (
     set_mode,
 )
 from revcompile.compiler.cost.run_pieces import (
-    Code,
     PieceCall,
     PieceResult,
     run_pieces,
@@ -34,7 +34,7 @@ from revcompile.compiler.cost.run_pieces import (
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.program import Piece
-from revcompile.ir.python_code import python_code
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import Cost, Rewired, TensorType
 
 __all__ = ["Clock", "measured_costs"]
@@ -107,20 +107,12 @@ def measured_costs(
         set_mode(root, root, training=True)
         seed_all(0)
         values = _example(rewired, types, device)
-        run_pieces(pieces, values, lambda graph: _code(root, graph), run)
+        # Generated code: an interpreter's own time would be measured too.
+        run_pieces(pieces, values, lambda g: partial(compile_graph(g, "cost"), root), run)
     return tuple(
         replace(cost, forward=forward, backward=backward, update=update)
         for cost, (forward, backward, update) in zip(analytic, seconds, strict=True)
     )
-
-
-def _code(root: nn.Module, graph: fx.Graph) -> Code:
-    """Generated code: an interpreter's own time would be measured too."""
-    code = python_code(graph)
-    namespace = dict(code.globals)
-    exec(compile(code.src, "<revcompile cost>", "exec"), namespace)
-    function: Code = namespace["forward"].__get__(root)
-    return function
 
 
 def _example(rewired: Rewired, types: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:

@@ -23,51 +23,15 @@ has just sent: one micro-batch of `buffers`, and `waiting`, once more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 from revcompile.compiler.cost.live_bytes import LiveBytes, prefix_sums, runs_of, size_at
 from revcompile.compiler.cost.workload import Workload
-from revcompile.ir.program import Partition, Piece
+from revcompile.ir.program import Partition, Piece, StageMemory
 from revcompile.ir.types import TYPE, Cost, Coupling
 from revcompile.schedule import Keep, Weights, delay, window
 
-__all__ = ["MemoryModel", "StageMemory"]
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """What one stage holds at its peak, in bytes.
-
-    >>> StageMemory(parameters=100, gradients=100, optimizer=100, buffers=700).total
-    1000
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    summing: int = 0
-    """Gradients of one micro-batch, before they are added to the sums of several."""
-    stashed: int = 0
-    """Older versions of the parameters."""
-    newest: int = 0
-    """Where older versions are stashed: a stashed copy of the current one."""
-    buffers: int = 0
-    """Kept from forward to backward, for all micro-batches in flight."""
-    messages: int = 0
-    """What arrives while the stage computes: a forward message and a backward message."""
-    working: int = 0
-    """The graph being differentiated, with the gradients inside it."""
-    waiting: int = 0
-    """Backward messages that arrived before this stage is due to use them."""
-    between: int = 0
-    """Values and gradients that one piece of the stage hands to the piece before."""
-    ends: int = 0
-    """Inputs of kept graphs that they have not saved, and their outputs."""
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+__all__ = ["MemoryModel"]
 
 
 class MemoryModel:

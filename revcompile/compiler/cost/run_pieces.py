@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
+from revcompile.ir import stage_ops
 from revcompile.ir.program import Piece
 from revcompile.ir.types import Coupling, Opaque, Rewired, TensorType
 
@@ -76,7 +77,7 @@ def run_pieces(
         result = run(piece, _call(piece.segment, live, made, code_of))
         # A piece that opens a grid has it as its last output; it is not needed here.
         names = piece.segment.outputs
-        live.update(zip(names, map(_detached, result.outputs), strict=True))
+        live.update(zip(names, map(stage_ops.detached, result.outputs), strict=True))
         made.update(names)
 
 
@@ -86,8 +87,11 @@ def _call(
     made: set[str],
     code_of: Callable[[fx.Graph], Code],
 ) -> PieceCall:
+    def value(name: str) -> Any:  # the model's own inputs need no gradient
+        return (stage_ops.leaf if name in made else stage_ops.detached)(live[name])
+
     if isinstance(segment, Opaque):
-        inputs = [_leaf(live[name], name in made) for name in segment.inputs]
+        inputs = [value(name) for name in segment.inputs]
         return PieceCall(code_of(segment.graph), tuple(inputs), None)
     a, b = (live[name] for name in segment.streams_in)
     if segment.rearrange is not None:
@@ -95,19 +99,8 @@ def _call(
         rearrange = code_of(segment.rearrange.forward)
         with torch.no_grad():
             a, b = rearrange(a, *sizes)[0], rearrange(b, *sizes)[0]
-    sides = (_leaf(live[name], name in made) for name in segment.sides)
-    return PieceCall(code_of(segment.branch), (_leaf(b, True), *sides), a)
-
-
-def _leaf(value: Any, requires_grad: bool) -> Any:
-    """A value as a leaf of a new graph. The model's own inputs need no gradient."""
-    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-        return value.detach().requires_grad_(requires_grad)
-    return value
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    sides = (value(name) for name in segment.sides)
+    return PieceCall(code_of(segment.branch), (stage_ops.leaf(b), *sides), a)
 
 
 def submodules_only(root: nn.Module) -> nn.Module:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from revcompile.compiler.lower.backward import backward
-from revcompile.compiler.lower.forward import forward_graph, inverse_graph
+from revcompile.compiler.lower.backward import BackwardWriter
+from revcompile.compiler.lower.flatten import flatten
+from revcompile.compiler.lower.forward import forward_program, inverse_program
 from revcompile.compiler.lower.units import units_of
+from revcompile.compiler.lower.writer import StageUnits
 from revcompile.ir.program import Partition, Port, StageProgram
+from revcompile.ir.stage_code import StageCode
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Keep, Method
 
@@ -42,7 +45,11 @@ def lower(
 
     for part, keep in zip(partition.parts, keeps, strict=True):
         units = units_of(partition, part, keep)
-        back = backward(partition, part, units, sends_back)
+        stage = StageUnits(partition, part, units)
+        walk = BackwardWriter(stage)
+        backward = walk.write(sends_back)
+        kept, needs_back = tuple(walk.kept.values()), tuple(walk.needs_back.values())
+        forward, inverse = forward_program(stage, kept), inverse_program(stage, kept, needs_back)
         programs.append(
             StageProgram(
                 index=part.index,
@@ -51,14 +58,15 @@ def lower(
                 units=units,
                 inputs=tuple(map(port, part.inputs)),
                 outputs=tuple(map(port, part.outputs)),
-                kept=back.kept,
-                needs_back=back.needs_back,
+                kept=tuple(walk.kept),
+                needs_back=tuple(walk.needs_back),
                 sends_back=sends_back,
-                parameters=back.parameters,
-                forward=forward_graph(partition, part, units, back.kept),
-                backward=back.graph,
-                inverse=inverse_graph(partition, units, (*back.kept, *back.needs_back)),
+                parameters=walk.parameters,
+                code=StageCode(forward, inverse, backward),
+                forward=flatten(forward, partition),
+                backward=flatten(backward, partition),
+                inverse=None if inverse is None else flatten(inverse, partition),
             )
         )
-        sends_back = back.needs_back
+        sends_back = tuple(walk.needs_back)
     return tuple(programs)

@@ -8,98 +8,85 @@ Backward rebuilds the input streams on its way; the inverse alone is for reading
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import fx
-
-from revcompile.compiler.lower.emit import Emitter
+from revcompile.compiler.lower.writer import StageUnits, Writer, is_piece
 from revcompile.ir import stage_ops
-from revcompile.ir.program import Part, Partition, Unit
+from revcompile.ir.program import Unit
+from revcompile.ir.stage_code import KEY, SELF, Program, Value, call
 from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
-__all__ = ["forward_graph", "graph_of", "inverse_graph", "leaf_of", "shapes_of"]
+__all__ = ["forward_program", "inverse_program"]
 
 
-def leaf_of(name: str, unit: int) -> str:
-    """Key of an input of a unit that keeps its graph: each unit has a leaf of its own."""
-    return f"{name} leaf {unit}"
-
-
-def graph_of(name: str) -> str:
-    """Key of an output of such a unit, with its autograd graph."""
-    return f"{name} graph"
-
-
-def shapes_of(name: str) -> str:
-    """Key of the shapes that undo a coupling's `rearrange`."""
-    return f"{name} shapes"
-
-
-def forward_graph(
-    partition: Partition, part: Part, units: Sequence[Unit], kept: Sequence[str]
-) -> fx.Graph:
+def forward_program(stage: StageUnits, kept: Iterable[Value]) -> Program:
     """Computes a stage's outputs, and what its backward program was found to need (`kept`)."""
-    emitter = Emitter(partition)
-    for name in part.inputs:
-        emitter.values[name] = emitter.placeholder(name)
-    stored: dict[str, fx.Node] = {}
-    for index, unit in enumerate(units):
+    writer = Writer(stage, stage.part.inputs)
+    for index, unit in enumerate(stage.units):
         if unit.keep is Keep.GRAPH:
-            stored |= _recorded(emitter, unit, index)
+            _record(writer, unit, index)
+        elif unit.keep is Keep.INPUT and not is_piece(unit):
+            inputs = [*stage.key(unit), *(writer.values[name] for name in unit.inputs)]
+            outputs = stage.outputs(unit)
+            writer.assign(map(Value, outputs), call(stage.function(unit), *inputs))
+            writer.values |= {name: Value(name) for name in outputs}
         else:
-            shapes = emitter.compute(unit)
-            stored |= {shapes_of(piece): node for piece, node in shapes.items()}
-    values = {**emitter.values, **stored}
-    return emitter.finish(
-        tuple(emitter.values[name] for name in part.outputs), tuple(values[name] for name in kept)
-    )
+            writer.compute(unit.pieces[0])
+    sent = tuple(writer.values[name] for name in stage.part.outputs)
+    stored = tuple(writer.values[v.name] if v.role == "kept" else v for v in kept)
+    arguments = (KEY, *map(Value, stage.part.inputs))
+    comment = "outputs, kept for backward"
+    return writer.program("forward", arguments, (sent, stored), result_comment=comment)
 
 
-def _recorded(emitter: Emitter, unit: Unit, index: int) -> dict[str, fx.Node]:
+def _record(writer: Writer, unit: Unit, index: int) -> None:
     """Run a unit with autograd on, from new leaves to detached outputs."""
-    stored, outside = {}, dict(emitter.values)
-    emitter.record(True)
+    stage = writer.stage
+    inputs = [*stage.key(unit)]
     for name in unit.inputs:
-        if emitter.partition.requires_grad(name):
-            stored[leaf_of(name, index)] = emitter.leaf(name, emitter.value(name))
-            emitter.values[name] = stored[leaf_of(name, index)]
-    emitter.compute(unit)
-    emitter.record(False)
-    for name in unit.outputs:
-        if emitter.partition.requires_grad(name):
-            stored[graph_of(name)] = emitter.value(name)
-            emitter.values[name] = emitter.call(
-                stage_ops.detached, emitter.value(name), name=f"{name}_out"
-            )
-    emitter.values |= {name: outside[name] for name in unit.inputs}
-    return stored
+        value = writer.values[name]
+        if writer.partition.requires_grad(name):
+            value = Value(name, "leaf", index)
+            writer.assign((value,), call(stage_ops.leaf, writer.values[name]))
+        inputs.append(value)
+    if is_piece(unit):
+        writer.reseed(unit.pieces[0])
+    outputs = stage.outputs(unit)
+    recorded = [name for name in outputs if writer.partition.requires_grad(name)]
+    ends = [Value(name, "graph") if name in recorded else Value(name) for name in outputs]
+    writer.assign(ends, call(stage_ops.record, stage.function(unit), SELF, *inputs))
+    for name in recorded:
+        writer.assign((Value(name),), call(stage_ops.detached, Value(name, "graph")))
+    writer.values |= {name: Value(name) for name in outputs}
 
 
-def inverse_graph(
-    partition: Partition, units: Sequence[Unit], arguments: Sequence[str]
-) -> fx.Graph | None:
-    """Rebuilds a stage's input streams from `arguments`; None if the stage is not reversible."""
-    if any(unit.keep is not Keep.NOTHING for unit in units):
+def inverse_program(
+    stage: StageUnits, kept: Sequence[Value], needs_back: Sequence[Value]
+) -> Program | None:
+    """Rebuilds a stage's input streams; None if the stage is not reversible as a whole."""
+    if any(unit.keep is not Keep.NOTHING for unit in stage.units):
         return None
-    emitter = Emitter(partition)
-    emitter.stores = False
-    for name in arguments:
-        emitter.values[name] = emitter.placeholder(name)
-    streams: Sequence[fx.Node] = ()
-    for unit in reversed(units):
+    writer = Writer(stage)
+    writer.values = {value.key: value for value in (*kept, *needs_back)}
+    streams: tuple[Value, ...] = ()
+    for unit in reversed(stage.units):
         (piece,) = unit.pieces
         segment = piece.segment
         assert isinstance(segment, Coupling) and piece.grid is not None
-        b, y = map(emitter.value, segment.streams_out)
-        emitter.reseed(unit, piece)
-        addend, *_ = emitter.branch(piece, b, [emitter.value(side) for side in segment.sides])
-        a = emitter.call(
-            stage_ops.minus, y, addend, emitter.value(piece.grid), name=segment.streams_in[0]
-        )
-        streams = (a, b)
-        if segment.rearrange is not None:
-            shapes = emitter.value(shapes_of(piece.name))
-            streams = [emitter.inline(segment.rearrange.inverse, [s, shapes]) for s in streams]
-        emitter.values |= dict(zip(segment.streams_in, streams, strict=True))
-    return emitter.finish(*streams)
+        writer.reseed(piece)
+        b, y = (writer.values[name] for name in segment.streams_out)
+        function = writer.functions.of_piece(piece, again=True)
+        addend = writer.branch(piece, b, function, [None] * len(segment.extras))
+        a = call(stage_ops.minus, y, addend, writer.values[piece.grid])
+        streams = tuple(map(Value, segment.streams_in))
+        if segment.rearrange is None:
+            writer.assign(streams, a, b, comment=piece.name)
+        else:
+            arranged = [Value(name, "arranged") for name in segment.streams_in]
+            writer.assign(arranged, a, b, comment=piece.name)
+            shapes = Value(piece.name, "shapes")
+            restore = writer.functions.rearrangement(piece, back=True)
+            writer.assign(streams, *(call(restore, value, shapes) for value in arranged))
+        writer.values |= dict(zip(segment.streams_in, streams, strict=True))
+    return writer.program("inverse", (KEY, *kept, *needs_back), streams)

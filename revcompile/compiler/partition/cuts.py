@@ -42,10 +42,12 @@ def live_at_cuts(rewired: Rewired, pieces: Sequence[Piece]) -> list[tuple[str, .
     return cuts
 
 
-def bytes_sent(names: Sequence[str], types: Mapping[str, Any]) -> int:
-    """Bytes of live values at the example's batch size."""
+def bytes_sent(
+    names: Sequence[str], types: Mapping[str, Any], batch_size: int | None = None
+) -> int:
+    """Bytes of live values at a batch size, or at the example's."""
     kinds = (types.get(name) for name in names)
-    return sum(kind.nbytes() for kind in kinds if isinstance(kind, TensorType))
+    return sum(kind.nbytes(batch_size) for kind in kinds if isinstance(kind, TensorType))
 
 
 def shared_parameters(rewired: Rewired, pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:

@@ -19,11 +19,10 @@ from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.picture import Picture, picture
 from revcompile.inspect.drawing.timeline import timeline_svg
-from revcompile.inspect.views import Memory
-from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.schedule import Costs, Method
 
-__all__ = ["Memory", "Picture", "costs_of", "draw", "draw_schedule", "fragment", "picture"]
+__all__ = ["Picture", "costs_of", "draw", "draw_schedule", "fragment", "picture"]
 
 
 def draw(
@@ -33,7 +32,7 @@ def draw(
     *,
     name: str | None = None,
     batch: int | None = None,
-    memory: Sequence[Memory] | None = None,
+    memory: Sequence[StageMemory] | None = None,
 ) -> Path:
     """Draw a model's stages: an `.svg` to look at, an `.html` to open stage by stage.
 

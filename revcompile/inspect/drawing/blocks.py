@@ -224,7 +224,7 @@ def legend_items(picture: Picture) -> list[tuple[str, str]]:
     ]
     if picture.skip_values:
         items.append((path("M", 0, 12, "H", 22, class_="rv-skip"), "skip value"))
-    if picture.tied_weights:
+    if picture.ties:
         items.append((path("M", 0, 12, "H", 22, class_="rv-tie"), "tied weights"))
     items.append((_measure(), "a block's width is its share of the work"))
     return items

@@ -26,8 +26,7 @@ _PROGRAM: Final = re.compile(r"^def (\w+)\(", re.MULTILINE)
 def details(picture: Picture) -> dict[str, Any]:
     """Everything the page's script shows, stage by stage."""
     method, count = picture.stages[0].program.method, len(picture.stages)
-    ties = [Tie(tied.owner, tied.holder) for tied in picture.tied_weights]
-    steps = action_steps(method, count, ties)
+    steps = action_steps(method, count, picture.ties)
     return {"stages": [_stage(picture, stage, steps[stage.index]) for stage in picture.stages]}
 
 
@@ -82,10 +81,10 @@ def _facts(picture: Picture, stage: StageView) -> Iterator[tuple[str, str]]:
     for skip in picture.through(stage.index):
         names = ", ".join(skip.names)
         yield "skip values", f"{names} (stages {skip.first} to {skip.last})"
-    for tied in picture.tied_weights:
-        if stage.index in (tied.owner, tied.holder):
-            other = tied.owner + tied.holder - stage.index
-            yield "tied", f"{', '.join(tied.names)} with stage {other}"
+    for tie, shared in picture.ties.items():
+        if stage.index in (tie.owner, tie.holder):
+            other = tie.owner + tie.holder - stage.index
+            yield "tied", f"{', '.join(shared)} with stage {other}"
 
 
 def _ports(picture: Picture, ports: Sequence[Port]) -> str:

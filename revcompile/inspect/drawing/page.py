@@ -19,7 +19,7 @@ from revcompile.inspect.drawing.stages import StageFigure, StageFigures
 from revcompile.inspect.drawing.svg import element, escape
 from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.formatting import listed, share, size, span
-from revcompile.inspect.views import StageView
+from revcompile.inspect.views import StageView, refusals_by_reason
 
 __all__ = ["page"]
 
@@ -161,11 +161,9 @@ def _cells(cells: Sequence[str], reversible: bool) -> Iterator[str]:
 
 def _remarks(picture: Picture) -> Iterator[str]:
     """Notes of the rewiring, and the sums it refused, grouped by reason."""
-    places: dict[str, list[str]] = {}
-    for refusal in picture.refusals:
-        places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
-    refused = [f"{', '.join(paths)}: {reason}" for reason, paths in places.items()]
-    for title, lines in (("Notes", picture.notes), ("Not rewired", refused)):
+    rewired = picture.partition.rewired
+    refused = [f"{', '.join(paths)}: {why}" for why, paths in refusals_by_reason(rewired).items()]
+    for title, lines in (("Notes", rewired.notes), ("Not rewired", refused)):
         if lines:
             items = "".join(element("li", escape(line)) for line in lines)
             yield f'<h3>{title}</h3><ul class="plain">{items}</ul>'

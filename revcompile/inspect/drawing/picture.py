@@ -9,11 +9,12 @@ from typing import Any
 
 from revcompile.errors import InputError
 from revcompile.inspect.formatting import bytes_of
-from revcompile.inspect.views import Memory, StageView, stage_views
-from revcompile.ir.program import Part, Partition, StageProgram
-from revcompile.ir.types import Refusal, TensorType
+from revcompile.inspect.views import StageView, stage_views
+from revcompile.ir.program import Part, Partition, StageMemory, StageProgram
+from revcompile.ir.types import TensorType
+from revcompile.schedule import Tie
 
-__all__ = ["Picture", "SkipValue", "TiedWeight", "picture"]
+__all__ = ["Picture", "SkipValue", "picture"]
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,6 @@ class SkipValue:
 
 
 @dataclass(frozen=True)
-class TiedWeight:
-    """Weights that two stages share: the owner sends updates, the holder gradients."""
-
-    owner: int
-    holder: int
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Picture:
     """Everything a drawing of a model shows."""
 
@@ -46,9 +38,11 @@ class Picture:
     batch: int | None
     stages: tuple[StageView, ...]
     skip_values: tuple[SkipValue, ...]
-    tied_weights: tuple[TiedWeight, ...]
-    notes: tuple[str, ...]
-    refusals: tuple[Refusal, ...]
+
+    @property
+    def ties(self) -> Mapping[Tie, tuple[str, ...]]:
+        """Names of the weights that two stages share."""
+        return self.partition.ties
 
     @cached_property
     def work(self) -> float:
@@ -75,7 +69,7 @@ def picture(
     *,
     name: str | None = None,
     batch: int | None = None,
-    memory: Sequence[Memory] | None = None,
+    memory: Sequence[StageMemory] | None = None,
 ) -> Picture:
     """The data of a drawing.
 
@@ -95,19 +89,13 @@ def picture(
             raise InputError(f"draw: {len(given)} {what}, but {count} stages; give one each")
     if batch is not None and batch < 1:
         raise InputError(f"draw: batch={batch}; a micro-batch has at least 1 sample")
-    rewired = partition.rewired
     return Picture(
         partition=partition,
-        name=name or rewired.name,
+        name=name or partition.rewired.name,
         method=programs[0].method.name,
         batch=batch if batch is not None else _batch(partition.types),
         stages=stage_views(partition, programs, batch, memory),
         skip_values=_skip_values(partition, programs),
-        tied_weights=tuple(
-            TiedWeight(t.owner, t.holder, names) for t, names in partition.ties.items()
-        ),
-        notes=rewired.notes,
-        refusals=rewired.refusals,
     )
 
 

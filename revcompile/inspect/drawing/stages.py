@@ -28,13 +28,14 @@ from revcompile.inspect.drawing.blocks import (
     line_heights,
     stream_classes,
 )
-from revcompile.inspect.drawing.picture import Picture, SkipValue, TiedWeight
+from revcompile.inspect.drawing.picture import Picture, SkipValue
 from revcompile.inspect.drawing.svg import element, fitted, path, text, tooltip, width_of
 from revcompile.inspect.drawing.theme import LABEL, SMALL
 from revcompile.inspect.formatting import amount, dtype, listed, shape, share, size, span
 from revcompile.inspect.views import StageView
 from revcompile.ir.program import Port
 from revcompile.ir.types import TensorType
+from revcompile.schedule import Tie
 
 __all__ = ["StageFigure", "StageFigures"]
 
@@ -285,7 +286,7 @@ class _PassingLines:
     def __init__(self, picture: Picture) -> None:
         self.picture = picture
         self.skips = sorted(picture.skip_values, key=lambda one: (one.first, one.last))
-        self.ties = sorted(picture.tied_weights, key=lambda one: (one.owner, one.holder))
+        self.ties = sorted(picture.ties, key=lambda tie: (tie.owner, tie.holder))
         self._skip_levels = _levels([(skip.first, skip.last) for skip in self.skips])
         self._tie_levels = _levels([(tie.owner, tie.holder) for tie in self.ties])
         self.skip_height = _height(self._skip_levels)
@@ -311,7 +312,7 @@ class _PassingLines:
     def label_width(self, stage: int) -> float:
         """Width of the labels of the lines that start at a stage, drawn behind its frame."""
         starting = [self._label(one) for one in self.skips if one.first == stage]
-        starting += [_tied(one) for one in self.ties if one.owner == stage]
+        starting += [self._tied(tie) for tie in self.ties if tie.owner == stage]
         return max((width_of(label, SMALL) for label in starting), default=0.0)
 
     def _label(self, skip: SkipValue) -> str:
@@ -334,24 +335,23 @@ class _PassingLines:
                 drawn += _tip(at.stop, at.frame, 1, "rv-skip-end")
         return element("g", tooltip([label]), drawn, class_="rv-skip-value", data_names=names)
 
-    def _tie(self, tie: TiedWeight, stage: int, at: _Place) -> str:
-        names = ", ".join(tie.names)
+    def _tied(self, tie: Tie) -> str:
+        first, *others = self.picture.ties[tie]
+        return f"tied {first} +{len(others)}" if others else f"tied {first}"
+
+    def _tie(self, tie: Tie, stage: int, at: _Place) -> str:
+        names = ", ".join(self.picture.ties[tie])
         label = f"stages {tie.owner} and {tie.holder} share {names}"
         if stage == tie.owner:
             drawn = path("M", at.start, at.frame - 6, "V", at.y, "H", at.end, class_="rv-tie")
             drawn += _tip(at.start, at.frame, -1, "rv-tie-end")
-            drawn += text(_tied(tie), at.start + 5, at.y - 4, "rv-tie-label")
+            drawn += text(self._tied(tie), at.start + 5, at.y - 4, "rv-tie-label")
         elif stage == tie.holder:
             drawn = path("M", 0, at.y, "H", at.stop, "V", at.frame - 6, class_="rv-tie")
             drawn += _tip(at.stop, at.frame, -1, "rv-tie-end")
         else:
             drawn = path("M", 0, at.y, "H", at.end, class_="rv-tie")
         return element("g", tooltip([label]), drawn, class_="rv-tied", data_names=names)
-
-
-def _tied(tie: TiedWeight) -> str:
-    more = f" +{len(tie.names) - 1}" if len(tie.names) > 1 else ""
-    return f"tied {tie.names[0]}{more}"
 
 
 def _tip(x: float, y: float, side: int, class_: str) -> str:

@@ -32,8 +32,8 @@ from revcompile.schedule import (
 __all__ = ["METHODS", "Run", "dry_runs", "timeline_svg"]
 
 METHODS: Final[Mapping[str, Method]] = {
-    "PETRA, half the delay": choose("petra"),
-    "PETRA, the paper's order": choose("petra", order="paper"),
+    "PETRA, 1F1B order": choose("petra"),
+    "PETRA, paper order": choose("petra", order="paper"),
     "1F1B": choose("1f1b"),
     "GPipe": choose("gpipe"),
     "backprop": choose("backprop"),

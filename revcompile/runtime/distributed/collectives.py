@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.runtime.reversible.graph_code import source_of
+from revcompile.ir.python_code import source_of
 
 __all__ = ["SignalConsensus", "check_ranks_agree", "gather_plain", "run_facts"]
 

@@ -36,9 +36,9 @@ from revcompile.ir.guards import (
 )
 from revcompile.ir.module_tree import copy_module
 from revcompile.ir.ops import attribute
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, Rewired, TensorType
 from revcompile.kernels.autocast import is_autocasting
-from revcompile.runtime.reversible.graph_code import compile_graph
 
 __all__ = ["Cases", "GuardChecker", "Mismatch", "Recapture"]
 

@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
 from revcompile.ir.ops import attribute
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.coupling import Block, Chain
-from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.runtime.reversible.guards import Cases, Recapture
 from revcompile.runtime.reversible.hooks import (
     ShardedModule,

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir import stage_ops
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.reversible.graph_code import compile_graph
+from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage

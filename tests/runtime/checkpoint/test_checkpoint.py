@@ -482,14 +482,14 @@ def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
     with pytest.raises(SystemExit):  # at the third, and there is no fourth
         list(batches)
     assert not saved
-    (error,) = together(1, lambda rank, barrier: list(until_signal("ab", list)))
+    (error,) = run_ranks(1, lambda rank, barrier: list(until_signal("ab", list)))
     assert "Python delivers signals to the main thread" in str(error)
 
 
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def together(world: int, work: Callable[[int, Callable[[], Any]], Any]) -> list[Any]:
+def run_ranks(world: int, work: Callable[[int, Callable[[], Any]], Any]) -> list[Any]:
     """Every rank in a thread of its own; what each returned or raised."""
     barrier = threading.Barrier(world, timeout=30)
     found: list[Any] = [None] * world
@@ -541,7 +541,7 @@ def test_ranks_save_their_states_and_anybody_loads_all(tmp_path: Path) -> None:
             barrier=barrier,
         )
 
-    assert together(2, save) == [tmp_path / "step_00000006"] * 2
+    assert run_ranks(2, save) == [tmp_path / "step_00000006"] * 2
     files = sorted(p.name for p in (tmp_path / "step_00000006").iterdir())
     assert files == [
         "checkpoint.json",
@@ -586,7 +586,7 @@ def test_when_one_rank_fails_all_do_and_nothing_changes(
         )
 
     names = ["model.a", "model.b", "model.c"]
-    assert set(together(3, functools.partial(save, 1, names))) == {tmp_path / "step_00000001"}
+    assert set(run_ranks(3, functools.partial(save, 1, names))) == {tmp_path / "step_00000001"}
     write = safetensors.torch.save_file
 
     def full_at_rank_1(tensors: Any, file: Path, *rest: Any) -> None:
@@ -597,11 +597,11 @@ def test_when_one_rank_fails_all_do_and_nothing_changes(
     for step in (1, 2):
         with monkeypatch.context() as patched:
             patched.setattr(safetensors.torch, "save_file", full_at_rank_1)
-            errors = together(3, functools.partial(save, step, names))
+            errors = run_ranks(3, functools.partial(save, step, names))
         assert "rank_00001.safetensors is missing" in str(errors[0])
         assert "rank 1 cannot write" in str(errors[1])
         assert "another rank failed" in str(errors[2])
-    errors = together(3, functools.partial(save, 2, ["model.a", "model.a", "model.c"]))
+    errors = run_ranks(3, functools.partial(save, 2, ["model.a", "model.a", "model.c"]))
     assert "both hold 'model.a'" in str(errors[0])
     assert "another rank failed" in str(errors[1])
     checkpoint = Checkpoint(find_checkpoint(tmp_path))
@@ -618,9 +618,9 @@ def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: 
         options: dict[str, Any] = {"rank": rank, "world": 2, "barrier": barrier}
         return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
 
-    assert together(2, save) == [tmp_path / "step_00000000"] * 2
+    assert run_ranks(2, save) == [tmp_path / "step_00000000"] * 2
     states[1]["groups"] = [{"callback": print}]
-    errors = together(2, save)
+    errors = run_ranks(2, save)
     assert "rank_00001.safetensors is missing" in str(errors[0])
     assert "rank.1.groups.0.callback: a builtin_function" in str(errors[1])
     assert Checkpoint(find_checkpoint(tmp_path)).step == 0
@@ -658,7 +658,7 @@ def test_torch_distributed_checkpoint_reads_all_of_it(
         world = {"rank": rank, "world": len(stages_of_rank), "barrier": barrier}
         return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **world)
 
-    saved = together(len(stages_of_rank), save)[0]
+    saved = run_ranks(len(stages_of_rank), save)[0]
     expected = {
         key: {name: value for state in states for name, value in state[key].items()}
         for key in ("model", "optimizer")

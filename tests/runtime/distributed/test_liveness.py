@@ -95,10 +95,10 @@ def test_without_a_store_the_word_of_a_neighbour_comes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = rank(3, Gone(), monkeypatch)
-    word = "rank 0 (stages 0, 1) is gone: told by rank 2"
+    word = "rank 0 (stages 0, 1) is gone: reported by rank 2"
     monkeypatch.setattr(one._monitor, "wait_for_failure", lambda timeout: one._monitor.fail(word))
     loses(one, 1)
-    with pytest.raises(RankError, match="told by rank 2"):
+    with pytest.raises(RankError, match="reported by rank 2"):
         one.wait("stage 2 waits")
     assert one.close()
 

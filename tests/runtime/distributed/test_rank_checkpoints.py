@@ -64,7 +64,7 @@ def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_pa
         assert same(of_rank[-1]["state"], alone["tied"]["state"])
 
 
-def test_other_stages_need_a_drained_checkpoint_and_are_told(tmp_path: Path) -> None:
+def test_other_stages_without_a_drained_checkpoint_are_refused(tmp_path: Path) -> None:
     """Four stages on two ranks to two stages in one process, and back; refused before any step."""
     four, two = Run(steps=9), Run(stages=2, steps=9)
     graphs = Run(method="ddg", steps=9)

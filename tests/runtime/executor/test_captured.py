@@ -351,10 +351,10 @@ def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
     found = []
     for backend in ("eager", "static"):
         net, trainer = made(backend, accumulate=2)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
-        assert [str(w.message).count("waits for the device") for w in told] == (
+        assert [str(w.message).count("waits for the device") for w in warned] == (
             [1] if backend == "static" else []
         )
         found.append((losses, weights(net)))

@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 
 import revcompile
 from revcompile.ir import ops, stage_ops
+from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.exact_sum import make_grid, rounded
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.fusion_regions import find_regions, fuse_residual_adds
-from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.staged import StagedModel
 
 KEY = 7

@@ -25,11 +25,11 @@ def test_a_models_trainings_side_by_side(
     plain, again, ours = (row["spent"][name] for name in row["spent"])
     layers = plain["aten::addmm"]["calls"]
     assert again["aten::addmm"]["calls"] > layers and ours["aten::addmm"]["calls"] > layers
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     steps = {
         way: {n: Spent(**one) for n, one in found.items()} for way, found in row["spent"].items()
     }
-    assert all(name[:10] in told for name in hottest(steps, 3))
+    assert all(name[:10] in printed for name in hottest(steps, 3))
 
 
 def _event(name: str, kind: DeviceType, time: float) -> SimpleNamespace:

@@ -242,10 +242,10 @@ def test_rewired_weights_are_not_applied_by_another_path(
     inputs = [torch.randn(3, 4)] * arguments
     with pytest.raises(
         OriginalMethodError, match=f"Blocks.{method} computes with {weight}"
-    ) as told:
+    ) as raised:
         getattr(made(), method)(*inputs)
-    assert "Call the model as a whole" in str(told.value)
-    assert isinstance(told.value, AttributeError)
+    assert "Call the model as a whole" in str(raised.value)
+    assert isinstance(raised.value, AttributeError)
 
 
 def test_weights_may_be_written_by_index() -> None:

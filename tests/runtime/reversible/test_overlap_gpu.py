@@ -1,4 +1,4 @@
-"""Two CUDA streams in backward: the same gradients, in order, recorded too. `pytest -m gpu`."""
+"""Two CUDA streams in backward: the same gradients, in order, captured too. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _updated(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _recorded(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+def _captured(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     def step() -> None:
         net.zero_grad()
         _step(net, x, y)
@@ -141,7 +141,7 @@ def test_a_step_recorded_by_the_user(choice: str) -> None:
     eager = copy.deepcopy(net)
     eager.overlap = Overlap.OFF
     x, y = batch_of("transformer", SIZES, torch.device("cuda"))
-    replay = _recorded(net, x, y)
+    replay = _captured(net, x, y)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         replay()
@@ -157,7 +157,7 @@ def _recorded_bytes(choice: str, depth: int) -> int:
     net = _stack("transformer", choice, depth)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    replay = _recorded(net, *batch_of("transformer", sizes, torch.device("cuda")))
+    replay = _captured(net, *batch_of("transformer", sizes, torch.device("cuda")))
     weights = sum(p.numel() * p.element_size() for p in net.parameters())
     found = torch.cuda.max_memory_allocated() - before - weights
     del replay
@@ -181,7 +181,7 @@ def test_stochastic_depth_is_repeated_in_a_recording() -> None:
     net = revcompile.reversify(_vit(drop_path_rate=0.5), x, check="off", overlap="on").train()
     stored = copy.deepcopy(net)
     stored.reversible = False
-    replays = [_recorded(module, x, y) for module in (net, stored)]
+    replays = [_captured(module, x, y) for module in (net, stored)]
     norms = []
     for _ in range(4):
         for replay in replays:
@@ -232,6 +232,6 @@ def test_dropout_cannot_be_repeated_in_a_recording() -> None:
     before, stream = generator.graphsafe_get_state(), torch.cuda.current_stream()
     generator.graphsafe_set_state(before.clone_state())  # a recording that fails keeps both
     with pytest.raises(revcompile.RevcompileError, match="native_dropout, whose random numbers"):
-        _recorded(net, x, torch.zeros(4, device="cuda").long())
+        _captured(net, x, torch.zeros(4, device="cuda").long())
     generator.graphsafe_set_state(before)
     torch.cuda.set_stream(stream)

@@ -87,7 +87,7 @@ def test_values_that_are_not_finite_are_left_to_the_loss() -> None:
         assert all(w.grad is not None and not w.grad.isfinite().any() for w in weights)
 
 
-def test_failures_in_a_row() -> None:
+def test_consecutive_failures() -> None:
     right, wrong = torch.ones(4, 4), torch.zeros(4, 4)
     check = ReconstructionCheck("chain", "auto", 50, failures_allowed=1)
     for rebuilt in (wrong, right, wrong, right, right, wrong):
@@ -122,7 +122,7 @@ def test_what_an_asynchronous_device_finds_stops_the_next_call(
     check.finish(check.start(right), wrong)
     with pytest.raises(InversionError, match="in an earlier step"):
         check.start(right)
-    check.finish(check.start(right), right)  # told once
+    check.finish(check.start(right), right)  # reported once
     infinite = torch.full((4, 4), float("inf"))
     check.finish(check.start(right), infinite)
     check.finish(check.start(right), right)

@@ -207,11 +207,11 @@ def test_what_is_away_comes_back_as_it_was(settings: dict[str, Any]) -> None:
 
 def test_memory_for_what_is_away_is_used_again() -> None:
     trainer = shelved(made("eager", buffers="offload")[1])
-    rooms = []
+    counts = []
     for batch in even(20):
         trainer.step(*batch)
-        rooms.append(trainer.executors[0].stage.activations.pool.buffers)
-    assert rooms[:4] == [1, 2, 3, 3] and set(rooms[2:]) == {3}
+        counts.append(trainer.executors[0].stage.activations.pool.buffers)
+    assert counts[:4] == [1, 2, 3, 3] and set(counts[2:]) == {3}
 
 
 def test_what_is_due_next_is_on_its_way() -> None:
@@ -221,17 +221,17 @@ def test_what_is_due_next_is_on_its_way() -> None:
     assert [away.back is not None for away in kept(trainer)] == [True, False, False, False]
 
 
-def test_rooms_are_given_out_once() -> None:
-    shelf = PinnedPool(CPU)
-    first, second = shelf.put(torch.ones(3)), shelf.put(torch.zeros(3))
-    assert same(shelf.take(first), torch.ones(3))
-    back = shelf.take(second)
+def test_pinned_buffers_are_lent_once() -> None:
+    pool = PinnedPool(CPU)
+    first, second = pool.put(torch.ones(3)), pool.put(torch.zeros(3))
+    assert same(pool.take(first), torch.ones(3))
+    back = pool.take(second)
     del first, second
-    assert shelf.buffers == 2
-    shelf.put(torch.full((3,), 7.0)), shelf.put(torch.full((3,), 7.0))
-    assert shelf.buffers == 2 and same(back, torch.zeros(3))
-    shelf.put((torch.ones(3), torch.ones(2, 3).t()))
-    assert shelf.buffers == 3
+    assert pool.buffers == 2
+    pool.put(torch.full((3,), 7.0)), pool.put(torch.full((3,), 7.0))
+    assert pool.buffers == 2 and same(back, torch.zeros(3))
+    pool.put((torch.ones(3), torch.ones(2, 3).t()))
+    assert pool.buffers == 3
 
 
 def test_nothing_is_moved_on_the_cpu() -> None:

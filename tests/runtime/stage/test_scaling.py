@@ -152,14 +152,14 @@ def test_a_micro_batch_that_overflows_is_left_out_like_a_bad_one(
         net = fresh(Net)
         trainer = trainer_of(net, accumulate=accumulate, loss_scale=scale)
         overflowing(trainer, stage, [4])
-        told = []
+        reported = []
         for batch in batches(14):
             try:
                 trainer.step(*batch)
             except NonFiniteError as error:
-                told.append((error.stage, error.microbatch))
+                reported.append((error.stage, error.microbatch))
         trainer.flush()
-        assert told == ([] if scale else [(stage, 4)])
+        assert reported == ([] if scale else [(stage, 4)])
         found.append(weights(net))
     assert same(*found)
     assert trainer.metrics.skipped == 1 and trainer.metrics.loss_scale == 2.0**15
@@ -263,7 +263,7 @@ def test_a_step_that_fails_changes_no_scale() -> None:
     overflowing(trainer, 1, [4])
     feed(trainer, batches(7))
     before = trainer.state_dict()
-    assert before["stages"][1]["scaling"]["overflow"] == 2.0**18  # not told yet
+    assert before["stages"][1]["scaling"]["overflow"] == 2.0**18  # not reported yet
     with pytest.raises(InputError):
         trainer.step(batches(1)[0][0], None)
     assert same(trainer.state_dict(), before)

@@ -169,7 +169,7 @@ def test_copies_of_the_pipeline_share_a_dataloader() -> None:
         copy.loader(Counting(), 2)
 
 
-def test_a_dataset_with_its_own_order_is_told_the_epoch() -> None:
+def test_a_dataset_with_its_own_order_is_given_the_epoch() -> None:
     loader = trainer().loader(DataLoader(Counting(), 2), epoch=1, skip=1)
     assert [x.tolist() for x in loader] == [[12.0, 13.0], [14.0]]
 

@@ -129,7 +129,7 @@ def test_a_resumed_run_draws_the_masks_of_the_saved_one() -> None:
 
 
 def test_clipping_goes_on_after_going_back() -> None:
-    """Norms that other stages had announced for an update must not survive a load."""
+    """Norms that other stages had sent for an update must not survive a load."""
     settings = {"method": "backprop", "clip_grad_norm": 0.1}
     net = fresh()
     trainer = trainer_of(net, **settings)
@@ -506,7 +506,7 @@ def test_a_gradient_that_is_not_finite_is_taken_back_at_the_last_stage(method: s
 
 
 @pytest.mark.parametrize("method", ["backprop", "reversible_backprop"])
-def test_locked_methods_take_back_a_gradient_of_any_stage(method: str) -> None:
+def test_locked_methods_roll_back_a_gradient_of_any_stage(method: str) -> None:
     spoiled, clean = fresh(RootFirst), fresh(RootFirst)
     a, b = (trainer_of(net, method=method, accumulate=2) for net in (spoiled, clean))
     feed(a, batches(3))

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from revcompile.ir import stage_ops
-from revcompile.runtime.reversible.graph_code import source_of
+from revcompile.ir.python_code import source_of
 
 __all__ = ["FusedAdd", "FusionRegion", "find_regions", "fuse_residual_adds"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf, zero_if
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
@@ -17,7 +18,6 @@ from revcompile.runtime.executor.captured.static_buffers import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Message
-from revcompile.runtime.reversible.graph_code import compile_graph
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Programs, Stage
 from revcompile.schedule import Action, Op

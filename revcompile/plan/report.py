@@ -1,0 +1,237 @@
+"""A model cut into stages, before it is trained: programs, delays, memory, tables, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from revcompile.arguments import (
+    MethodName,
+    check_optimizer_copies,
+    check_stage_list,
+    new_file,
+    whole_number,
+)
+from revcompile.compiler.cost import MemoryModel, Workload
+from revcompile.compiler.lower import lower
+from revcompile.compiler.verify import verify_programs
+from revcompile.errors import InputError
+from revcompile.inspect import drawing
+from revcompile.inspect.code import CompiledStage
+from revcompile.inspect.explain import Explanation, explain
+from revcompile.inspect.tables import StageFacts, stage_facts, stage_table
+from revcompile.ir.program import Partition, StageMemory, StageProgram
+from revcompile.plan.budget import MemoryPlan, plan_memory
+from revcompile.runtime.stage.activations import BuffersLike, buffers_of
+from revcompile.schedule import Keep, Method, actions, choose, delay
+from revcompile.units import parse_memory_budget
+
+__all__ = ["StageReport"]
+
+Keeps = tuple[Keep, ...] | None
+"""What each stage keeps of a micro-batch; None: what its method says."""
+
+
+class StageReport:
+    """What can be asked of the stages; `StagedModel` trains them as well."""
+
+    def __init__(self, partition: Partition, method: Method) -> None:
+        self.partition = partition
+        self.method = method
+        self._lowered: dict[tuple[Method, Keeps], tuple[StageProgram, ...]] = {}
+
+    def _programs(self, method: Method, keeps: Keeps = None) -> tuple[StageProgram, ...]:
+        """The stages' programs for a method and what stages keep; generated at the first call."""
+        if (method, keeps) not in self._lowered:
+            programs = lower(self.partition, method, keeps)
+            verify_programs(self.partition, programs)
+            self._lowered[method, keeps] = programs
+        return self._lowered[method, keeps]
+
+    @property
+    def method(self) -> Method:
+        """What programs, delays and memory are shown for; trainers are given theirs."""
+        return self._method
+
+    @method.setter
+    def method(self, method: MethodName | Method) -> None:
+        self._method = choose(method)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.partition.parts)
+
+    @property
+    def stages(self) -> tuple[CompiledStage, ...]:
+        """The stages with their programs for the default method."""
+        count = self.num_stages
+        lists = actions(self.method, count, 2 * count, ties=self.partition.ties)
+        programs = self._programs(self.method)
+        parts = self.partition.parts
+        return tuple(
+            CompiledStage(self.partition, part, program, listed)
+            for part, program, listed in zip(parts, programs, lists, strict=True)
+        )
+
+    def delays(self, accumulate: int = 1) -> tuple[int, ...]:
+        """Updates between forward and backward of a micro-batch at each stage, with PETRA."""
+        count = self.num_stages
+        whole_number("net.delays", "accumulate", accumulate, 1)
+        return tuple(delay(self.method, count, j, accumulate) for j in range(count))
+
+    def memory(
+        self, batch_size: int | None = None, *, buffers: BuffersLike = None
+    ) -> tuple[StageMemory, ...]:
+        """What each stage holds at its peak, in bytes, with PETRA.
+
+        Args:
+            batch_size: Samples in a micro-batch. Default: the example's.
+            buffers: As the trainer will be given it.
+        """
+        buffer_bytes = buffers_of(buffers).bytes_each
+        size = self._batch_size_or_default("net.memory", batch_size)
+        model = MemoryModel.of(
+            self.partition, Workload(self.method, size, buffer_bytes=buffer_bytes)
+        )
+        return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of the example the model was captured with."""
+        return self.partition.parts[0].costs[0].batch
+
+    def _batch_size_or_default(self, caller: str, batch_size: int | None) -> int:
+        if batch_size is None:
+            return self.batch_size
+        return whole_number(caller, "batch_size", batch_size, 1)
+
+    def facts(
+        self,
+        batch_size: int | None = None,
+        *,
+        memory_budget: int | str | None = None,
+        buffers: BuffersLike = None,
+    ) -> tuple[StageFacts, ...]:
+        """The numbers of the summary, stage by stage."""
+        size = self._batch_size_or_default("net.facts", batch_size)
+        held: Sequence[StageMemory] = self.memory(size, buffers=buffers)
+        programs = self._programs(self.method)
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=size, buffers=buffers)
+            programs = self._programs(self.method, plan.keeps)
+            held = [choice.memory for choice in plan.chosen]
+        return stage_facts(self.partition, programs, held, size)
+
+    def summary(
+        self,
+        batch_size: int | None = None,
+        *,
+        memory_budget: int | str | None = None,
+        buffers: BuffersLike = None,
+    ) -> str:
+        """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
+
+        Args:
+            batch_size: Samples in a micro-batch. Default: the example's.
+            memory_budget, buffers: As for the trainer; a device has one stage.
+        """
+        facts = self.facts(batch_size, memory_budget=memory_budget, buffers=buffers)
+        planned = ""
+        if memory_budget is not None:
+            plan = self.memory_plan(memory_budget, batch_size=batch_size, buffers=buffers)
+            planned = f"\n{plan}"
+        workload = Workload(
+            choose("backprop"), self._batch_size_or_default("net.summary", batch_size)
+        )
+        model = MemoryModel.of(self.partition, workload, stages=1)
+        plain = model.stage(0, 0, len(model.pieces))
+        how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
+        return stage_table(self.partition, facts, self.method.name + how, plain) + planned
+
+    def explain(self, path: str) -> Explanation:
+        """What became of a module: how it was found, by which rule rewired, and where it runs.
+
+        >>> import torch, revcompile
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
+        >>> print(net.explain("self_attn"))
+        self_attn
+          found    ...x + F(x)...
+          rewired  ...(a, b) -> (b, a + F(b))...
+          placed   stage ...
+        """
+        if not isinstance(path, str):
+            raise InputError(
+                f"net.explain: expected the path of a module, got {path!r}; see print(net)"
+            )
+        return explain(self.partition, self._programs(self.method), path)
+
+    def draw(
+        self, path: str | Path, *, batch_size: int | None = None, name: str | None = None
+    ) -> Path:
+        """Draw the stages: `net.svg` to look at, `net.html` to open stage by stage.
+
+        Args:
+            path: The file to write, by its ending .svg or .html.
+            batch_size: Samples in a micro-batch. Default: the example's.
+            name: The title. Default: the model's class.
+        """
+        path = new_file("net.draw", path, "net.svg")
+        size = self._batch_size_or_default("net.draw", batch_size)
+        programs, memory = self._programs(self.method), self.memory(size)
+        return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
+
+    def draw_schedule(self, path: str | Path, *, accumulate: int | None = None) -> Path:
+        """Draw when each stage computes, for PETRA beside other methods: `timeline.svg`."""
+        path = new_file("net.draw_schedule", path, "timeline.svg")
+        costs = drawing.costs_of(self.partition)
+        name = self.partition.rewired.name
+        return drawing.draw_schedule(costs, path, accumulate=accumulate, title=name)
+
+    def _repr_html_(self) -> str:
+        return drawing.fragment(self.partition, self._programs(self.method))
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def memory_plan(
+        self,
+        memory_budget: int | str,
+        *,
+        batch_size: int | None = None,
+        accumulate: int = 1,
+        order: str | None = None,
+        alpha: float | None = None,
+        optimizer_copies: float = 1.0,
+        buffers: BuffersLike = None,
+        stage_to_rank: Sequence[int] | None = None,
+    ) -> MemoryPlan:
+        """What each stage can keep within a budget per device: bytes, or text like "2GiB".
+
+        Args:
+            memory_budget, batch_size, accumulate, order, alpha, buffers: As for the trainer, which
+                makes such a plan by itself.
+            optimizer_copies: Numbers of optimizer state for each parameter: 1 for SGD with
+                momentum, 2 for Adam.
+            stage_to_rank: The device of each stage. Default: one stage on each device.
+
+        >>> import torch, revcompile
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
+        >>> [keep.value for keep in net.memory_plan("1MiB").keeps]
+        ['graph', 'graph']
+        """
+        check_optimizer_copies("net.memory_plan", optimizer_copies)
+        if stage_to_rank is not None:
+            check_stage_list("net.memory_plan", "stage_to_rank", stage_to_rank, self.num_stages)
+        method = choose(self.method, order=order, alpha=alpha)
+        workload = Workload(
+            method,
+            self._batch_size_or_default("net.memory_plan", batch_size),
+            accumulate,
+            optimizer_copies,
+            buffers_of(buffers).bytes_each,
+        )
+        return plan_memory(
+            self.partition, parse_memory_budget(memory_budget), workload, stage_to_rank
+        )
