@@ -371,7 +371,7 @@ def test_parts_of_a_segment_share_its_number() -> None:
     [
         ({"stem": 1.0, "f": 1.0}, "nothing is given for g, head"),
         ({"stem": 1.0, "f": 1.0, "g": 1.0, "head": 1.0, "neck": 1.0}, "there is no neck"),
-        (lambda name: -1.0, "stem was given -1.0"),
+        (lambda name: -1.0, "stem=-1.0; work is a number from 0 on"),
         ("guess", "got 'guess'"),
     ],
 )
