@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import linecache
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from revcompile.ir.python_code import python_code
 
-__all__ = ["compile_graph", "source_of"]
+__all__ = ["compile_graph", "compile_with_modules", "source_of"]
 
 _counter = itertools.count()
 
@@ -30,3 +31,36 @@ def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
     exec(compile(code.src, filename, "exec"), namespace)
     function: Callable[..., Any] = namespace["forward"]
     return function
+
+
+def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
+    """As `compile_graph`, but modules are looked up in `root` once, parameters at every call.
+
+    A module's members are found by a slow search (`nn.Module.__getattr__`), and a layer of a deep
+    net has many modules around it. Whoever calls the function has to notice replaced modules.
+    """
+    flat, modules = fx.Graph(), SimpleNamespace()
+    flat.output(flat.graph_copy(graph, {}))
+    for node in flat.nodes:
+        path = str(node.target)
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        owner, _, member = path.rpartition(".")
+        if member in root.get_submodule(owner)._modules:
+            node.target = _add(modules, root, path)
+        else:
+            node.target = f"{_add(modules, root, owner)}.{member}"
+    function = compile_graph(flat, name)
+
+    def run(_: nn.Module, *inputs: Any) -> Any:
+        return function(modules, *inputs)
+
+    return run
+
+
+def _add(modules: SimpleNamespace, root: nn.Module, path: str) -> str:
+    """Let a module be an attribute of its own; returns its name."""
+    module, name = root.get_submodule(path), path.replace(".", "_") or "root"
+    while vars(modules).setdefault(name, module) is not module:
+        name += "_"
+    return name
