@@ -70,9 +70,11 @@ class Bindings:
             self._add_children(root, "")
         self.enclosing = {m: path for m, path in self.enclosing.items() if m not in self.modules}
         self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
+        self.slots = tuple(self._slots.values())
+        """Where the parameters are, in the order of `labels`."""
         buffers, settings = self._buffers.values(), self._settings.values()
-        self.entries = _Column((*self._slots.values(), *buffers, *settings))
-        """Parameters, in the order of `labels`, then buffers and settings."""
+        self.entries = _Column((*self.slots, *buffers, *settings))
+        """Parameters, then buffers and settings."""
         hooks = ((vars(module), name) for module in self.modules for name in FORWARD_HOOKS)
         self.hooks = _Column(hooks)
         self._watch = Watch([self], root)
