@@ -12,12 +12,13 @@ import keyword
 import linecache
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Final
 
-from torch import fx
+from torch import fx, nn
 from torch.fx.graph import PythonCode
 
-__all__ = ["compile_graph", "path_expression", "python_code", "source_of"]
+__all__ = ["compile_graph", "compile_with_modules", "path_expression", "python_code", "source_of"]
 
 _STAND_IN: Final = "revcompile_path_"
 _counter = itertools.count()
@@ -83,3 +84,36 @@ def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
     exec(compile(code.src, filename, "exec"), namespace)
     function: Callable[..., Any] = namespace["forward"]
     return function
+
+
+def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
+    """As `compile_graph`, but modules are looked up in `root` once, parameters at every call.
+
+    A module's members are found by a slow search (`nn.Module.__getattr__`), and a layer of a deep
+    net has many modules around it. Whoever calls the function has to notice replaced modules.
+    """
+    flat, modules = fx.Graph(), SimpleNamespace()
+    flat.output(flat.graph_copy(graph, {}))
+    for node in flat.nodes:
+        path = str(node.target)
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        owner, _, member = path.rpartition(".")
+        if member in root.get_submodule(owner)._modules:
+            node.target = _add(modules, root, path)
+        else:
+            node.target = f"{_add(modules, root, owner)}.{member}"
+    function = compile_graph(flat, name)
+
+    def run(_: nn.Module, *inputs: Any) -> Any:
+        return function(modules, *inputs)
+
+    return run
+
+
+def _add(modules: SimpleNamespace, root: nn.Module, path: str) -> str:
+    """Let a module be an attribute of its own; returns its name."""
+    module, name = root.get_submodule(path), path.replace(".", "_") or "root"
+    while vars(modules).setdefault(name, module) is not module:
+        name += "_"
+    return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
@@ -15,4 +16,7 @@ LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 def is_autocasting(device: torch.device) -> bool:
     """Is autocast enabled for a device? Never for one that has no autocast, like meta."""
     kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)

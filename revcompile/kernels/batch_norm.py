@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from revcompile.kernels.autocast import LOW_PRECISION
+from revcompile.kernels.loading import MIN_ELEMENTS
+from revcompile.kernels.loading import batch_norm_kernels as _kernels
 
 __all__ = ["Statistics", "bn_relu"]
 
@@ -39,6 +41,11 @@ class Statistics:
         """Around the first run."""
         self._recorded.clear()
         return _recording_to(self)
+
+    @property
+    def is_needed(self) -> bool:
+        """Does a run on the same values need `replay`? Not if no layer has asked for statistics."""
+        return bool(self._recorded) or _active.get() is not None
 
     def replay(self) -> AbstractContextManager[None]:
         """Around a run on the same values."""
@@ -109,13 +116,12 @@ def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:
 
 def _pays(x: Tensor) -> bool:
     """Is it a large tensor on a GPU? `torch.compile` has kernels of its own."""
-    if torch.compiler.is_compiling() or not x.is_cuda or type(x) is not Tensor:
+    if not x.is_cuda or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
-    from revcompile.kernels.triton_kernels import MIN_ELEMENTS
-
-    return x.numel() >= (
-        MIN_ELEMENTS if torch.cuda.is_current_stream_capturing() else MIN_ELEMENTS_UNCAPTURED
-    )
+    count = x.numel()
+    if count >= MIN_ELEMENTS_UNCAPTURED:
+        return True
+    return count >= MIN_ELEMENTS and torch.cuda.is_current_stream_capturing()
 
 
 class _BnRelu(torch.autograd.Function):
@@ -148,10 +154,3 @@ def _differentiable(
     """The gradients, made of operations that can be differentiated again."""
     out = F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
     return torch.autograd.grad(out, (x, weight, bias), grad, create_graph=True)
-
-
-def _kernels() -> Any:
-    """Imported when first used: importing Triton is slow."""
-    from revcompile.kernels import triton_batch_norm
-
-    return triton_batch_norm

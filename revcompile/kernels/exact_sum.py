@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from revcompile.kernels.autocast import is_autocasting
+from revcompile.kernels.loading import stream_kernels
 
 __all__ = [
     "HEADROOM",
@@ -80,20 +81,12 @@ def rounded(x: Tensor, grid: Tensor | None) -> Tensor:
 
 def add(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
     """`stream + addend`, the addend on the grid."""
-    if grid is not None and _fusible(stream):
-        return _fused(stream, addend, grid, "+")
-    return stream + rounded(addend, grid)
+    return add_or_subtract(stream, addend, grid, False, False)[0]
 
 
 def subtract(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
     """`stream - addend`, the addend on the grid."""
-    if grid is not None and _fusible(stream):
-        return _fused(stream, addend, grid, "-")
-    return stream - rounded(addend, grid)
-
-
-def _fusible(stream: Tensor) -> bool:
-    return stream.is_cuda and not torch.is_grad_enabled()
+    return add_or_subtract(stream, addend, grid, True, False)[0]
 
 
 def add_or_subtract(
@@ -103,24 +96,18 @@ def add_or_subtract(
 
     The second only if one kernel writes both, which saves reading the sum again to cast it.
     """
-    is_fusible = grid is not None and _fusible(stream)
-    if with_cast and is_fusible and is_autocasting(stream.device):
-        from revcompile.kernels import triton_kernels
-
-        if triton_kernels.supports_add(stream, addend):
-            dtype = torch.get_autocast_dtype(stream.device.type)
-            return triton_kernels.add_and_cast(stream, addend, dtype, grid, is_minus)
-    plain = subtract if is_minus else add
-    return plain(stream, addend, grid), None
-
-
-def _fused(stream: Tensor, addend: Tensor, grid: Tensor, sign: str) -> Tensor:
-    """Round and add in one pass over memory: three kernels cost a step up to 9 % of its time."""
-    from revcompile.kernels import triton_kernels  # importing Triton is slow
-
-    if triton_kernels.supports_add(stream, addend):
-        return triton_kernels.add(stream, addend, grid, is_minus=sign == "-")
-    return _generated(sign)(stream, addend, grid)
+    if grid is None or not stream.is_cuda or torch.is_grad_enabled():
+        addend = rounded(addend, grid)
+        return (stream - addend if is_minus else stream + addend), None
+    # In one pass over memory: three kernels cost a step up to 9 % of its time.
+    kernels = stream_kernels()
+    if not kernels.supports_add(stream, addend):
+        return _generated("-" if is_minus else "+")(stream, addend, grid), None
+    if with_cast and is_autocasting(stream.device):
+        dtype = torch.get_autocast_dtype(stream.device.type)
+        total, copy = kernels.add_and_cast(stream, addend, dtype, grid, is_minus)
+        return total, copy
+    return kernels.add(stream, addend, grid, is_minus), None
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from revcompile.kernels.loading import stream_kernels
+
 __all__ = ["GradientSum", "add_gradients"]
 
 _NAME: Final = "_revcompile_gradient_sum"
@@ -78,10 +80,10 @@ def add_gradients(
     """
     is_mixed = dtype is not None or own.dtype != through.dtype
     if is_mixed and own.is_cuda and not torch.is_grad_enabled():
-        from revcompile.kernels import triton_kernels  # importing Triton is slow
-
-        if triton_kernels.supports_add(own, through):
+        kernels = stream_kernels()
+        if kernels.supports_add(own, through):
             if dtype is None:
-                return triton_kernels.add(own, through), None
-            return triton_kernels.add_and_cast(own, through, dtype, None)
+                return kernels.add(own, through), None
+            total, copy = kernels.add_and_cast(own, through, dtype, None)
+            return total, copy
     return own + through, None

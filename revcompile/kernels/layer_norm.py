@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.gradient_sum import GradientSum
+from revcompile.kernels.loading import MIN_ELEMENTS
+from revcompile.kernels.loading import stream_kernels as _kernels
 
 __all__ = ["call_layer_norm", "is_layer_norm", "layer_norm"]
 
@@ -37,10 +39,12 @@ def is_layer_norm(layer: nn.Module) -> bool:
 def call_layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
     """`layer(x)`, in the dtype that autocast would cast it to for its readers."""
     has_hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
-    if has_hooks or not _is_supported(x, layer.normalized_shape, layer.weight, layer.bias):
-        plain: Tensor = layer(x)
-        return plain
-    return _cast_down_norm(x, layer.weight, layer.bias, layer.eps)
+    if not has_hooks and _pays(x):
+        weight, bias = layer.weight, layer.bias
+        if _is_supported(x, layer.normalized_shape, weight, bias):
+            return _cast_down_norm(x, weight, bias, layer.eps)
+    plain: Tensor = layer(x)
+    return plain
 
 
 def layer_norm(
@@ -51,7 +55,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """`F.layer_norm`, in the dtype that autocast would cast it to for its readers."""
-    if not _is_supported(input, normalized_shape, weight, bias):
+    if not _pays(input) or not _is_supported(input, normalized_shape, weight, bias):
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
     assert weight is not None and bias is not None
     return _cast_down_norm(input, weight, bias, eps)
@@ -68,8 +72,8 @@ def _cast_down_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 def _is_supported(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> bool:
-    """Is there a kernel for this, and does it pay?"""
-    if weight is None or bias is None or not _pays(x):
+    """Is there a kernel for this?"""
+    if weight is None or bias is None:
         return False
     dtype = torch.get_autocast_dtype(x.device.type)
     return (
@@ -82,9 +86,9 @@ def _is_supported(
 
 def _pays(x: Tensor) -> bool:
     """Is it a large tensor on a GPU, under autocast? `torch.compile` has kernels of its own."""
-    if torch.compiler.is_compiling() or not is_autocasting(x.device):
+    if not x.is_cuda or torch.compiler.is_compiling() or not is_autocasting(x.device):
         return False
-    return x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.numel() >= _kernels().MIN_ELEMENTS
+    return type(x) in (Tensor, nn.Parameter) and x.numel() >= MIN_ELEMENTS
 
 
 class _CastDownLayerNorm(torch.autograd.Function):
@@ -133,10 +137,3 @@ def _differentiable(
     of_x = (scaled - scaled.mean(-1, keepdim=True) - normal * along) * scale
     rows = range(x.dim() - 1)
     return of_x, (grad * normal).sum(tuple(rows)), grad.sum(tuple(rows))
-
-
-def _kernels() -> Any:
-    """Imported when first used: importing Triton is slow."""
-    from revcompile.kernels import triton_kernels
-
-    return triton_kernels

@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from revcompile.kernels.loading import MIN_ELEMENTS
+
 try:
     import triton
     import triton.language as tl
@@ -35,8 +37,6 @@ __all__ = [
 ]
 
 _SIZE: Final = 1024
-MIN_ELEMENTS: Final = 2**20
-"""A kernel takes longer to launch than to run on fewer."""
 _MAX_ELEMENTS: Final = 2**31 - _SIZE
 
 
@@ -134,7 +134,10 @@ def launch(
     kernel: Any, programs: tuple[int, ...], like: Tensor, given: Sequence[Any], **options: Any
 ) -> None:
     """Launch a kernel on the device of a tensor: Triton itself uses the current device."""
-    with torch.cuda.device_of(like):
+    if like.is_cuda and like.get_device() != torch.cuda.current_device():
+        with torch.cuda.device_of(like):
+            kernel[programs](*given, **options)
+    else:
         kernel[programs](*given, **options)
 
 
@@ -170,7 +173,7 @@ def _norm(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _norm_back(  # type: ignore[no-untyped-def]
-    grad, x, weight, means, scales, own, of_x, copy, of_weight, of_bias, rows, tiles_each,
+    grad, x, weight, means, scales, own, of_x, copy, parts, rows, tiles_each,
     is_added: tl.constexpr, is_copied: tl.constexpr,
     columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
 ):
@@ -199,9 +202,10 @@ def _norm_back(  # type: ignore[no-untyped-def]
             tl.store(copy + at, back, mask=inside)
         sum_weight += up * normal
         sum_bias += up
-    place = tl.program_id(0) * columns + column
-    tl.store(of_weight + place, tl.sum(sum_weight, 0), mask=column < columns)
-    tl.store(of_bias + place, tl.sum(sum_bias, 0), mask=column < columns)
+    of_weight = parts + tl.program_id(0) * columns + column
+    tl.store(of_weight, tl.sum(sum_weight, 0), mask=column < columns)
+    of_bias = of_weight + tl.num_programs(0) * columns
+    tl.store(of_bias, tl.sum(sum_bias, 0), mask=column < columns)
 
 
 _norm_kernel = triton.jit(_norm) if triton is not None else None
@@ -259,13 +263,14 @@ def layer_norm_backward(
     of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
     copy = None if dtype is None else torch.empty_like(x, dtype=dtype)
     read, written = x if own is None else own, of_x if copy is None else copy
-    tensors = grad, x, weight, means, scales, read, of_x, written, *parts
+    tensors = grad, x, weight, means, scales, read, of_x, written, parts
     given = *tensors, rows, tiles_each, own is not None, copy is not None, columns, tile_rows, size
     launch(_norm_back_kernel, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
     return of_x, copy, of_weight, of_bias
 
 
+@functools.cache
 def _tile(columns: int) -> tuple[int, int, int]:
     """Rows and columns of a program, powers of two, and its warps: eight elements a thread."""
     size = triton.next_power_of_2(columns)

@@ -251,7 +251,7 @@ def test_costs_by_name_by_function_and_measured() -> None:
         cut(Chain(), 2, x, cost="guess")
     with pytest.raises(InputError, match="nothing is given for stem"):
         cut(Chain(), 2, x, cost={"head": 1.0})
-    with pytest.raises(InputError, match=r"layers.0 was given -1.0"):
+    with pytest.raises(InputError, match=r"layers.0=-1.0"):
         cut(Chain(), 2, x, cost=lambda name: -1.0 if name == "layers.0" else 1.0)
 
 

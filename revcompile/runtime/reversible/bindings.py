@@ -12,12 +12,13 @@ right. The second run of a branch must read what the first one read (`Bound`):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any, Final
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import child_path
@@ -28,7 +29,7 @@ from revcompile.runtime.reversible.hooks import (
     replay_hooks,
 )
 
-__all__ = ["Bindings", "Bound"]
+__all__ = ["Bindings", "Bound", "Watch"]
 
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module: compared in other ways."""
@@ -37,6 +38,8 @@ _PLAIN: Final = (bool, int, float, str, tuple)
 _MEMBERS: Final = ("_modules", "_parameters", "_buffers")
 _Slot = tuple[dict[str, Any], str]
 """A dict of a module (`_parameters`, `_buffers`, `__dict__`) and a key."""
+_Edge = tuple[dict[str, Any], str, nn.Module]
+"""A member access on the way to a module: where, name, and the module found there."""
 
 
 class Bindings:
@@ -53,8 +56,7 @@ class Bindings:
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
         self._root = root
-        self._edges: dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]] = {}
-        """Every member access on the way to a module: where, name, and the module found there."""
+        self.edges: dict[tuple[int, str], _Edge] = {}
         self._slots: dict[tuple[int, str], _Slot] = {}
         self._buffers: dict[tuple[int, str], _Slot] = {}
         self._settings: dict[tuple[int, str], _Slot] = {}
@@ -68,30 +70,14 @@ class Bindings:
             self._add_children(root, "")
         self.enclosing = {m: path for m, path in self.enclosing.items() if m not in self.modules}
         self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
-        self._remember()
         self.slots = tuple(self._slots.values())
-        self.buffers = tuple(self._buffers.values())
-        self.settings = tuple(self._settings.values())
-        self._latest: list[Any] = []
-
-    def _remember(self) -> None:
-        """What `change` compares, in columns: it runs in every call, for every block."""
-        watched = {**self.enclosing, **self.modules}
-        self._watched, self._paths = list(watched), list(watched.values())
-        self._classes = list(map(type, self._watched))
-        self._dicts = list(map(vars, self._watched))
-        self._members = [own[name] for own in self._dicts for name in _MEMBERS]
-        self._hooks = [own[name] for own in self._dicts for name in FORWARD_HOOKS]
-        self._member_counts = list(map(len, self._members))
-        self._hook_counts = list(map(len, self._hooks))
-        self._forwards = self._own_forwards()
-        edges = self._edges.values()
-        self._children = [children for children, _, _ in edges]
-        self._names = [name for _, name, _ in edges]
-        self._targets = [module for _, _, module in edges]
-
-    def _own_forwards(self) -> list[Any]:
-        return [own.get("forward") for own in self._dicts]
+        """Where the parameters are, in the order of `labels`."""
+        buffers, settings = self._buffers.values(), self._settings.values()
+        self.entries = _Column((*self.slots, *buffers, *settings))
+        """Parameters, then buffers and settings."""
+        hooks = ((vars(module), name) for module in self.modules for name in FORWARD_HOOKS)
+        self.hooks = _Column(hooks)
+        self._watch = Watch([self], root)
 
     # -- what the names mean now --------------------------------------------------------------
 
@@ -105,7 +91,7 @@ class Bindings:
                     f"{path}: the captured graph reads this module, but {type(module).__name__} "
                     f"has no {name!r} any more; put it back, or capture the changed model"
                 )
-            self._edges[id(module), name] = module._modules, name, child
+            self.edges[id(module), name] = module._modules, name, child
             module = child
             around = child_path(around, name)
             self.enclosing[module] = around
@@ -133,7 +119,7 @@ class Bindings:
     def _add_children(self, module: nn.Module, path: str) -> None:
         for name, child in module._modules.items():
             if child is not None:
-                self._edges[id(module), name] = module._modules, name, child
+                self.edges[id(module), name] = module._modules, name, child
                 self._add_module(child, child_path(path, name))
 
     def _add_slot(self, module: nn.Module, name: str, path: str) -> None:
@@ -160,7 +146,58 @@ class Bindings:
 
     def parameters(self) -> list[Any]:
         """The present parameters, in the order of `labels`."""
-        return [owner.get(name) for owner, name in self.slots]
+        return self.entries.read()[: len(self.labels)]
+
+    def change(self, with_hooks: bool = True) -> str | None:
+        """See `Watch.change`."""
+        return self._watch.change(with_hooks)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    own = vars(module)
+    return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
+
+
+class _Column:
+    """Entries of dicts, read without a loop in Python: every block does that in every call."""
+
+    def __init__(self, slots: Iterable[_Slot]) -> None:
+        self._slots = tuple(slots)
+        self._owners = [owner for owner, _ in self._slots]
+        self._names = [name for _, name in self._slots]
+
+    def read(self) -> list[Any]:
+        return list(map(dict.get, self._owners, self._names))
+
+    def different(self, values: Sequence[Any]) -> Sequence[tuple[_Slot, Any]]:
+        """The slots that hold something else now, each with its entry of `values`."""
+        now = self.read()
+        if all(map(is_, now, values)):
+            return ()
+        each = zip(self._slots, now, values, strict=True)
+        return [(slot, value) for slot, current, value in each if current is not value]
+
+
+class Watch:
+    """Notices modules, among those that some graphs read, that were replaced or run differently."""
+
+    def __init__(self, bindings: Sequence[Bindings], root: nn.Module | None) -> None:
+        watched, edges = dict[nn.Module, str](), dict[tuple[int, str], _Edge]()
+        for each in bindings:
+            watched |= each.enclosing | each.modules
+            edges |= each.edges
+        self._root = root
+        self._modules, self._paths = list(watched), list(watched.values())
+        self._classes = list(map(type, self._modules))
+        self._dicts = list(map(vars, self._modules))
+        self._members = [own[name] for own in self._dicts for name in _MEMBERS]
+        self._member_counts = list(map(len, self._members))
+        self._hooks = _Column((own, name) for own in self._dicts for name in FORWARD_HOOKS)
+        self._hook_counts = list(map(len, self._hooks.read()))
+        self._forwards = _Column((own, "forward") for own in self._dicts)
+        self._own_forwards = self._forwards.read()
+        self._children = _Column((children, name) for children, name, _ in edges.values())
+        self._targets = [module for _, _, module in edges.values()]
 
     def change(self, with_hooks: bool = True) -> str | None:
         """The path of a module that was replaced, or is run differently now; None if there is none.
@@ -169,15 +206,15 @@ class Bindings:
         hooks. Parameters are not compared: those are looked up anew in every run.
         """
         # Whole columns are compared, without a loop in Python; what differs is found afterwards.
-        if not all(map(is_, map(dict.get, self._children, self._names), self._targets)):
+        if not all(map(is_, self._children.read(), self._targets)):
             return self._replaced_path()
         if (counts := list(map(len, self._members))) != self._member_counts:
             return self._first_path(counts, self._member_counts)
-        if (classes := list(map(type, self._watched))) != self._classes:
-            return self._first_path(classes, self._classes)
-        if (forwards := self._own_forwards()) != self._forwards:
-            return self._first_path(forwards, self._forwards)
-        if with_hooks and (counts := list(map(len, self._hooks))) != self._hook_counts:
+        if not all(map(is_, map(type, self._modules), self._classes)):
+            return self._first_path(list(map(type, self._modules)), self._classes)
+        if (forwards := self._forwards.read()) != self._own_forwards:
+            return self._first_path(forwards, self._own_forwards)
+        if with_hooks and (counts := list(map(len, self._hooks.read()))) != self._hook_counts:
             return self._first_path(counts, self._hook_counts)
         return None
 
@@ -188,35 +225,23 @@ class Bindings:
 
     def _replaced_path(self) -> str:
         assert self._root is not None
-        edges = zip(self._children, self._names, self._targets, strict=True)
-        children, name = next((c, name) for c, name, target in edges if c.get(name) is not target)
+        (children, name), _ = self._children.different(self._targets)[0]
         for path, module in self._root.named_modules(remove_duplicate=False):
             if module._modules is children:
                 return child_path(path, name)
         return name
 
-    def settings_now(self) -> list[Any]:
-        """The present settings; the same list for all runs in which they are the same."""
-        now = [owner.get(name) for owner, name in self.settings]
-        if len(now) != len(self._latest) or not all(map(is_, now, self._latest)):
-            self._latest = now
-        return self._latest
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    own = vars(module)
-    return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
-
 
 class Bound:
     """What one run of a branch read of the module tree, for its second run."""
 
+    __slots__ = ("_bindings", "_entries", "_hooks", "_parameters", "_versions")
+
     def __init__(self, bindings: Bindings) -> None:
         self._bindings = bindings
-        self._parameters = bindings.parameters()
+        self._entries = bindings.entries.read()
+        self._parameters = self._entries[: len(bindings.labels)]
         self._versions = _versions(self._parameters)
-        self._buffers = [owner.get(name) for owner, name in bindings.buffers]
-        self._settings = bindings.settings_now()
         self._hooks: HookRecord = {}
 
     def differentiable(self) -> list[Tensor]:
@@ -228,6 +253,11 @@ class Bound:
         """Around the first run."""
         hooked = self._bindings.hooked
         return record_hooks(hooked, self._hooks) if hooked else nullcontext()
+
+    def has_hooks(self) -> bool:
+        """In the second run: are there forward hooks, of a module or global ones?"""
+        own = self._hooks or any(self._bindings.hooks.read())
+        return bool(own or _has_any_global_hook())
 
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated: something was written to or replaced since."""
@@ -260,22 +290,18 @@ class Bound:
         Parameters may be computed (given to `functional_call`): differentiating the second run must
         not go on into the graph, or the retained gradient, of what they are computed from.
         """
-        computed = (p for p in self._parameters if p is not None and not p.is_leaf)
+        computed = [p for p in self._parameters if p is not None and not p.is_leaf]
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
     def restored(self, stand_ins: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
         """Around the second run: parameters, buffers, settings and hooks of the first."""
-        bindings, parameters = self._bindings, self._parameters
+        bindings, entries = self._bindings, self._entries
         if stand_ins:
-            parameters = [stand_ins.get(id(p), p) for p in parameters]
-        replaced = (
-            *_different(bindings.slots, parameters),
-            *_different(bindings.buffers, self._buffers),
-            *_different(bindings.settings, self._settings),
-        )
-        hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
-        if not replaced and not hooked:
+            entries = [stand_ins.get(id(entry), entry) for entry in entries]
+        replaced = bindings.entries.different(entries)
+        if not replaced and not self._hooks and not any(bindings.hooks.read()):
             return nullcontext()
+        hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
         stack = ExitStack()
         stack.enter_context(_filled(replaced))
         stack.enter_context(replay_hooks(hooked, self._hooks))
@@ -287,18 +313,6 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
         return [0 if tensor is None else tensor._version for tensor in tensors]
     except RuntimeError:  # tensors made in inference mode have none
         return [0 if t is None or t.is_inference() else t._version for t in tensors]
-
-
-def _different(slots: tuple[_Slot, ...], values: list[Any]) -> Sequence[tuple[_Slot, Any]]:
-    """The slots that hold something else now, each with the value to restore."""
-    now = [owner.get(name) for owner, name in slots]
-    if all(map(is_, now, values)):
-        return ()
-    return [
-        (slot, value)
-        for slot, current, value in zip(slots, now, values, strict=True)
-        if current is not value
-    ]
 
 
 @contextmanager

@@ -46,8 +46,17 @@ from revcompile.runtime.reversible.reconstruction import (
     Tolerance,
     relative_error,
 )
-from revcompile.runtime.reversible.replay import Replay, ReplayContext, is_capturing
-from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
+from revcompile.runtime.reversible.replay import (
+    Replay,
+    ReplayContext,
+    Surroundings,
+    is_capturing,
+)
+from revcompile.runtime.reversible.transforms import (
+    differentiable_once,
+    gradients,
+    is_transformed,
+)
 
 __all__ = ["Block", "Chain"]
 
@@ -192,7 +201,8 @@ class Chain:
             return self.plain(root, a, b, sides, cast)
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
-        call = _Call(self, root, cast, grid_for(a, b, cast, self.convolves), overlaps)
+        grid = grid_for(a, b, cast, self.convolves)
+        call = _Call(self, root, cast, grid, Surroundings(a.device), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
@@ -209,8 +219,9 @@ class Chain:
         with torch.no_grad():
             a, b = rounded(a, grid), rounded(b, grid)
             inputs, replays, outputs = [], [], list[_Coupled]()
+            around = Surroundings(a.device)
             for block in self.blocks:
-                replay = Replay(block.replay_context, a)
+                replay = Replay(block.replay_context, around)
                 inputs.append((a, b))
                 unshard(block.sharded, (b,))
                 outputs.append(_couple(root, block, a, b, sides, cast, grid))
@@ -238,21 +249,22 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
     extras: tuple[Tensor, ...] = ()
     check = call.chain.check
     is_checked = check.is_on and not is_capturing(a.device)
-    for index, block in enumerate(call.chain.blocks):
-        tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
-        (b,) = unshard(block.sharded, (b,))
-        bound = Bound(block.bindings)
-        parameters = bound.differentiable()
-        if is_checked and (parameters or any(t.requires_grad for t in (a, b, *tensors))):
-            # The backward pass ends here: blocks before this one have nothing to train.
-            call.first, call.samples = index, check.start(a, b)
-            is_checked = False
-        a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *parameters)
-        (b,) = reshard(block.sharded, (b,))
+    with call.around.without_autocast_cache():
+        for index, block in enumerate(call.chain.blocks):
+            tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
+            (b,) = unshard(block.sharded, (b,))
+            bound = Bound(block.bindings)
+            needs = bound.differentiable()
+            if is_checked and (needs or any(t.requires_grad for t in (a, b, *tensors))):
+                # The backward pass ends here: blocks before this one have nothing to train.
+                call.first, call.samples = index, check.start(a, b)
+                is_checked = False
+            a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *needs)
+            (b,) = reshard(block.sharded, (b,))
     return a, b, *extras
 
 
-@dataclass
+@dataclass(slots=True)
 class _Call:
     """What the blocks of one run of a chain share: no activations."""
 
@@ -260,12 +272,15 @@ class _Call:
     root: nn.Module
     cast: torch.dtype | None
     grid: Tensor | None
+    around: Surroundings
     overlaps: bool = False
     """In backward: is the previous block rebuilt while a block is differentiated?"""
     first: int = 0
     """The first block that is differentiated."""
     samples: tuple[bool, Samples] | None = None
     """Of what that block was given, if the reconstruction is checked."""
+    addend_dtypes: list[torch.dtype] = field(default_factory=list)
+    """Of each block's F(b)."""
     cast_copy: Tensor | None = None
     """In forward: the latest sum in the dtype of autocast, if a kernel wrote that too."""
     output: _Output | None = None
@@ -287,7 +302,7 @@ _Output = tuple[Tensor, Tensor, Tensor | None]
 """A block's output `(b, y)`, and `b` in the dtype of autocast if a kernel wrote that too."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Rebuilt:
     """A block computed again: its input, and the graph of its branch."""
 
@@ -300,7 +315,7 @@ class _Rebuilt:
     """Of `b`: its own plus that through the branch."""
     sides: list[Tensor]
     """The block's side tensors in the graph."""
-    parameters: list[Tensor]
+    parameters: Sequence[Tensor]
     """Those that require a gradient, as they are in the graph."""
     results: tuple[Tensor, ...]
     """F(b) and the extras."""
@@ -308,6 +323,10 @@ class _Rebuilt:
     """`a` in the dtype of autocast, if a kernel wrote that too."""
     stream: int = 0
     """Of the two CUDA streams of `two_streams`, the one it was rebuilt on."""
+
+
+_A, _REST = 4, 6
+"""Positions of `a` and `rest` among the arguments of `_Reversible.forward`, without the context."""
 
 
 class _Reversible(torch.autograd.Function):
@@ -327,14 +346,15 @@ class _Reversible(torch.autograd.Function):
         block = call.chain.blocks[index]
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
-        replay = Replay(block.replay_context, a)
+        replay = Replay(block.replay_context, call.around)
         cast_b, call.cast_copy = call.cast_copy, None
         with replay.record(), bound.recording_hooks():
-            b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy = _couple(
+            b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = _couple(
                 *(call.root, block, a, b, sides, call.cast, call.grid),
                 cast_b=cast_b,
                 with_cast=call.wants_cast(index, 1),
             )
+        call.addend_dtypes.append(addend_dtype)
         ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.finish()
         used = [sides[i] for i in block.sides]
         count = sum(isinstance(side, Tensor) for side in used)
@@ -384,6 +404,12 @@ def _previous_block(node: Any) -> Any:
     return previous if getattr(previous, "call", None) is node.call else None
 
 
+def _previous_dtype(node: Any) -> torch.dtype | None:
+    """The dtype of the branch that the gradient of this block's input enters next, if any."""
+    is_differentiated = node.index > 0 and node.needs_input_grad[_A]
+    return node.call.addend_dtypes[node.index - 1] if is_differentiated else None
+
+
 def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     call: _Call = node.call
     return _undo_rearrange(call.root, call.chain.blocks[node.index], node.shapes, *tensors)
@@ -411,23 +437,24 @@ def _rebuild(
         output, tensors = (tensors[0], tensors[1], None), tensors[2:]
     assert output is not None
     b, y, cast_b = output
-    needs = node.needs_input_grad[6:]
+    needs = node.needs_input_grad[_REST:]
     sides = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
     next_side = iter(sides)
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
     stand_ins = bound.stand_ins()
-    parameters = [stand_ins.get(id(p), p) for p in node.parameters]
-    with torch.enable_grad(), bound.restored(stand_ins), node.replay.replay():
+    parameters: Sequence[Tensor] = node.parameters
+    if stand_ins:
+        parameters = [stand_ins.get(id(p), p) for p in parameters]
+    with bound.restored(stand_ins), node.replay.replay():
         source = (b if cast_b is None else cast_b).detach()
         leaf = _cast_like_reader(source, block, call.cast).requires_grad_()
         gradient = GradientSum()
-        # A view: module hooks (those of torch's FlopCounterMode) fail on a leaf in `autograd.grad`.
-        addend, extras = _run_branch(
-            call.root, block, gradient.attach(leaf.view_as(leaf)), used, call.cast
-        )
-        with torch.no_grad():
-            wants_cast = call.wants_cast(node.index, -1)
-            a, copy = add_or_subtract(y, addend.detach(), call.grid, True, wants_cast)
+        with torch.enable_grad():
+            # A view: module hooks (torch's FlopCounterMode) fail on a leaf in `autograd.grad`.
+            read = gradient.attach(leaf.view_as(leaf) if bound.has_hooks() else leaf)
+            addend, extras = _run_branch(call.root, block, read, used, call.cast)
+        wants_cast = call.wants_cast(node.index, -1)
+        a, copy = add_or_subtract(y, addend, call.grid, True, wants_cast)
     results = addend, *extras
     return _Rebuilt(node.index, a, b, leaf, gradient, sides, parameters, results, copy, stream)
 
@@ -448,17 +475,18 @@ def _differentiate(
     """Differentiate F: the gradient of `b` (also cast, if known), and of sides and parameters."""
     inputs = [*(t for t in rebuilt.sides if t.requires_grad), *rebuilt.parameters]
     pairs = zip(rebuilt.results, grads, strict=True)
-    seeded = [(out, seed.to(out.dtype)) for out, seed in pairs if out.requires_grad]
+    seeded = [
+        (out, seed if seed.dtype == out.dtype else seed.to(out.dtype))
+        for out, seed in pairs
+        if out.requires_grad
+    ]
     input_grads: Sequence[Tensor | None] = [None] * len(inputs)
     cast_grad_b: Tensor | None = None
     if seeded:
         outputs, seeds = zip(*seeded, strict=True)
-        reader_dtype = getattr(_previous_block(node), "addend_dtype", None)
-        rebuilt.gradient.begin(grad_b, reader_dtype)
+        rebuilt.gradient.begin(grad_b, _previous_dtype(node))
         with gradient_hooks_silenced(rebuilt.parameters):
-            through_branch, *input_grads = torch.autograd.grad(
-                outputs, [rebuilt.leaf, *inputs], seeds, allow_unused=True
-            )
+            through_branch, *input_grads = gradients(outputs, (rebuilt.leaf, *inputs), seeds)
         grad_b, cast_grad_b = rebuilt.gradient.finish(through_branch)
     remaining = iter(input_grads)
     side_grads = [next(remaining) if t.requires_grad else None for t in rebuilt.sides]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
 from revcompile.ir.ops import attribute
-from revcompile.ir.python_code import compile_graph
+from revcompile.ir.python_code import compile_graph, compile_with_modules
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
-from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.bindings import Bindings, Watch
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.coupling import Block, Chain
 from revcompile.runtime.reversible.guards import Cases, Recapture
@@ -71,8 +71,10 @@ class _Step:
     """Of an opaque segment: FSDP2 modules that its layers belong to."""
 
 
-def _is_outdated(step: _Step) -> bool:
-    return any(bindings.change() is not None for bindings in step.bindings)
+class _Plan(NamedTuple):
+    steps: tuple[_Step, ...]
+    watch: Watch
+    """Over all modules that the steps read."""
 
 
 class Reversible(OriginalSurface):
@@ -136,7 +138,7 @@ class Reversible(OriginalSurface):
     """Every call checks the reconstruction; every `check_every`-th waits for a GPU's result."""
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
-    _plans: dict[int, tuple[_Step, ...]]
+    _plans: dict[int, _Plan]
     _inlined: Inlined
     _cases: Cases
 
@@ -225,10 +227,12 @@ class Reversible(OriginalSurface):
         """The body's steps, compiled on first use, and again when modules or their hooks change."""
         self._inlined.check()
         key = id(body)
-        steps = self._plans.get(key)
-        if steps is None or any(map(_is_outdated, steps)):
-            steps = self._plans[key] = self._steps(body)
-        return steps
+        plan = self._plans.get(key)
+        if plan is None or plan.watch.change() is not None:
+            steps = self._steps(body)
+            watch = Watch([bindings for step in steps for bindings in step.bindings], self)
+            plan = self._plans[key] = _Plan(steps, watch)
+        return plan.steps
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
         return _steps(body, self)
@@ -262,9 +266,9 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
         first = run[0]
         if isinstance(first, Opaque):
             inputs, outputs = first.inputs, first.outputs
-            graph = fuse_bn_relu(match_dtypes(first.graph), root)
-            code: Callable[..., Any] | Chain = compile_graph(graph, first.name)
             bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
+            graph = fuse_bn_relu(match_dtypes(first.graph), root)
+            code: Callable[..., Any] | Chain = compile_with_modules(graph, root, first.name)
             sharded = _sharded(bindings[0])
         else:
             couplings = [s for s in run if isinstance(s, Coupling)]
@@ -315,7 +319,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
     rearrange = coupling.rearrange
     return Block(
         name=coupling.name,
-        branch=compile_graph(_prepared(coupling.branch, root), coupling.name),
+        branch=compile_with_modules(_prepared(coupling.branch, root), root, coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
         undo_rearrange=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,

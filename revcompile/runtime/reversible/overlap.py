@@ -86,8 +86,7 @@ class TwoStreams:
         return _differentiating_on(self._streams[1])
 
 
-@contextmanager
-def two_streams(device: torch.device, overlaps: bool = True) -> Iterator[TwoStreams]:
+def two_streams(device: torch.device, overlaps: bool = True) -> AbstractContextManager[TwoStreams]:
     """Two streams that run concurrently inside the context, if `overlaps` and on CUDA.
 
     Before and after it everything is in order on the caller's stream, so whoever sees a gradient
@@ -95,7 +94,14 @@ def two_streams(device: torch.device, overlaps: bool = True) -> Iterator[TwoStre
     also makes `Tensor.record_stream` unnecessary: before a stream writes to memory that was freed
     on it, it has waited for the other one, as long as what both read is held to the end.
     """
-    streams = TwoStreams(device if overlaps else None)
+    return _concurrent(TwoStreams(device)) if overlaps else _NO_STREAMS
+
+
+_NO_STREAMS: Final = nullcontext(TwoStreams(None))
+
+
+@contextmanager
+def _concurrent(streams: TwoStreams) -> Iterator[TwoStreams]:
     streams.wait(1)
     try:
         yield streams

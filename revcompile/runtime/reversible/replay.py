@@ -6,21 +6,28 @@ statistics alone, so that these move once a step however often a branch runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir import ops
 from revcompile.kernels.batch_norm import Statistics
 
-__all__ = ["BufferSnapshot", "Masks", "Replay", "ReplayContext", "StatefulBuffers", "is_capturing"]
+__all__ = [
+    "BufferSnapshot",
+    "Masks",
+    "Replay",
+    "ReplayContext",
+    "StatefulBuffers",
+    "Surroundings",
+    "is_capturing",
+]
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -105,12 +112,14 @@ def _dropout_rate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 _RandomState = tuple[Tensor, Tensor | None]
-"""Of the CPU's generator, and of the GPU's."""
+"""Of the CPU's generator (as int64: bytes take five times as long to compare), and the GPU's."""
 
 
 def _random_state(device: torch.device) -> _RandomState:
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
+    on_device = None
+    if device.type == "cuda":
+        on_device = torch.cuda.default_generators[device.index].get_state()
+    return torch.default_generator.get_state().view(torch.int64), on_device
 
 
 def _same_state(a: _RandomState, b: _RandomState) -> bool:
@@ -119,9 +128,9 @@ def _same_state(a: _RandomState, b: _RandomState) -> bool:
 
 
 def _set_random_state(device: torch.device, state: _RandomState) -> None:
-    torch.set_rng_state(state[0])
+    torch.default_generator.set_state(state[0].view(torch.uint8))
     if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+        torch.cuda.default_generators[device.index].set_state(state[1])
 
 
 @contextmanager
@@ -207,6 +216,10 @@ class StatefulBuffers:
         return [known[self._candidates[position]] for position in changed]
 
     @property
+    def has_candidates(self) -> bool:
+        return bool(self._candidates)
+
+    @property
     def is_empty(self) -> bool:
         """Does no buffer change, as far as is known?"""
         return not (self._changing if self._modes_seen else self._candidates)
@@ -234,21 +247,48 @@ def _identity(buffer: Tensor | None) -> _Identity:
     return buffer, 0 if buffer.is_inference() else buffer._version, storage
 
 
-@contextmanager
-def _statistics_frozen(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Batch norms use batch statistics and leave their running statistics alone."""
-    moving = [n for n in norms if isinstance(n, _BatchNorm) and n.training]
-    moving = [n for n in moving if n.track_running_stats]
-    before = ops.statistics_frozen
-    ops.statistics_frozen = True
-    for norm in moving:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        ops.statistics_frozen = before
-        for norm in moving:
-            norm.track_running_stats = True
+# -- autocast --------------------------------------------------------------------------------------
+
+
+class _Autocast(NamedTuple):
+    """A state of autocast, to be set again as `torch.autocast` does, in a tenth of its time.
+
+    A deep chain does this hundreds of times in a step.
+    """
+
+    kinds: tuple[tuple[str, bool, torch.dtype], ...]
+    """For each kind of device: is it enabled, and the dtype."""
+    cache: bool
+
+    @classmethod
+    def now(cls, kinds: Iterable[str]) -> _Autocast:
+        states = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+        return cls(tuple(states), torch.is_autocast_cache_enabled())
+
+    @property
+    def is_on(self) -> bool:
+        return any(enabled for _, enabled, _ in self.kinds)
+
+    def enter(self) -> _Autocast | None:
+        """Set it; returns the state to `leave` for, or None if autocast is off here and there."""
+        before = self.now([kind for kind, _, _ in self.kinds])
+        if not self.is_on and not before.is_on:
+            return None
+        torch.autocast_increment_nesting()
+        self._apply()
+        return before
+
+    def leave_for(self) -> None:
+        """Set the state that was before `enter`."""
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        self._apply()
+
+    def _apply(self) -> None:
+        for kind, enabled, dtype in self.kinds:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
 
 
 # -- one run of a branch --------------------------------------------------------------------------
@@ -262,64 +302,130 @@ class ReplayContext:
     stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers(()))
 
 
+class Surroundings:
+    """What the branches of a chain run under in one call: autocast, and the random state.
+
+    Nothing is drawn between two branches, so the state after one is that before the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        kinds = dict.fromkeys(("cpu", device.type))
+        self.autocast = _Autocast.now(kind for kind in kinds if kind != "meta")
+        self.captures = is_capturing(device)
+        self._random = None if self.captures else _random_state(device)
+
+    @contextmanager
+    def without_autocast_cache(self) -> Iterator[None]:
+        """Around the first runs, of which each reads a weight once.
+
+        The cache would hold every cast weight until the model's forward pass ends.
+        """
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(self.autocast.cache)
+
+    def random_before(self) -> _RandomState | None:
+        """After a run: the random state before it, if it has drawn something."""
+        if self._random is None:
+            return None
+        before, now = self._random, _random_state(self.device)
+        if _same_state(before, now):
+            return None
+        self._random = now
+        return before
+
+
 class Replay:
     """Random state, autocast and buffers of one run of a branch, for the second run.
 
     Created before the first run, which happens in `record()`; `finish()` ends it.
     """
 
-    def __init__(self, branch: ReplayContext, like: Tensor) -> None:
-        self.branch = branch
-        self.device = like.device
-        self.autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in dict.fromkeys(("cpu", self.device.type))
-            if device != "meta"
-        ]
-        self.autocast_cache = torch.is_autocast_cache_enabled()
-        self.masks = Masks() if is_capturing(self.device) else None
-        self.random = _random_state(self.device) if self.masks is None else None
-        self.buffers = branch.stateful.snapshot()
-        self._identities = branch.stateful.identities()
-        self.statistics = Statistics()
+    __slots__ = ("_identities", "around", "branch", "buffers", "masks", "random", "statistics")
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        """Around the first run.
+    def __init__(self, branch: ReplayContext, around: Surroundings) -> None:
+        self.branch, self.around = branch, around
+        self.masks = Masks() if around.captures else None
+        self.random: _RandomState | None = None
+        self.buffers: list[BufferSnapshot] = []
+        self._identities: list[_Identity] = []
+        if branch.stateful.has_candidates:
+            self.buffers = branch.stateful.snapshot()
+            self._identities = branch.stateful.identities()
+        self.statistics = Statistics() if branch.norms else None
 
-        Without autocast's cache, which would hold every cast weight until the model's forward pass
-        ends, though a branch reads each once.
-        """
-        torch.set_autocast_cache_enabled(False)
-        try:
-            masks = nullcontext() if self.masks is None else self.masks.record()
-            with masks, self.statistics.record():
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(self.autocast_cache)
+    def record(self) -> AbstractContextManager[Any]:
+        """Around the first run."""
+        if self.masks is None:
+            return nullcontext() if self.statistics is None else self.statistics.record()
+        stack = ExitStack()
+        stack.enter_context(self.masks.record())
+        if self.statistics is not None:
+            stack.enter_context(self.statistics.record())
+        return stack
 
     def finish(self) -> Replay:
-        """After the first run: drop the random state if nothing was drawn, and unneeded copies."""
-        if self.random is not None and _same_state(self.random, _random_state(self.device)):
-            self.random = None
-        self.buffers = self.branch.stateful.changed(self.buffers, self._identities)
-        self._identities = []
+        """After the first run: save the random state before it if it drew, and needed copies."""
+        self.random = self.around.random_before()
+        if self._identities:
+            self.buffers = self.branch.stateful.changed(self.buffers, self._identities)
+            self._identities = []
         return self
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> AbstractContextManager[None]:
         """Around the second run."""
-        with ExitStack() as stack:
-            for device, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(
-                        torch.autocast(device, dtype, enabled, cache_enabled=self.autocast_cache)
-                    )
-            if self.random is not None:
-                stack.enter_context(_random_state_as(self.device, self.random))
-            if self.masks is not None:
-                stack.enter_context(self.masks.replay())
-            stack.enter_context(self.branch.stateful.replay(self.buffers))
-            stack.enter_context(_statistics_frozen(self.branch.norms))
-            stack.enter_context(self.statistics.replay())
-            yield
+        return _SecondRun(self)
+
+    def rare_contexts(self) -> list[AbstractContextManager[Any]]:
+        """What few branches need in the second run."""
+        contexts: list[AbstractContextManager[Any]] = []
+        if self.random is not None:
+            contexts.append(_random_state_as(self.around.device, self.random))
+        if self.masks is not None:
+            contexts.append(self.masks.replay())
+        if self.buffers:
+            contexts.append(self.branch.stateful.replay(self.buffers))
+        if self.statistics is not None and self.statistics.is_needed:
+            contexts.append(self.statistics.replay())
+        return contexts
+
+
+class _SecondRun(AbstractContextManager[None]):
+    """Everything as in the first run, but batch norms leave their running statistics alone.
+
+    Not made of generators: it is entered for every block.
+    """
+
+    __slots__ = ("_autocast", "_frozen", "_moving", "_replay", "_stack")
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+
+    def __enter__(self) -> None:
+        replay = self._replay
+        self._stack: ExitStack | None = None
+        if contexts := replay.rare_contexts():
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                self._stack = stack.pop_all()
+        self._autocast = replay.around.autocast.enter()
+        self._moving = [n for n in replay.branch.norms if n.training and n.track_running_stats]
+        self._frozen = ops.statistics_frozen
+        self._track(False)
+        ops.statistics_frozen = True
+
+    def __exit__(self, *error: Any) -> None:
+        ops.statistics_frozen = self._frozen
+        self._track(True)
+        if self._autocast is not None:
+            self._autocast.leave_for()
+        if self._stack is not None:
+            self._stack.__exit__(*error)
+
+    def _track(self, on: bool) -> None:
+        for norm in self._moving:  # `nn.Module.__setattr__` is slow, and only needed for members
+            object.__setattr__(norm, "track_running_stats", on)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import has_torch_function
 
 from revcompile.errors import InputError
 
-__all__ = ["differentiable_once", "is_transformed"]
+__all__ = ["differentiable_once", "gradients", "is_transformed"]
 
 _ADVICE: Final = (
     "set net.reversible = False before the forward pass: chains then store their activations and "
@@ -43,21 +46,34 @@ def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
                 "a backward pass through a reversible chain cannot be run inside a torch.func "
                 f"transform; {_ADVICE}"
             )
-        with torch.no_grad():
+        is_recorded = torch.is_grad_enabled()
+        with torch.no_grad() if is_recorded else nullcontext():
             result = backward(ctx, *grads)
         outputs = ctx.__dict__.pop("outputs", ())  # a reference cycle: they hold the node and ctx
-        return _refusing(result, (*grads, *outputs)) if torch.is_grad_enabled() else result
+        return _refusing(result, (*grads, *outputs)) if is_recorded else result
 
     return run
 
 
-def _refusing(gradients: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
+def gradients(
+    outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], seeds: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` with `allow_unused`, for seeds that have the outputs' shapes.
+
+    Without its checks in Python, which take as long as differentiating a small layer.
+    """
+    if has_torch_function((*outputs, *inputs)):
+        return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+    return _engine_run_backward(outputs, seeds, False, False, inputs, True, accumulate_grad=False)
+
+
+def _refusing(grads: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gradients as functions of their sources that cannot be differentiated."""
-    tensors = [i for i, gradient in enumerate(gradients) if isinstance(gradient, Tensor)]
-    leaves = [gradients[i].detach().requires_grad_() for i in tensors]
+    tensors = [i for i, gradient in enumerate(grads) if isinstance(gradient, Tensor)]
+    leaves = [grads[i].detach().requires_grad_() for i in tensors]
     known = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
     replaced = dict(zip(tensors, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
-    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(gradients))
+    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(grads))
 
 
 class _Refusing(torch.autograd.Function):

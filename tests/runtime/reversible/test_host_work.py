@@ -1,0 +1,77 @@
+"""What a chain costs the host: operations of a block besides those of its branch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import revcompile
+from revcompile.ir.python_code import compile_with_modules
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(net: nn.Module) -> tuple[int, int]:
+    """Of a forward pass and of its backward pass."""
+    with Count() as forward:
+        loss = net(torch.ones(2, 8)).sum()
+    with Count() as backward:
+        loss.backward()
+    return forward.operations, backward.operations
+
+
+def of_a_block(is_reversible: bool) -> tuple[int, int]:
+    """By the difference that one block more makes: the check of a chain costs the same for all."""
+    found = []
+    for depth in (3, 4):
+        net = revcompile.reversify(Stack(depth), torch.randn(2, 8), check="off").train()
+        net.reversible = is_reversible
+        operations(net)
+        net.zero_grad()
+        found.append(operations(net))
+    return found[1][0] - found[0][0], found[1][1] - found[0][1]
+
+
+def test_operations_of_a_block() -> None:
+    stored, ours = of_a_block(False), of_a_block(True)
+    assert ours[0] <= stored[0] + 4, "the stream that passes through; comparing the random state"
+    assert ours[1] <= stored[0] + stored[1] + 1, "the branch again, with another input"
+
+
+def test_global_hooks_may_look_into_a_rebuild() -> None:
+    net = revcompile.reversify(Stack(3), torch.randn(2, 8), check="off").train()
+    with FlopCounterMode(display=False) as counter:
+        net(torch.ones(2, 8)).sum().backward()
+    assert counter.get_total_flops() == 3 * 4 * 2 * 2 * 8 * 8
+
+
+def test_modules_are_at_hand_and_parameters_are_looked_up() -> None:
+    net = revcompile.reversify(Stack(3), torch.randn(2, 8), check="off").eval()
+    body, layer = net.rewired.body, net.get_submodule("blocks.1")
+    branch = compile_with_modules(body.segments[2].graph, net, "branch")
+    x = torch.randn(2, 8)
+    layer.weight = nn.Parameter(torch.eye(8))
+    assert torch.allclose(branch(net, x), x + layer.bias)
