@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Final
 
 import torch
@@ -16,7 +15,12 @@ LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 def is_autocasting(device: torch.device) -> bool:
     """Is autocast enabled for a device? Never for one that has no autocast, like meta."""
     kind = device.type
-    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    return kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
 
 
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
+# Asked once: torch.compile before 2.15 cannot trace the question.
+_WITH_AUTOCAST: Final = frozenset(
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
+    if torch.amp.is_autocast_available(kind)
+)

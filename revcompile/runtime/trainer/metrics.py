@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ __all__ = [
     "check_loader",
     "eval_mode",
 ]
-
-_MOST_LOSSES: Final = 256
-"""Losses that are kept on their device before they are added up, in one operation."""
 
 
 class Metric(Protocol):
@@ -78,22 +75,20 @@ class LossSum:
     """The sum of the losses of steps, and how many there were; the device is not waited for."""
 
     def __init__(self) -> None:
-        self._losses: list[Tensor] = []
+        self._sum: Tensor | None = None
         self._count = 0
 
     def add(self, loss: Tensor) -> None:
-        self._losses.append(loss)
+        # In place: steady steps allocate nothing, and keep no loss alive.
+        if self._sum is None:
+            self._sum = torch.zeros((), dtype=torch.double, device=loss.device)
+        self._sum.add_(loss.detach())
         self._count += 1
-        if len(self._losses) >= _MOST_LOSSES:
-            self._losses = [self._total()]
-
-    def _total(self) -> Tensor:
-        return torch.stack([loss.detach().double() for loss in self._losses]).sum()
 
     def take(self) -> tuple[float, int]:
         """Sum and number since the last call."""
-        result = float(self._total()) if self._losses else 0.0, self._count
-        self._losses, self._count = [], 0
+        result = 0.0 if self._sum is None else float(self._sum), self._count
+        self._sum, self._count = None, 0
         return result
 
 

@@ -17,7 +17,6 @@ from training import batches, feed, fresh, plain_sgd, trainer_of
 
 import revcompile
 from revcompile.errors import InputError, TrainerStoppedError
-from revcompile.runtime.trainer import metrics
 
 
 class Block(nn.Module):
@@ -214,8 +213,7 @@ def test_weights_loaded_into_a_drained_pipeline_are_trained(tmp_path: Path) -> N
         torch.testing.assert_close(trainer.parameters()[name], p, rtol=0, atol=0)
 
 
-def test_the_mean_loss_is_of_the_steps_since_the_last_call(monkeypatch: Any) -> None:
-    monkeypatch.setattr(metrics, "_MOST_LOSSES", 2)
+def test_the_mean_loss_is_of_the_steps_since_the_last_call() -> None:
     trainer = trainer_of(staged())
     losses = feed(trainer, batches(3))
     assert trainer.mean_loss() == pytest.approx(sum(losses) / 3)
