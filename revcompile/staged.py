@@ -201,8 +201,10 @@ class StagedModel(StageReport):
         It takes the model over: trainers made before cannot be used any more.
 
         Args:
-            optimizer: Function from a list of parameters to a torch optimizer, called once for
-                each stage. Those of `revcompile.optim` compensate for the stage's delay.
+            optimizer: Function from a list of parameters to a torch optimizer, or to a list of
+                several (Muon for matrices, AdamW for the rest), called once for each stage. Those
+                of `revcompile.optim` compensate for the stage's delay. With several,
+                `lr_schedule` is given one optimizer that has the parameter groups of all.
             loss: Function of the model's output and the target to a scalar.
 
         Args: method
@@ -293,7 +295,12 @@ class StagedModel(StageReport):
                 chosen,
                 microbatch,
                 accumulate,
-                state_copies(parameters, optimizer, param_groups),
+                state_copies(
+                    parameters,
+                    optimizer,
+                    param_groups,
+                    delay(chosen, self.num_stages, 0, accumulate),
+                ),
                 settings.buffers.bytes_each,
                 autocast,
             )
