@@ -13,6 +13,7 @@ from revcompile.arguments import (
     BackendName,
     MethodName,
     OrderName,
+    WeightsName,
     check_device,
     check_stage_list,
     file_path,
@@ -171,7 +172,9 @@ class StagedModel(StageReport):
         method: MethodName | Method = "petra",
         order: OrderName | None = None,
         alpha: float | None = None,
+        weights: WeightsName | None = None,
         accumulate: int = 1,
+        synchronous: int = 0,
         # optimization
         lr_schedule: ScheduleFactory | None = None,
         param_groups: ParamGroups | None = None,
@@ -211,7 +214,14 @@ class StagedModel(StageReport):
             method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
             order: "1f1b" (the default; stage j of J is J-1-j updates late) or "paper" (twice that).
             alpha: The order as a number: 1 is "1f1b", 2 is "paper", and anything from 1 on works.
+            weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
+                backward uses those of its forward pass; a stage that is t updates late has t
+                copies, so one (as PipeDream-2BW) with accumulate >= J-1. "predicted": forward uses
+                `y - t u`, where u is the last update, and backward y; one copy at any delay.
+                Default: as the method says.
             accumulate: Micro-batches to an update (the paper's k).
+            synchronous: Start with so many updates without delay: the pipeline is drained before
+                each of them, as with "1f1b". For methods that otherwise never drain.
 
         Args: optimization
             lr_schedule: Function from an optimizer to its `torch.optim.lr_scheduler`, which is
@@ -275,6 +285,7 @@ class StagedModel(StageReport):
             check_stage_list(who, "stage_to_rank", stage_to_rank, self.num_stages)
         settings = Settings(
             accumulate=accumulate,
+            synchronous=synchronous,
             lr_schedule=lr_schedule,
             param_groups=param_groups,
             autocast=autocast,
@@ -286,8 +297,8 @@ class StagedModel(StageReport):
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
         )
-        chosen = choose(method, order=order, alpha=alpha)
-        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties)
+        chosen = choose(method, order=order, alpha=alpha, weights=weights)
+        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties, synchronous)
         plan = None
         if memory_budget is not None:
             parameters = dict(self.model.named_parameters())

@@ -64,9 +64,7 @@ class Updater:
             if p.requires_grad
         }
         self.optimizer = self._build(factory, groups) if self.parameters else None
-        for member in members(self.optimizer) if self.optimizer is not None else ():
-            if hasattr(member, "delay"):  # as ours have
-                member.delay = delay
+        self.set_delay(delay)
         self.lr_schedule = None
         if lr_schedule is not None and self.optimizer is not None:
             try:
@@ -77,6 +75,12 @@ class Updater:
                     "given the stage's optimizer"
                 ) from error
             self._check_schedule()
+
+    def set_delay(self, delay: float) -> None:
+        """Tell optimizers that want to know by how many updates gradients are late."""
+        for member in members(self.optimizer) if self.optimizer is not None else ():
+            if hasattr(member, "delay"):  # as ours have
+                member.delay = delay
 
     def _check_schedule(self) -> None:
         schedule = self.lr_schedule
@@ -127,7 +131,7 @@ class Updater:
 
     def _combined(self, returned: Any, advice: str) -> Optimizer:
         """What the factory returned as one optimizer."""
-        several = list(returned) if isinstance(returned, list | tuple) else [returned]
+        several: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
         for optimizer in several:
             if not isinstance(optimizer, Optimizer):
                 raise InputError(
@@ -138,15 +142,15 @@ class Updater:
             raise InputError(
                 f"optimizer, {self.where}: the factory returned no optimizer; {advice}"
             )
-        if len(several) == 1:
-            return several[0]
         try:
-            return CombinedOptimizer(several)
+            optimizer = several[0] if len(several) == 1 else CombinedOptimizer(several)
         except ValueError as error:
             raise InputError(
                 f"optimizer, {self.where}: its {len(several)} optimizers cannot be combined: "
                 f"{error}; give every parameter to one of them"
             ) from error
+        assert isinstance(optimizer, Optimizer)
+        return optimizer
 
     def _check_optimizer(self, optimizer: Optimizer, advice: str) -> None:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -283,7 +287,9 @@ class Updater:
         saved = self._all_saved(group, settings)
         same_lr = [entry for entry in saved if _initial_lr(entry) == _initial_lr(group)]
         chosen = next(iter(same_lr or saved), None)
-        return chosen and {key: _copy(value) for key, value in chosen.items() if key != "params"}
+        if chosen is None:
+            return None
+        return {key: _copy(value) for key, value in chosen.items() if key != "params"}
 
     def _all_saved(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]

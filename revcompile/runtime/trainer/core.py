@@ -113,7 +113,7 @@ class Trainer(ABC):
         for dtype in dtypes:
             choose_cpu_matmul(dtype)
         method, count, accumulate = programs[0].method, len(programs), settings.accumulate
-        self.schedule = Schedule(method, count, accumulate, partition.ties)
+        self.schedule = Schedule(method, count, accumulate, partition.ties, settings.synchronous)
         self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
         self.binder = InputBinder(partition, device)
         self.loss_head = LossHead(partition.rewired, loss, settings.autocast, count - 1)
@@ -298,7 +298,7 @@ class Trainer(ABC):
         return Metrics(
             microbatch=microbatch,
             samples=samples,
-            delays=self.delays,
+            delays=self.delays if not self.schedule.is_synchronous else (0,) * len(self.delays),
             updates=self.schedule.updates,
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
             throughput=self._samples / elapsed,
