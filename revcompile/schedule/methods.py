@@ -35,7 +35,7 @@ class Weights(enum.Enum):
     """
 
     LATEST = "latest"
-    """Both passes use the latest parameters: no copies, but backward is not at forward's (PETRA)."""
+    """Both passes use the latest parameters, so backward not those of its forward pass (PETRA)."""
     STASHED = "stashed"
     """Backward uses those of its forward pass: as many copies as t, rounded up."""
     PREDICTED = "predicted"
@@ -192,7 +192,7 @@ def _with_weights(method: Method, weights: str) -> Method:
             )
             + "; leave out weights=, or use e.g. method='petra' or 'pipedream'"
         )
-    # Named after the row of the table with these choices; predicted ones after that with the latest.
+    # Named after the row of the table with these choices; predicted ones as with the latest.
     published = METHODS[method.name].alpha if method.name in METHODS else method.alpha
     wanted = Weights.LATEST if chosen is Weights.PREDICTED else chosen
     rows = [

@@ -29,6 +29,7 @@ from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory
+from revcompile.runtime.trainer.advice import warn_of_delay
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
@@ -120,6 +121,9 @@ class Trainer(ABC):
         self.loss_head.check_finite = settings.check_finite
         self.executors = [self._build(programs[stage], optimizer) for stage in stages]
         self.scheduler = LocalScheduler(self.executors)
+        if self.is_first and not replica:
+            optimizer_of_first = self.executors[0].updater.optimizer
+            warn_of_delay(optimizer_of_first, self.delays, programs, model, accumulate, 4)
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
