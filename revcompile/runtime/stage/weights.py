@@ -93,7 +93,10 @@ class PredictedWeights:
 
     def load(self, values: Mapping[str, Tensor] | None) -> None:
         """Go on from these."""
-        self.current = values and {
+        if values is None:
+            self.current = None
+            return
+        self.current = {
             name: values[name].detach().to(p.device, copy=True).requires_grad_()
             if p.requires_grad
             else p
