@@ -12,11 +12,11 @@ from typing import Final
 
 import torch
 from torch import fx, nn
-from torch.optim import Optimizer
 
 from revcompile.errors import RevcompileWarning
 from revcompile.ir.program import StageProgram
 from revcompile.optim.combined import members
+from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Weights, window
 
 __all__ = ["has_attention", "warn_of_delay"]
@@ -28,8 +28,7 @@ _BEARABLE: Final = 1
 
 
 def warn_of_delay(
-    optimizer: Optimizer | None,
-    delays: Sequence[int],
+    delays: Sequence[tuple[Updater, int]],
     programs: Sequence[StageProgram],
     root: nn.Module,
     accumulate: int,
@@ -38,18 +37,22 @@ def warn_of_delay(
     """Warn where a model with attention is trained with late gradients and without compensation.
 
     Args:
-        optimizer: that of the first stage, whose gradients are late the most.
-        delays: of all stages, in updates.
+        delays: of stages of this process, the first of all among them, in updates.
         programs: of all stages.
         root: holds their modules.
         accumulate: micro-batches to an update.
         stacklevel: of whoever is warned, as `warnings.warn` takes it.
     """
-    unaware = [o for o in members(optimizer) if not hasattr(o, "delay")] if optimizer else []
-    if delays[0] <= _BEARABLE or not unaware:
+    late = [
+        (delay, type(optimizer).__name__)
+        for updater, delay in delays
+        if updater.optimizer is not None and delay > _BEARABLE
+        for optimizer in members(updater.optimizer)
+        if not hasattr(optimizer, "delay")
+    ]
+    if not late or not has_attention((program.forward for program in programs), root):
         return
-    if not has_attention((program.forward for program in programs), root):
-        return
+    most, optimizer = late[0]
     method = programs[0].method
     enough = window(method, len(programs), 0, accumulate) - 1
     also = (
@@ -59,11 +62,10 @@ def warn_of_delay(
         else ""
     )
     warnings.warn(
-        f"net.trainer: the model has attention, and its gradients are up to {delays[0]} updates "
-        f"late, which {type(unaware[0]).__name__} does not compensate: expect it to learn much "
-        "less than by backprop. Use revcompile.optim.DelayAwareMuon with "
+        f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
+        f"which {optimizer} does not compensate: expect it to learn much less than by backprop. Use revcompile.optim.DelayAwareMuon with "
         "param_groups=revcompile.optim.muon_groups(model), or "
-        f"revcompile.optim.ErrorFeedback({type(unaware[0]).__name__}(...)){also}; or "
+        f"revcompile.optim.ErrorFeedback({optimizer}(...)){also}; or "
         f"accumulate={enough}, with smaller micro-batches, to be no more than one update late",
         RevcompileWarning,
         stacklevel=stacklevel + 1,

@@ -122,8 +122,10 @@ class Trainer(ABC):
         self.executors = [self._build(programs[stage], optimizer) for stage in stages]
         self.scheduler = LocalScheduler(self.executors)
         if self.is_first and not replica:
-            optimizer_of_first = self.executors[0].updater.optimizer
-            warn_of_delay(optimizer_of_first, self.delays, programs, model, accumulate, 4)
+            delays = [
+                (executor.updater, self.delays[executor.index]) for executor in self.executors
+            ]
+            warn_of_delay(delays, programs, model, accumulate, stacklevel=4)
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()

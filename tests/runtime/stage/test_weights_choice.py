@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from training import Plain, batches, feed, fresh, momentum, same, through_a_file, weights
 from transcription import Message, Stage, Transcription
 
-from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.errors import InputError
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
 
@@ -116,9 +115,7 @@ def test_memory_of_each_choice() -> None:
     copies = {}
     for kind in ("latest", "stashed", "predicted"):
         for accumulate in (1, 3):
-            workload = Workload(choose("petra", weights=kind), 4, accumulate)
-            model = MemoryModel.of(net.partition, workload)
-            stages = [model.stage(j, *ends) for j, ends in enumerate(net.partition.ranges)]
+            stages = net.memory(weights=kind, accumulate=accumulate)
             copies[kind, accumulate] = [(s.stashed + s.newest) / s.parameters for s in stages]
     assert copies == {
         ("latest", 1): [0, 0, 0, 0],
