@@ -63,7 +63,8 @@ def warn_of_delay(
     )
     warnings.warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
-        f"which {optimizer} does not compensate: expect it to learn much less than by backprop. Use revcompile.optim.DelayAwareMuon with "
+        f"which {optimizer} does not compensate: expect it to learn much less than by backprop. "
+        "Use revcompile.optim.DelayAwareMuon with "
         "param_groups=revcompile.optim.muon_groups(model), or "
         f"revcompile.optim.ErrorFeedback({optimizer}(...)){also}; or "
         f"accumulate={enough}, with smaller micro-batches, to be no more than one update late",
