@@ -217,7 +217,8 @@ class StagedModel(StageReport):
             weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
                 backward uses those of its forward pass; a stage that is t updates late has t
                 copies, so one (as PipeDream-2BW) with accumulate >= J-1. "predicted": forward uses
-                `y - t u`, where u is the last update, and backward y; one copy at any delay.
+                `y - t u`, where u is the last update, and backward y; one copy at any delay, and
+                optimizers of `revcompile.optim` then leave the delay to it.
                 Default: as the method says.
             accumulate: Micro-batches to an update (the paper's k).
             synchronous: Start with so many updates without delay: the pipeline is drained before

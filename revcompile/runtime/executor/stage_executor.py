@@ -314,9 +314,10 @@ class StageExecutor:
         return True
 
     def _set_delay(self, delay: float) -> None:
-        self.updater.set_delay(delay)
         if self.stage.predicted is not None:
             self.stage.predicted.delay = delay
+        else:
+            self.updater.set_delay(delay)
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         """Once per update: the accumulated gradient's mean; None while other replicas compute."""

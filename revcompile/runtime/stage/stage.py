@@ -121,8 +121,6 @@ class Stage:
             dict(self.parameters) if replicas else None
         )
         """What its modules compute with, if not with the parameters they have."""
-        if replicas:
-            self.replica_weights = dict(self.parameters)
         weights = program.method.weights
         self.is_stashing = weights is Weights.STASHED
         """Are weights stashed before an update? Not in captured steps, which do it themselves."""

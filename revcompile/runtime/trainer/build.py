@@ -72,7 +72,8 @@ def build_executor(
         optimizer,
         groups=settings.param_groups,
         lr_schedule=settings.lr_schedule,
-        delay=0.0 if settings.synchronous else delay,
+        # Predicted weights compensate for the delay: an optimizer must not do so once more.
+        delay=0.0 if settings.synchronous or stage.predicted is not None else delay,
     )
     gradient_predictor = None
     if program.method.order is Order.SYNTHETIC and loss_head is None:

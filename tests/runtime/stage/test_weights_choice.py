@@ -13,6 +13,7 @@ from training import Plain, batches, feed, fresh, momentum, same, through_a_file
 from transcription import Message, Stage, Transcription
 
 from revcompile.errors import InputError
+from revcompile.optim import ErrorFeedback
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
 
 
@@ -107,6 +108,17 @@ def test_static_steps_and_checkpoints(kind: str, accumulate: int) -> None:
         trainer.flush()
         ends.append(weights(net))
     assert same(*ends)
+
+
+def test_the_delay_is_compensated_once() -> None:
+    delays = {}
+    for kind in ("stashed", "predicted"):
+        trainer = fresh(Plain).trainer(
+            lambda p: ErrorFeedback(momentum(p)), F.cross_entropy, weights=kind
+        )
+        delays[kind] = [executor.updater.optimizer.delay for executor in trainer.executors]
+        assert trainer.delays == (3, 2, 1, 0)
+    assert delays == {"stashed": [3, 2, 1, 0], "predicted": [0, 0, 0, 0]}
 
 
 def test_memory_of_each_choice() -> None:
