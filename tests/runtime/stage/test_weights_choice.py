@@ -62,9 +62,8 @@ def transcribed(name: str, method: str, order: str, accumulate: int) -> dict[str
 @pytest.mark.parametrize(
     ("name", "method", "order", "accumulate"),
     [
-        ("skips", "petra", "1f1b", 3),
         ("skips", "petra", "paper", 1),
-        ("skips", "features_replay", "1f1b", 1),
+        ("skips", "features_replay", "1f1b", 3),
         ("words", "petra", "1f1b", 1),  # has tied weights
     ],
 )
@@ -72,17 +71,16 @@ def test_predicted_weights_are_used_forward(
     name: str, method: str, order: str, accumulate: int
 ) -> None:
     expected = transcribed(name, method, order, accumulate)
-    ends = []
-    for kind in ("predicted", "latest"):
-        trainer, _ = spine.engine(
-            name, method, spine.batches(name), order=order, accumulate=accumulate, weights=kind
-        )
-        ends.append(spine.worst(expected, spine.copied(trainer.parameters())))
-    assert ends[0][0] <= spine.EXACT, ends[0][1]
-    assert ends[1][0] > 1e-6
+    trainer, _ = spine.engine(
+        name, method, spine.batches(name), order=order, accumulate=accumulate, weights="predicted"
+    )
+    error, where = spine.worst(expected, spine.copied(trainer.parameters()))
+    assert error <= spine.EXACT, where
+    latest = spine.transcribed(name, spine.ROWS[method][0].name, order, accumulate)[0]
+    assert spine.worst(latest, spine.copied(trainer.parameters()))[0] > 1e-6
 
 
-STEPS = [batch for batch in batches(30) if len(batch[0]) == 4]
+STEPS = [batch for batch in batches(26) if len(batch[0]) == 4]
 
 
 @pytest.mark.parametrize("kind", ["stashed", "predicted"])
