@@ -386,7 +386,7 @@ class StageExecutor:
     def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
         """Parameters were written to, with nothing in flight."""
         self._load_replicas(weights)
-        self.stage.updated()
+        self.stage.weights_loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""

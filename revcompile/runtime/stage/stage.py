@@ -409,6 +409,10 @@ class Stage:
         self.clear()
         self.seed = mix(seed, self.program.index)
         self.reconstruction.clear()
+        self.weights_loaded()
+
+    def weights_loaded(self) -> None:
+        """Parameters were written to, not by an update, with nothing in flight."""
         self._copies = None
         if self.predicted is not None:
             self.predicted.load(None)

@@ -92,16 +92,20 @@ class PredictedWeights:
             torch._foreach_lerp_(predicted, parameters, 1 + self.delay)
 
     def load(self, values: Mapping[str, Tensor] | None) -> None:
-        """Go on from these."""
-        if values is None:
-            self.current = None
-            return
-        self.current = {
-            name: values[name].detach().to(p.device, copy=True).requires_grad_()
-            if p.requires_grad
-            else p
-            for name, p in self._parameters.items()
-        }
+        """Go on from these; None: from the parameters.
+
+        Tensors that exist are written to: captured steps hold their addresses.
+        """
+        if self.current is None:
+            if values is None:
+                return
+            self.current = {
+                name: torch.empty_like(p, requires_grad=True) if p.requires_grad else p
+                for name, p in self._parameters.items()
+            }
+        for name, p in self._parameters.items():
+            if p.requires_grad:
+                self.current[name].detach().copy_((p if values is None else values[name]).detach())
 
     def state(self) -> dict[str, Tensor] | None:
         """What `load` needs."""
