@@ -52,6 +52,7 @@ from revcompile.schedule import (
     Method,
     check_schedule,
     choose,
+    delay,
 )
 from revcompile.units import parse_memory_budget
 
