@@ -30,6 +30,7 @@ __all__ = [
     "OrderName",
     "OverlapName",
     "PolicyName",
+    "WeightsName",
     "check_cost",
     "check_device",
     "check_examples",
@@ -60,6 +61,7 @@ MethodName = Literal[
     "dni",
 ]
 OrderName = Literal["1f1b", "paper"]
+WeightsName = Literal["latest", "stashed", "predicted"]
 KeepName = Literal["nothing", "input", "graph"]
 BackendName = Literal["auto", "eager", "cudagraphs", "inductor", "static"]
 PolicyName = Literal["paper", "pretrained"]

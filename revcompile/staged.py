@@ -13,6 +13,7 @@ from revcompile.arguments import (
     BackendName,
     MethodName,
     OrderName,
+    WeightsName,
     check_device,
     check_stage_list,
     file_path,
@@ -51,6 +52,7 @@ from revcompile.schedule import (
     Method,
     check_schedule,
     choose,
+    delay,
 )
 from revcompile.units import parse_memory_budget
 
@@ -171,7 +173,9 @@ class StagedModel(StageReport):
         method: MethodName | Method = "petra",
         order: OrderName | None = None,
         alpha: float | None = None,
+        weights: WeightsName | None = None,
         accumulate: int = 1,
+        synchronous: int = 0,
         # optimization
         lr_schedule: ScheduleFactory | None = None,
         param_groups: ParamGroups | None = None,
@@ -201,15 +205,25 @@ class StagedModel(StageReport):
         It takes the model over: trainers made before cannot be used any more.
 
         Args:
-            optimizer: Function from a list of parameters to a torch optimizer, called once for
-                each stage. Those of `revcompile.optim` compensate for the stage's delay.
+            optimizer: Function from a list of parameters to a torch optimizer, or to a list of
+                several (Muon for matrices, AdamW for the rest), called once for each stage. Those
+                of `revcompile.optim` compensate for the stage's delay. With several,
+                `lr_schedule` is given one optimizer that has the parameter groups of all.
             loss: Function of the model's output and the target to a scalar.
 
         Args: method
             method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
             order: "1f1b" (the default; stage j of J is J-1-j updates late) or "paper" (twice that).
             alpha: The order as a number: 1 is "1f1b", 2 is "paper", and anything from 1 on works.
+            weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
+                backward uses those of its forward pass; a stage that is t updates late has t
+                copies, so one (as PipeDream-2BW) with accumulate >= J-1. "predicted": forward uses
+                `y - t u`, where u is the last update, and backward y; one copy at any delay, and
+                optimizers of `revcompile.optim` then leave the delay to it.
+                Default: as the method says.
             accumulate: Micro-batches to an update (the paper's k).
+            synchronous: Start with so many updates without delay: the pipeline is drained before
+                each of them, as with "1f1b". For methods that otherwise never drain.
 
         Args: optimization
             lr_schedule: Function from an optimizer to its `torch.optim.lr_scheduler`, which is
@@ -273,6 +287,7 @@ class StagedModel(StageReport):
             check_stage_list(who, "stage_to_rank", stage_to_rank, self.num_stages)
         settings = Settings(
             accumulate=accumulate,
+            synchronous=synchronous,
             lr_schedule=lr_schedule,
             param_groups=param_groups,
             autocast=autocast,
@@ -284,8 +299,8 @@ class StagedModel(StageReport):
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
         )
-        chosen = choose(method, order=order, alpha=alpha)
-        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties)
+        chosen = choose(method, order=order, alpha=alpha, weights=weights)
+        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties, synchronous)
         plan = None
         if memory_budget is not None:
             parameters = dict(self.model.named_parameters())
@@ -293,7 +308,12 @@ class StagedModel(StageReport):
                 chosen,
                 microbatch,
                 accumulate,
-                state_copies(parameters, optimizer, param_groups),
+                state_copies(
+                    parameters,
+                    optimizer,
+                    param_groups,
+                    delay(chosen, self.num_stages, 0, accumulate),
+                ),
                 settings.buffers.bytes_each,
                 autocast,
             )

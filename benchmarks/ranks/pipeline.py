@@ -190,8 +190,8 @@ class Bench:
             else:
                 gradients = {n: outputs[n] for n in program.outputs_with_grad}
             stage.backward(m, outputs, gradients)
-            executor.updater.apply({n: g * 1e-9 for n, g in stage.take_gradients().items()})
-            stage.updated()
+            with stage.updating(executor.updater.parameters):
+                executor.updater.apply({n: g * 1e-9 for n, g in stage.take_gradients().items()})
 
         def turn() -> None:
             for _ in range(self.options.microbatches):

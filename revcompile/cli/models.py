@@ -58,6 +58,7 @@ def add_stages(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
     parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')
+    parser.add_argument("--weights", help='of passes: "latest", "stashed" or "predicted"')
     parser.add_argument(
         "--batch-size", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
     )
@@ -92,7 +93,7 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     from revcompile.schedule import choose
 
     net = petrafy(loaded.model, args.stages, loaded.example, policy=args.policy, check="off")
-    net.method = choose(args.method, order=args.order)
+    net.method = choose(args.method, order=args.order, weights=args.weights)
     return net
 
 

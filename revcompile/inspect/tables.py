@@ -147,7 +147,7 @@ class StageFacts:
     buffers: int
     working: int
     weights: int
-    """Copies of parameters, where they are stashed."""
+    """Copies of parameters, where they are stashed or predicted."""
     memory: int
     batch: int
 
@@ -321,7 +321,7 @@ def _totals(
     costs = [cost for part in partition.parts for cost in part.costs]
     flops = sum(cost.flops / cost.batch for cost in costs)
     copies = sum(stage.weights for stage in facts)
-    stashed = f", and {size(copies)} of stashed weights" if copies else ""
+    stashed = f", and {size(copies)} of copies of weights" if copies else ""
     counted = amount(flops)
     counted += " " * counted[-1].isdigit()
     held = sum(stage.memory for stage in facts)

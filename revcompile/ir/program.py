@@ -263,7 +263,7 @@ class StageMemory:
     stashed: int = 0
     """Older versions of the parameters."""
     newest: int = 0
-    """Where older versions are stashed: a stashed copy of the current one."""
+    """A copy beside the current parameters: for graphs in flight, or the predicted ones."""
     buffers: int = 0
     """Kept from forward to backward, for all micro-batches in flight."""
     messages: int = 0

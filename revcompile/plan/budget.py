@@ -135,7 +135,8 @@ def plan_memory(
     if method.keep is not Keep.NOTHING or method.weights is not Weights.LATEST:
         raise InputError(
             f"memory_budget=: stages trained by {method.name!r} keep what the method says; use "
-            "method='petra' or 'reversible_backprop', or leave out memory_budget="
+            "method='petra' (with weights='latest') or 'reversible_backprop', or leave out "
+            "memory_budget="
         )
     devices = tuple(range(len(partition.parts)) if stage_to_rank is None else stage_to_rank)
     options = choices(partition, workload)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from revcompile.arguments import (
     MethodName,
+    WeightsName,
     check_optimizer_copies,
     check_stage_list,
     new_file,
@@ -80,18 +81,25 @@ class StageReport:
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
 
     def memory(
-        self, batch_size: int | None = None, *, buffers: BuffersLike = None
+        self,
+        batch_size: int | None = None,
+        *,
+        buffers: BuffersLike = None,
+        weights: WeightsName | None = None,
+        accumulate: int = 1,
     ) -> tuple[StageMemory, ...]:
         """What each stage holds at its peak, in bytes, with PETRA.
 
         Args:
             batch_size: Samples in a micro-batch. Default: the example's.
-            buffers: As the trainer will be given it.
+            buffers, weights, accumulate: As the trainer will be given them.
         """
+        method = choose(self.method, weights=weights)
+        whole_number("net.memory", "accumulate", accumulate, 1)
         buffer_bytes = buffers_of(buffers).bytes_each
         size = self._batch_size_or_default("net.memory", batch_size)
         model = MemoryModel.of(
-            self.partition, Workload(self.method, size, buffer_bytes=buffer_bytes)
+            self.partition, Workload(method, size, accumulate, buffer_bytes=buffer_bytes)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 

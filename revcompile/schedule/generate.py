@@ -70,6 +70,8 @@ class Schedule:
         stages: How many there are.
         accumulate: Micro-batches an update.
         ties: Stages that share parameters.
+        synchronous: So many updates at the start are without delay: the pipeline is drained before
+            each, in the 1F1B order. For methods that otherwise never drain.
 
     >>> schedule = Schedule("petra", stages=2)
     >>> for step in (schedule.inject(), schedule.inject(), schedule.drain()):
@@ -80,15 +82,28 @@ class Schedule:
     """
 
     def __init__(
-        self, method: str | Method, stages: int, accumulate: int = 1, ties: Iterable[Tie] = ()
+        self,
+        method: str | Method,
+        stages: int,
+        accumulate: int = 1,
+        ties: Iterable[Tie] = (),
+        synchronous: int = 0,
     ) -> None:
         check_sizes(stages, accumulate)
         self.method = choose(method)
+        self.synchronous = synchronous
+        if synchronous and self.method.order is not Order.CONTINUOUS:
+            raise InputError(
+                f"synchronous={synchronous}: method {self.method.name!r} never applies late "
+                "gradients; leave it out"
+            )
         self.stages = stages
         self.accumulate = accumulate
         self.ties = tuple(sorted(set(ties), key=lambda tie: (tie.owner, tie.holder)))
         self.injected = 0
         self._windows = [window(self.method, stages, j, accumulate) for j in range(stages)]
+        drained = dataclasses.replace(self.method, order=Order.ONE_F_ONE_B, weights=Weights.LATEST)
+        self._drained_windows = [window(drained, stages, j, accumulate) for j in range(stages)]
         self._progress = [_Progress() for _ in range(stages)]
         self._owners: list[list[int]] = [[] for _ in range(stages)]
         self._holders: list[list[int]] = [[] for _ in range(stages)]
@@ -114,6 +129,12 @@ class Schedule:
         return tuple(at.updates for at in self._progress)
 
     @property
+    def is_synchronous(self) -> bool:
+        """Is the pipeline drained before the next update, as at the start of a training?"""
+        # Until then all stages have done as many updates; later, the first stage fewest.
+        return self._progress[0].updates < self.synchronous
+
+    @property
     def idle(self) -> bool:
         """Whether a drain would do nothing: no stage has anything to finish, apply or receive."""
         return not any(
@@ -124,11 +145,14 @@ class Schedule:
         """One more micro-batch enters: what each stage does in this step."""
         microbatch = self.injected
         self.injected += 1
+        order, windows = self.method.order, self._windows
+        if self.is_synchronous:
+            order, windows = Order.ONE_F_ONE_B, self._drained_windows
         lists = self._receive_tied()
         for stage, todo in enumerate(lists):
             todo += self._forward(stage, microbatch)
             todo += self._train(stage)
-            for _ in range(self._due(stage)):
+            for _ in range(self._due(stage, order, windows[stage])):
                 todo += self._backward(stage)
         return tuple(map(tuple, lists))
 
@@ -159,6 +183,7 @@ class Schedule:
             "stages": self.stages,
             "accumulate": self.accumulate,
             "ties": [[tie.owner, tie.holder] for tie in self.ties],
+            "synchronous": self.synchronous,
             "injected": self.injected,
             "progress": [at.state() for at in self._progress],
         }
@@ -169,7 +194,8 @@ class Schedule:
         choices = {key: kind(state["method"][key]) for key, kind in _CHOICES.items()}
         method = Method(**(state["method"] | choices))
         ties = [Tie(*pair) for pair in state["ties"]]
-        schedule = cls(method, state["stages"], state["accumulate"], ties)
+        synchronous = state.get("synchronous", 0)
+        schedule = cls(method, state["stages"], state["accumulate"], ties, synchronous)
         schedule.injected = state["injected"]
         # A copy: the lists inside belong to whoever holds `state`.
         schedule._progress = [_Progress(**_Progress(**at).state()) for at in state["progress"]]
@@ -203,14 +229,14 @@ class Schedule:
                 yield Action(Op.TRAIN, microbatch)
             at.untrained = list(at.outstanding)
 
-    def _due(self, stage: int) -> int:
+    def _due(self, stage: int, order: Order, window: int) -> int:
         """How many backward passes follow the forward pass just done."""
         at = self._progress[stage]
         in_flight = len(at.outstanding)
-        full = in_flight == self._windows[stage]
+        full = in_flight == window
         # No more forward passes before the next update: a pipeline that drains does so now.
         complete = at.accumulated + in_flight == self.accumulate
-        match self.method.order:
+        match order:
             case Order.LOCKED | Order.SYNTHETIC | Order.CONTINUOUS:
                 return int(full)
             case Order.GPIPE:
@@ -256,6 +282,7 @@ def actions(
     microbatches: int,
     accumulate: int = 1,
     ties: Iterable[Tie] = (),
+    synchronous: int = 0,
 ) -> tuple[tuple[Action, ...], ...]:
     """Each stage's whole action list for `microbatches` micro-batches and a drain.
 
@@ -264,6 +291,6 @@ def actions(
     F0 SY0 F1 SY1 RDY0 B0 U0 F2 SY2 RDY1 B1 U1 RDY2 B2 U2
     RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2
     """
-    schedule = Schedule(method, stages, accumulate, ties)
+    schedule = Schedule(method, stages, accumulate, ties, synchronous)
     steps = [*(schedule.inject() for _ in range(microbatches)), schedule.drain()]
     return tuple(tuple(itertools.chain(*stage)) for stage in zip(*steps, strict=True))

@@ -28,11 +28,18 @@ class Keep(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """Which parameters the backward pass uses."""
+    """Which parameters the backward pass uses, and which the forward pass.
+
+    Let t be a stage's delay in updates, y its parameters and u its last update, by which they were
+    lowered (learning rate and weight decay included).
+    """
 
     LATEST = "latest"
+    """Both passes use the latest parameters, so backward not those of its forward pass (PETRA)."""
     STASHED = "stashed"
-    """Those that the forward pass of the same micro-batch used."""
+    """Backward uses those of its forward pass: as many copies as t, rounded up."""
+    PREDICTED = "predicted"
+    """Forward uses y - t u, about where parameters will be in backward, which uses y: one copy."""
 
 
 class Order(enum.Enum):
@@ -71,6 +78,14 @@ class Method:
                 "gradients are back with alpha below 1; use alpha >= 1 (1: least delay, "
                 "2: the order of the PETRA paper)"
             )
+        if self.weights is Weights.PREDICTED and (
+            self.order is not Order.CONTINUOUS or self.keep is Keep.GRAPH
+        ):
+            raise InputError(
+                f"method {self.name!r}: weights='predicted' needs delayed gradients, and backward "
+                "passes that compute with other parameters than forward passes, which kept graphs "
+                "do not; use e.g. method='petra'"
+            )
 
 
 def _table() -> Iterator[Method]:
@@ -106,19 +121,29 @@ Both keep every stage equally busy. The method "1f1b" is another thing: it drain
 """
 
 
-def choose(name: str | Method, *, order: str | None = None, alpha: float | None = None) -> Method:
+def choose(
+    name: str | Method,
+    *,
+    order: str | None = None,
+    alpha: float | None = None,
+    weights: str | None = None,
+) -> Method:
     """Look up a method by name.
 
     Args:
         name: A name of `METHODS`, or a method, which is returned in another order.
         order: "1f1b" or "paper" (see `_ALPHAS`), for methods that never drain.
         alpha: The same as a number from 1 on; only one of `order` and `alpha` may be given.
+        weights: A value of `Weights`, for methods that never drain and keep no graphs. The method
+            is that of the table with these choices, if there is one.
 
     Raises:
-        InputError: There is no such method or order, or the method's order is fixed.
+        InputError: There is no such method, order or choice of weights, or the method's is fixed.
 
     >>> choose("petra").alpha, choose("petra", order="paper").alpha
     (1.0, 2.0)
+    >>> choose("petra", weights="stashed").name, choose("pipedream", weights="latest").name
+    ('petra_stashed', 'features_replay')
     """
     if not isinstance(name, str | Method):
         raise InputError(f"method={name!r}; use the name of a method, e.g. method='petra'")
@@ -127,6 +152,8 @@ def choose(name: str | Method, *, order: str | None = None, alpha: float | None 
         hint = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(METHODS)
         raise InputError(f"method {name!r} does not exist; {hint}")
     method = METHODS[name] if isinstance(name, str) else name
+    if weights is not None:
+        method = _with_weights(method, weights)
     if order is None and alpha is None:
         return method
     if order is not None and alpha is not None:
@@ -146,3 +173,32 @@ def choose(name: str | Method, *, order: str | None = None, alpha: float | None 
             f"alpha={alpha!r}; use a number, at least 1 (1: order='1f1b', 2: order='paper')"
         )
     return dataclasses.replace(method, alpha=float(alpha))
+
+
+def _with_weights(method: Method, weights: str) -> Method:
+    names = [choice.value for choice in Weights]
+    if weights not in names:
+        raise InputError(f"weights={weights!r} does not exist; use one of: {', '.join(names)}")
+    chosen = Weights(weights)
+    if chosen is method.weights and method.order is Order.CONTINUOUS:
+        return method
+    if method.order is not Order.CONTINUOUS or method.keep is Keep.GRAPH:
+        raise InputError(
+            f"method {method.name!r} has no choice of weights: "
+            + (
+                "it keeps graphs, which hold those of the forward pass"
+                if method.order is Order.CONTINUOUS
+                else "there are no updates between forward and backward pass"
+            )
+            + "; leave out weights=, or use e.g. method='petra' or 'pipedream'"
+        )
+    # Named after the row of the table with these choices; predicted ones as with the latest.
+    published = METHODS[method.name].alpha if method.name in METHODS else method.alpha
+    wanted = Weights.LATEST if chosen is Weights.PREDICTED else chosen
+    rows = [
+        row.name
+        for row in METHODS.values()
+        if (row.order, row.alpha, row.keep, row.weights)
+        == (method.order, published, method.keep, wanted)
+    ]
+    return dataclasses.replace(method, name=(*rows, method.name)[0], weights=chosen)

@@ -74,10 +74,9 @@ def test_parameters_buffered_inputs_rebuilt_with_the_latest() -> None:
         x, da, db = torch.randn(3, 2, 4, generator=generator, dtype=torch.double)
         entered = first.forward(0, {port.name: x for port in first.program.inputs})
         outputs = stage.forward(0, entered)
-        with torch.no_grad():
+        with torch.no_grad(), stage.updating(stage.parameters):
             for parameter in stage.parameters.values():
                 parameter.mul_(1.5)
-        stage.updated()
         gradients = dict(zip(stage.program.outputs_with_grad, (da, db), strict=True))
         found[variant] = stage.differentiate(0, outputs, gradients)
     rebuilt, back, of_parameters = found["mixed"]

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, RankError
+from revcompile.optim import ErrorFeedback
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.trainer.core import Trainer
 
@@ -48,6 +49,9 @@ class Run:
     steps: int = STEPS
     order: str | None = None
     clip: float | None = None
+    weights: str | None = None
+    several: bool = False
+    synchronous: int = 0
     stage_to_rank: tuple[int, ...] | None = None
     device: str = "cpu"
 
@@ -78,15 +82,25 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
+def several(parameters: Any) -> list[torch.optim.Optimizer]:
+    """SGD with error feedback for what has two dimensions or more, AdamW for the rest."""
+    given = list(parameters)
+    matrices, rest = ([p for p in given if (p.ndim > 1) is kind] for kind in (True, False))
+    makers = ((matrices, lambda p: ErrorFeedback(optimizer(p))), (rest, torch.optim.AdamW))
+    return [make(own) for own, make in makers if own]
+
+
 def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]:
     """A staged model as it started (or `off` by so much), and its trainer."""
     net, start = compiled(run.model, run.stages, run.device)
     net.model.load_state_dict({name: value + off for name, value in start.items()})
     trainer = net.trainer(
-        optimizer,
+        several if run.several else optimizer,
         F.cross_entropy,
         method=run.method,
         order=run.order,
+        weights=run.weights,
+        synchronous=run.synchronous,
         accumulate=run.accumulate,
         clip_grad_norm=run.clip,
         seed=7,

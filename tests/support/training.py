@@ -85,7 +85,9 @@ def fresh(
 ) -> revcompile.StagedModel:
     """A staged model of its own: compiled once, copied for every test."""
     made = compiled(make, stages, dtype)
-    return type(made)(copy.deepcopy(made.model), made.partition, made.method)
+    net = type(made)(copy.deepcopy(made.model), made.partition, made.method)
+    net._lowered = made._lowered  # programs hold no weights
+    return net
 
 
 def batches(count: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[Batch]:

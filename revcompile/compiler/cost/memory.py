@@ -70,9 +70,7 @@ class MemoryModel:
         self.only_needed_inputs = only_needed_inputs
         method, batch, accumulate = workload.method, workload.batch_size, workload.accumulate
         self._windows = [window(method, stages, j, accumulate) for j in range(stages)]
-        self._versions = [0] * stages
-        if method.weights is Weights.STASHED:
-            self._versions = [delay(method, stages, j, accumulate) for j in range(stages)]
+        self._delays = [delay(method, stages, j, accumulate) for j in range(stages)]
         self._weights = prefix_sums([cost.weights for cost in costs])
         self._trained = prefix_sums([cost.trained for cost in costs])
         self._saved = [cost.saved_at(batch) for cost in costs]
@@ -125,13 +123,14 @@ class MemoryModel:
         weights = self._weights[end] - self._weights[start]
         trained = self._trained[end] - self._trained[start]
         buffers, working = self._activations(index, start, end, keep)
+        kind = workload.method.weights
         return StageMemory(
             parameters=weights + self._autocast_copy(weights),
             gradients=trained,
             optimizer=round(workload.optimizer_copies * trained),
             summing=trained if workload.accumulate > 1 else 0,
-            stashed=self._versions[index] * weights,
-            newest=weights if workload.method.weights is Weights.STASHED else 0,
+            stashed=self._delays[index] * weights if kind is Weights.STASHED else 0,
+            newest=self._newest(index, weights, trained, keep),
             buffers=buffers,
             messages=self._messages(index, start, end, keep),
             working=working,
@@ -139,6 +138,18 @@ class MemoryModel:
             between=self._between_pieces(start, end, keep),
             ends=self._ends(index, start, end, keep),
         )
+
+    def _newest(self, index: int, weights: int, trained: int, keep: Keep) -> int:
+        """A copy of the parameters that backward passes do not use, or not alone."""
+        if not self._delays[index]:
+            return 0
+        match self.workload.method.weights:
+            case Weights.STASHED:
+                return weights if keep is Keep.GRAPH else 0
+            case Weights.PREDICTED:
+                return trained
+            case Weights.LATEST:
+                return 0
 
     def _autocast_copy(self, weights: int) -> int:
         """A copy of float32 weights in the precision of autocast."""

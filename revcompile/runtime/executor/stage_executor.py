@@ -61,6 +61,8 @@ class StageExecutor:
         tied_replicas: The names of those that this stage owns, by the stage with the replicas.
         skip_on_error: A forward pass that fails loses its micro-batch, and does not raise.
         scaling: Its part in scaling the loss.
+        delay: By how many updates its gradients are late, on average.
+        synchronous: So many updates at the start have no delay.
     """
 
     def __init__(
@@ -76,7 +78,10 @@ class StageExecutor:
         tied_replicas: Mapping[int, tuple[str, ...]] | None = None,
         skip_on_error: bool = False,
         scaling: Scaling | None = None,
+        delay: float = 0.0,
+        synchronous: int = 0,
     ) -> None:
+        self.delay, self.synchronous = delay, synchronous
         self.stage, self.updater, self.transport = stage, updater, transport
         self.loss_head, self.scaling = loss_head, scaling
         self.gradient_predictor = gradient_predictor
@@ -291,19 +296,28 @@ class StageExecutor:
         scale: Tensor | None = None
         if self.clip_grad_norm is not None:
             squared = _squared_norm(gradients, self.stage)
-            if self.program.method.order is not Order.CONTINUOUS:
+            is_synchronous = action.index < self.synchronous
+            if is_synchronous or self.program.method.order is not Order.CONTINUOUS:
                 # All stages update with the same micro-batches: clip the norm over all of them.
                 total = self.transport.sum_squared_norms(self.index, action.index, squared)
                 if total is None:
                     return False
                 squared = total
             scale = (self.clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
-        self.updater.apply(gradients, scale)
+        if self.synchronous:
+            self._set_delay(0.0 if action.index < self.synchronous else self.delay)
+        with self.stage.updating(self.updater.parameters):
+            self.updater.apply(gradients, scale)
         if self.scaling is not None and self.loss_head is not None and self.contributed:
             self.scaling.updated()
         self.gradients, self.contributed = None, 0
-        self.stage.updated()
         return True
+
+    def _set_delay(self, delay: float) -> None:
+        if self.stage.predicted is not None:
+            self.stage.predicted.delay = delay
+        else:
+            self.updater.set_delay(delay)
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         """Once per update: the accumulated gradient's mean; None while other replicas compute."""
@@ -353,10 +367,9 @@ class StageExecutor:
         message = self._receive(action.peer, MessageKind.TIED_WEIGHT, action)
         if message is None:
             return False
-        with torch.no_grad():
+        with torch.no_grad(), self.stage.updating(message.values):
             for name, value in message.values.items():
                 self.stage.parameters[name].copy_(value)
-        self.stage.updated()
         return True
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -373,7 +386,7 @@ class StageExecutor:
     def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
         """Parameters were written to, with nothing in flight."""
         self._load_replicas(weights)
-        self.stage.updated()
+        self.stage.weights_loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""

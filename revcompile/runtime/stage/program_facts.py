@@ -10,6 +10,7 @@ from revcompile.ir.program import StageProgram
 from revcompile.schedule import Keep, Order, Weights
 
 __all__ = [
+    "keeps_graphs_in_flight",
     "outlives_updates",
     "stateful_candidates",
     "statistics_move_early",
@@ -17,12 +18,16 @@ __all__ = [
 ]
 
 
-def outlives_updates(program: StageProgram) -> bool:
-    """Are parameters updated between a forward pass that keeps a graph and its backward pass?"""
-    method, is_last = program.method, program.index == program.stages - 1
+def keeps_graphs_in_flight(program: StageProgram) -> bool:
+    """Are there updates between a forward pass that keeps a graph and its backward pass?"""
+    is_last = program.index == program.stages - 1
     keeps = any(unit.keep is Keep.GRAPH for unit in program.units)
-    delayed = method.order is Order.CONTINUOUS and method.weights is Weights.LATEST
-    return keeps and delayed and not is_last
+    return keeps and program.method.order is Order.CONTINUOUS and not is_last
+
+
+def outlives_updates(program: StageProgram) -> bool:
+    """Do updates change parameters to which graphs in flight refer?"""
+    return keeps_graphs_in_flight(program) and program.method.weights is Weights.LATEST
 
 
 def statistics_move_early(program: StageProgram) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import ParameterGuard, parameters_of
 from revcompile.runtime.stage.program_facts import (
+    keeps_graphs_in_flight,
     outlives_updates,
     stateful_candidates,
     statistics_move_early,
@@ -34,9 +35,10 @@ from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree, o
 from revcompile.runtime.stage.weights import (
     CastWeights,
     ParameterSlots,
-    WeightCopy,
+    PredictedWeights,
     at_versions,
     castable_parameters,
+    detached_copies,
 )
 from revcompile.schedule import Weights
 
@@ -54,7 +56,10 @@ class InFlight:
     kept: tuple[Any, ...]
     """Values that the backward program takes, as `ActivationStore` stores them."""
     weights: Mapping[str, Tensor] | None = None
-    """Stashed weights of the forward pass, if the method uses those in backward."""
+    """Weights for the backward pass; None: the latest.
+
+    Stashed weights are copied before the first update after the forward pass.
+    """
     buffers: list[BufferSnapshot] = field(default_factory=list)
     versions: tuple[int, ...] = ()
     """Autograd versions of `kept`, to notice in-place writes."""
@@ -98,6 +103,7 @@ class Stage:
         replicas: Sequence[str] = (),
         check_finite: bool = True,
         buffers: Buffers | None = None,
+        delay: float = 0.0,
     ) -> None:
         self.program = program
         self.root = root
@@ -115,11 +121,15 @@ class Stage:
             dict(self.parameters) if replicas else None
         )
         """What its modules compute with, if not with the parameters they have."""
-        if replicas:
-            self.replica_weights = dict(self.parameters)
-        self._stash = WeightCopy() if program.method.weights is Weights.STASHED else None
-        self.is_stashing = self._stash is not None
-        """Does a forward pass stash its weights? Not in captured steps, which do it themselves."""
+        weights = program.method.weights
+        self.is_stashing = weights is Weights.STASHED
+        """Are weights stashed before an update? Not in captured steps, which do it themselves."""
+        self._has_copies = self.is_stashing and keeps_graphs_in_flight(program)
+        """Do forward passes compute with copies, which graphs in flight may refer to?"""
+        self._copies: Mapping[str, Tensor] | None = None
+        """Such copies of the latest weights."""
+        predicts = weights is Weights.PREDICTED and delay > 0
+        self.predicted = PredictedWeights(self.parameters, delay) if predicts else None
         names = castable_parameters(program, root, self.parameters) if autocast else []
         self.cast_weights = CastWeights(self.parameters, names, autocast)
         self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
@@ -158,7 +168,7 @@ class Stage:
         """Run a micro-batch; what its backward pass needs is stored here until then."""
         program = self.program
         self.parameter_guard.check()
-        weights = self.stashed_weights()
+        weights = self.forward_weights()
         values = [inputs[port.name] for port in program.inputs]
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
@@ -167,7 +177,7 @@ class Stage:
             kept = self.activations.store(kept)
         self.in_flight[microbatch] = InFlight(
             kept=kept,
-            weights=weights,
+            weights=weights if self._has_copies else None,
             buffers=self._stateful.changed(snapshots, identities),
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.sends_back} if measure else {},
@@ -271,24 +281,32 @@ class Stage:
         gradients, self.gradients = self.gradients, {}
         return gradients
 
-    def updated(self) -> None:
-        """The parameters have changed."""
-        if self._stash is not None:
-            self._stash.invalidate()
+    @contextmanager
+    def updating(self, names: Iterable[str]) -> Iterator[None]:
+        """Around a change of some of its parameters."""
+        if self.is_stashing:
+            current = [held for held in self.in_flight.values() if held.weights is None]
+            copies = detached_copies(self.parameters) if current else None
+            for held in current:
+                held.weights = copies
+        with self.predicted.following(names) if self.predicted is not None else nullcontext():
+            yield
+        self._copies = None
 
     def ages(self) -> dict[int, int]:
         """For every micro-batch in flight: how many updates its stashed weights are old."""
-        if self._stash is None:
-            return dict.fromkeys(self.in_flight, 0)
-        versions = {id(held.weights): None for held in reversed(self.in_flight.values())}
-        first = 0 if self._stash.is_current(next(iter(versions), 0)) else 1
-        order = {version: first + age for age, version in enumerate(versions)}
-        return {microbatch: order[id(held.weights)] for microbatch, held in self.in_flight.items()}
+        stashed = (held.weights for held in reversed(self.in_flight.values()))
+        order = {id(weights): None for weights in stashed if weights is not None}
+        age = {id(None): 0} | {version: age for age, version in enumerate(order, 1)}
+        return {microbatch: age[id(held.weights)] for microbatch, held in self.in_flight.items()}
 
-    def stashed_weights(self) -> Mapping[str, Tensor] | None:
-        """A copy of the weights for a forward pass now, if the method stashes them."""
-        stash = self._stash if self.is_stashing else None
-        return stash.current(self.parameters) if stash is not None else None
+    def forward_weights(self) -> Mapping[str, Tensor] | None:
+        """What a forward pass computes with now; None: the parameters."""
+        if self.predicted is not None:
+            return self.predicted.current
+        if self._has_copies and self._copies is None:
+            self._copies = detached_copies(self.parameters)
+        return self._copies
 
     def stashed(self) -> int:
         """How many copies of its parameters the stage has."""
@@ -391,7 +409,13 @@ class Stage:
         self.clear()
         self.seed = mix(seed, self.program.index)
         self.reconstruction.clear()
-        self.updated()
+        self.weights_loaded()
+
+    def weights_loaded(self) -> None:
+        """Parameters were written to, not by an update, with nothing in flight."""
+        self._copies = None
+        if self.predicted is not None:
+            self.predicted.load(None)
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
@@ -403,7 +427,9 @@ class Stage:
         }
         numbers = {key: number for number, key in enumerate(stashed)}
         names = {id(module): name for name, module in self.root.named_modules()}
+        predicted = self.predicted.state() if self.predicted is not None else None
         return {
+            **({} if predicted is None else {"predicted": copy(predicted)}),
             "gradients": copy(self.gradients),
             "versions": [copy(dict(version)) for version in stashed.values()],
             "in_flight": [
@@ -424,6 +450,8 @@ class Stage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gradients = clone_tree(dict(state["gradients"]))
+        if self.predicted is not None:
+            self.predicted.load(state.get("predicted"))
         versions = [
             {n: t.clone().requires_grad_(self.parameters[n].requires_grad) for n, t in v.items()}
             for v in state["versions"]

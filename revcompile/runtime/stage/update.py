@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
+from revcompile.optim.combined import CombinedOptimizer, elementary, members
 from revcompile.runtime.stage.tensors import TreeCopy
 
 __all__ = [
@@ -35,8 +36,8 @@ _OF_SCHEDULES: Final = frozenset(
 )
 """Keys that schedules and parameter names add to parameter groups."""
 
-OptimizerFactory = Callable[[Any], Optimizer]
-"""Makes an optimizer from a list of parameters, or of parameter groups."""
+OptimizerFactory = Callable[[Any], Optimizer | Sequence[Optimizer]]
+"""Makes an optimizer, or several, from a list of parameters or of parameter groups."""
 ScheduleFactory = Callable[[Any], LRScheduler]
 """Makes the learning-rate schedule of an optimizer, which is stepped at every update."""
 ParamGroups = Callable[[list[tuple[str, nn.Parameter]]], Iterable[Mapping[str, Any]]]
@@ -63,8 +64,7 @@ class Updater:
             if p.requires_grad
         }
         self.optimizer = self._build(factory, groups) if self.parameters else None
-        if self.optimizer is not None and hasattr(self.optimizer, "delay"):  # as ours have
-            self.optimizer.delay = delay
+        self.set_delay(delay)
         self.lr_schedule = None
         if lr_schedule is not None and self.optimizer is not None:
             try:
@@ -75,6 +75,12 @@ class Updater:
                     "given the stage's optimizer"
                 ) from error
             self._check_schedule()
+
+    def set_delay(self, delay: float) -> None:
+        """Tell optimizers that want to know by how many updates gradients are late."""
+        for member in members(self.optimizer) if self.optimizer is not None else ():
+            if hasattr(member, "delay"):  # as ours have
+                member.delay = delay
 
     def _check_schedule(self) -> None:
         schedule = self.lr_schedule
@@ -102,28 +108,15 @@ class Updater:
         if groups is not None:
             given = self._grouped(groups, named)
         try:
-            optimizer = factory(given)
+            returned = factory(given)
         except Exception as error:
             raise InputError(
                 f"optimizer, {self.where}: the factory raised {type(error).__name__}: {error}; it "
                 f"was given {'parameters' if groups is None else 'what param_groups= returned'}"
             ) from error
-        if not isinstance(optimizer, Optimizer):
-            raise InputError(
-                f"optimizer, {self.where}: expected a torch.optim.Optimizer from the factory, "
-                f"got {_kind(optimizer)}; {advice}"
-            )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise InputError(
-                f"optimizer, {self.where}: {_kind(optimizer)} computes the loss several times an "
-                f"update, which a pipeline cannot; use another one, {advice}"
-            )
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise InputError(
-                f"optimizer, {self.where}: SparseAdam takes sparse gradients alone, but a stage "
-                f"accumulates dense ones; use another one, {advice}"
-            )
+        optimizer = self._combined(returned, advice)
+        for part in elementary(optimizer):
+            self._check_optimizer(part, advice)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = {id(p): name for name, p in named}
         if held != own.keys():
@@ -135,6 +128,42 @@ class Updater:
                 + ("" if groups is None else ", and let param_groups= return every parameter once")
             )
         return optimizer
+
+    def _combined(self, returned: Any, advice: str) -> Optimizer:
+        """What the factory returned as one optimizer."""
+        several: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
+        for optimizer in several:
+            if not isinstance(optimizer, Optimizer):
+                raise InputError(
+                    f"optimizer, {self.where}: expected a torch.optim.Optimizer from the factory, "
+                    f"or a list of them, got {_kind(optimizer)}; {advice}"
+                )
+        if not several:
+            raise InputError(
+                f"optimizer, {self.where}: the factory returned no optimizer; {advice}"
+            )
+        try:
+            optimizer = several[0] if len(several) == 1 else CombinedOptimizer(several)
+        except ValueError as error:
+            raise InputError(
+                f"optimizer, {self.where}: its {len(several)} optimizers cannot be combined: "
+                f"{error}; give every parameter to one of them"
+            ) from error
+        assert isinstance(optimizer, Optimizer)
+        return optimizer
+
+    def _check_optimizer(self, optimizer: Optimizer, advice: str) -> None:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InputError(
+                f"optimizer, {self.where}: {_kind(optimizer)} computes the loss several times an "
+                f"update, which a pipeline cannot; use another one, {advice}"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise InputError(
+                f"optimizer, {self.where}: SparseAdam takes sparse gradients alone, but a stage "
+                f"accumulates dense ones; use another one, {advice}"
+            )
 
     def _grouped(
         self, groups: ParamGroups, named: list[tuple[str, nn.Parameter]]
@@ -230,21 +259,22 @@ class Updater:
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Settings that the optimizer needs and saved groups lack, or the other way round."""
-        if self.optimizer is None:
-            return
-        for group in self.optimizer.param_groups:
-            saved = self._saved_settings(group, settings)
-            if saved is None:
-                continue
-            missing = self.optimizer.defaults.keys() - saved.keys()
-            extra = saved.keys() - group.keys() - _OF_SCHEDULES
-            if missing or extra:
-                what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
-                yield (
-                    f"{self.where} has {_kind(self.optimizer)}, but the state is of another "
-                    f"optimizer (it {what})"
-                )
-                return
+        for optimizer in elementary(self.optimizer) if self.optimizer is not None else ():
+            pairs = (
+                (group, saved)
+                for group in optimizer.param_groups
+                for saved in self._all_saved(group, settings)
+            )
+            for group, saved in pairs:
+                missing = optimizer.defaults.keys() - saved.keys()
+                extra = saved.keys() - group.keys() - _OF_SCHEDULES
+                if missing or extra:
+                    what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
+                    yield (
+                        f"{self.where} has {_kind(optimizer)}, but the state is of another "
+                        f"optimizer (it {what})"
+                    )
+                    return
 
     def _saved_settings(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
@@ -254,12 +284,20 @@ class Updater:
         If they were in several groups, by another cut into stages: those of the group whose initial
         learning rate is that of this one.
         """
-        names = {id(p): name for name, p in self.parameters.items()}
-        each = (settings.get(names[id(p)]) for p in group["params"])
-        saved = [entry for entry in each if entry is not None]
+        saved = self._all_saved(group, settings)
         same_lr = [entry for entry in saved if _initial_lr(entry) == _initial_lr(group)]
         chosen = next(iter(same_lr or saved), None)
-        return chosen and {key: _copy(value) for key, value in chosen.items() if key != "params"}
+        if chosen is None:
+            return None
+        return {key: _copy(value) for key, value in chosen.items() if key != "params"}
+
+    def _all_saved(
+        self, group: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> list[Mapping[str, Any]]:
+        """The settings of each of the group's parameters that was saved."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        each = (settings.get(names[id(p)]) for p in group["params"])
+        return [entry for entry in each if entry is not None]
 
 
 def _initial_lr(group: Mapping[str, Any]) -> Any:
@@ -276,12 +314,15 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def state_copies(
-    parameters: Mapping[str, Tensor], factory: OptimizerFactory, groups: ParamGroups | None
+    parameters: Mapping[str, Tensor],
+    factory: OptimizerFactory,
+    groups: ParamGroups | None,
+    delay: float = 0.0,
 ) -> float:
     """Bytes of optimizer state per byte of parameters.
 
     Measured: one step on parameters of the same names and dimensions, but of a few elements. State
-    counts if it has the shape of its parameter.
+    counts if it has the shape of its parameter. Some optimizers have more of it under a delay.
 
     >>> weights = {"weight": torch.zeros(300, 200, requires_grad=True)}
     >>> state_copies(weights, lambda p: torch.optim.SGD(p, lr=0.1), None)
@@ -294,7 +335,7 @@ def state_copies(
         for name, p in parameters.items()
         if p.requires_grad
     }
-    updater = Updater("memory_budget=", small, factory, groups=groups)
+    updater = Updater("memory_budget=", small, factory, groups=groups, delay=delay)
     updater.apply({name: torch.zeros_like(p) for name, p in small.items()})
     state = updater.optimizer.state if updater.optimizer is not None else {}
     state_bytes = parameter_bytes = 0

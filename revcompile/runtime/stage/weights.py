@@ -1,6 +1,7 @@
 """Weights that a stage computes with instead of the parameters in its modules.
 
     stashed             a copy of the parameters as they were in a micro-batch's forward pass
+    predicted           where the parameters will be when the gradient of a forward pass arrives
     in low precision    made once per update, where autocast would cast them again in every call
 
 `ParameterSlots` lets the modules read them.
@@ -8,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +22,7 @@ from revcompile.schedule import Order, Weights
 __all__ = [
     "CastWeights",
     "ParameterSlots",
-    "WeightCopy",
+    "PredictedWeights",
     "at_versions",
     "castable_parameters",
     "detached_copies",
@@ -55,25 +56,64 @@ class ParameterSlots:
                 owner[attribute] = value
 
 
-class WeightCopy:
-    """A copy of the parameters, made when they are first used after an update."""
+class PredictedWeights:
+    """What forward passes compute with: y - t u.
 
-    def __init__(self) -> None:
-        self._current: dict[str, Tensor] | None = None
+    y are the parameters, u the last update, by which they were lowered, and t the delay of the
+    stage in updates. Before the first update there is none, and forward passes compute with y.
 
-    def current(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The present parameters, as tensors that no optimizer updates."""
-        if self._current is None:
-            self._current = detached_copies(parameters)
-        return self._current
+    >>> y = {"w": torch.tensor([1.0], requires_grad=True)}
+    >>> weights = PredictedWeights(y, delay=3.0)
+    >>> weights.current
+    >>> with torch.no_grad(), weights.following(y):
+    ...     _ = y["w"].sub_(0.25)
+    >>> weights.current
+    {'w': tensor([0.], requires_grad=True)}
+    """
 
-    def is_current(self, weights: int) -> bool:
-        """Is this the id of what `current` returns now?"""
-        return self._current is not None and id(self._current) == weights
+    def __init__(self, parameters: Mapping[str, Tensor], delay: float) -> None:
+        self._parameters, self.delay = parameters, delay
+        self.current: dict[str, Tensor] | None = None
+        """The same tensors from the first update on. Frozen parameters are themselves."""
 
-    def invalidate(self) -> None:
-        """The parameters have changed: copy them again when they are next used."""
-        self._current = None
+    @contextmanager
+    def following(self, names: Iterable[str]) -> Iterator[None]:
+        """Around an update of some of the parameters."""
+        if self.current is None:
+            self.load(self._parameters)
+        assert self.current is not None
+        chosen = [name for name in names if self._parameters[name].requires_grad]
+        parameters = [self._parameters[name].detach() for name in chosen]
+        predicted = [self.current[name].detach() for name in chosen]
+        if chosen:
+            torch._foreach_copy_(predicted, parameters)
+        yield
+        if chosen:
+            torch._foreach_lerp_(predicted, parameters, 1 + self.delay)
+
+    def load(self, values: Mapping[str, Tensor] | None) -> None:
+        """Go on from these; None: from the parameters.
+
+        Tensors that exist are written to: captured steps hold their addresses.
+        """
+        if self.current is None:
+            if values is None:
+                return
+            self.current = {
+                name: torch.empty_like(p, requires_grad=True) if p.requires_grad else p
+                for name, p in self._parameters.items()
+            }
+        for name, p in self._parameters.items():
+            if p.requires_grad:
+                self.current[name].detach().copy_((p if values is None else values[name]).detach())
+
+    def state(self) -> dict[str, Tensor] | None:
+        """What `load` needs."""
+        return self.current and {
+            name: value
+            for name, value in self.current.items()
+            if self._parameters[name].requires_grad
+        }
 
 
 def detached_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

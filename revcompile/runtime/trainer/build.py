@@ -62,6 +62,7 @@ def build_executor(
         replicas=replicas,
         check_finite=settings.check_finite,
         buffers=settings.buffers,
+        delay=delay,
     )
     stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
@@ -71,7 +72,8 @@ def build_executor(
         optimizer,
         groups=settings.param_groups,
         lr_schedule=settings.lr_schedule,
-        delay=delay,
+        # Predicted weights compensate for the delay: an optimizer must not do so once more.
+        delay=0.0 if settings.synchronous or stage.predicted is not None else delay,
     )
     gradient_predictor = None
     if program.method.order is Order.SYNTHETIC and loss_head is None:
@@ -86,6 +88,8 @@ def build_executor(
         tied_owners=owners,
         tied_replicas=holders,
         skip_on_error=skip_on_error,
+        delay=delay,
+        synchronous=settings.synchronous,
         scaling=scaling_of(settings.loss_scale, program.method),
     )
 

@@ -29,6 +29,7 @@ from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory
+from revcompile.runtime.trainer.advice import warn_of_delay
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
@@ -113,13 +114,18 @@ class Trainer(ABC):
         for dtype in dtypes:
             choose_cpu_matmul(dtype)
         method, count, accumulate = programs[0].method, len(programs), settings.accumulate
-        self.schedule = Schedule(method, count, accumulate, partition.ties)
+        self.schedule = Schedule(method, count, accumulate, partition.ties, settings.synchronous)
         self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
         self.binder = InputBinder(partition, device)
         self.loss_head = LossHead(partition.rewired, loss, settings.autocast, count - 1)
         self.loss_head.check_finite = settings.check_finite
         self.executors = [self._build(programs[stage], optimizer) for stage in stages]
         self.scheduler = LocalScheduler(self.executors)
+        if self.is_first and not replica:
+            delays = [
+                (executor.updater, self.delays[executor.index]) for executor in self.executors
+            ]
+            warn_of_delay(delays, programs, model, accumulate, stacklevel=4)
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
@@ -298,7 +304,7 @@ class Trainer(ABC):
         return Metrics(
             microbatch=microbatch,
             samples=samples,
-            delays=self.delays,
+            delays=self.delays if not self.schedule.is_synchronous else (0,) * len(self.delays),
             updates=self.schedule.updates,
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
             throughput=self._samples / elapsed,

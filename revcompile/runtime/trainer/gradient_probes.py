@@ -30,7 +30,7 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.weights import WeightCopy
+from revcompile.runtime.stage.weights import detached_copies
 from revcompile.schedule import Order, delay, window
 
 __all__ = ["GradientReport", "Probe", "Similarity", "StageGradients"]
@@ -181,7 +181,7 @@ class Probe:
         """A stage has run a micro-batch."""
         if microbatch == self.microbatch:
             index = stage.program.index
-            self._forwarded[index] = _weights(stage)
+            self._forwarded[index] = detached_copies(stage.forward_weights() or stage.parameters)
             self._buffers[index] = stage.in_flight[microbatch].buffers
 
     def differentiated(self, stage: Stage, microbatch: int, gradients: Gradients) -> None:
@@ -204,7 +204,8 @@ class Probe:
             tick = self.microbatch + self._behind[stage]
             # >=: before the pipeline is full, and after skipped micro-batches, some never come.
             if index not in current and microbatch >= tick - self._behind[index]:
-                version = _weights(self._stages[index]) if version is None else version
+                if version is None:
+                    version = detached_copies(self._stages[index].parameters)
                 current[index] = version
 
     def compare(self, drained: bool) -> None:
@@ -232,10 +233,6 @@ class Probe:
     def _run(self, weights: Sequence[Weights], stages: Sequence[int]) -> list[Gradients]:
         assert self._data is not None
         return self._backprop(self.microbatch, *self._data, weights, self._buffers, stages)
-
-
-def _weights(stage: Stage) -> Weights:
-    return WeightCopy().current(stage.parameters)
 
 
 def _ratio(x: float, y: float) -> float:

@@ -184,6 +184,11 @@ class LocalTrainer(Trainer):
 
     def watch(self) -> Probe:
         self._sync_stages()
+        if self.schedule.is_synchronous:
+            raise InputError(
+                f"trainer.watch: the first {self.schedule.synchronous} updates have no delay "
+                "(synchronous=); call it after them"
+            )
         stages = [executor.stage for executor in self.executors]
         probe = Probe(self.schedule.injected, stages, self.loss_head, self.settings.accumulate)
         self.probes.append(probe)

@@ -21,6 +21,7 @@ class Settings:
     """How to train: what `net.trainer(...)` takes besides optimizer and loss."""
 
     accumulate: int = 1
+    synchronous: int = 0
     lr_schedule: ScheduleFactory | None = None
     param_groups: ParamGroups | None = None
     autocast: torch.dtype | None = None
@@ -37,6 +38,10 @@ class Settings:
             raise InputError(
                 f"accumulate={self.accumulate!r}; an update needs a whole number of micro-batches, "
                 "at least 1"
+            )
+        if not is_int(self.synchronous) or self.synchronous < 0:
+            raise InputError(
+                f"synchronous={self.synchronous!r}; use a whole number of updates, or 0"
             )
         norm = self.clip_grad_norm
         is_number = isinstance(norm, int | float) and not isinstance(norm, bool)

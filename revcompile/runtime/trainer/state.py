@@ -89,6 +89,10 @@ def is_same_pipeline(
         return False
     if any(here[key] != saved[key] for key in ("method", "accumulate", "ties")):
         return False
+    updates = min(progress["updates"] for progress in saved["progress"])
+    starts = here["synchronous"], saved.get("synchronous", 0)
+    if starts[0] != starts[1] and updates < max(starts):
+        return False
     pairs = zip(map(needed_in_flight, programs), state["stages"], strict=True)
     return all(needed == list(stage.get("needs", needed)) for needed, stage in pairs)
 
@@ -148,7 +152,13 @@ def load_scaling(executors: Iterable[StageExecutor], state: State) -> None:
 
 def continue_counting(schedule: Schedule, saved: Schedule) -> Schedule:
     """An empty schedule of these stages that counts on where another one was."""
-    plain = Schedule(schedule.method, schedule.stages, schedule.accumulate, schedule.ties).state()
+    plain = Schedule(
+        schedule.method,
+        schedule.stages,
+        schedule.accumulate,
+        schedule.ties,
+        schedule.synchronous,
+    ).state()
     plain["injected"] = saved.injected
     for progress in plain["progress"]:
         progress["updates"] = max(saved.updates)

@@ -76,7 +76,10 @@ def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> Non
 
 
 def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
-    """Dropout, tied weights, clipping over all stages, the paper's order, an incomplete group."""
+    """Dropout, tied weights, clipping over all stages, the paper's order, an incomplete group.
+
+    And two optimizers a stage, error feedback, predicted weights, a start without delay.
+    """
     runs = [
         Run(model="vit"),
         Run(model="vit", method="1f1b", accumulate=4, steps=10),
@@ -84,6 +87,8 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
         Run(model="words", method="gpipe", accumulate=2, steps=7),
         Run(method="backprop", clip=0.1, steps=5),
         Run(method="petra", order="paper", clip=0.1, steps=9),
+        Run(model="words", weights="predicted", synchronous=2, clip=0.1, steps=9),
+        Run(several=True, steps=7),
     ]
     assert_equal_to_one_process(tmp_path, 4, runs)
 

@@ -57,6 +57,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "backprop": {"method": "backprop"},
     "stashed": {"method": "petra_stashed"},
     "stashed, accumulated": {"method": "petra_stashed", "accumulate": 2, "optimizer": adam},
+    "predicted": {"weights": "predicted"},
+    "predicted, after a start without delay": {"weights": "predicted", "synchronous": 2},
 }
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from training import Batch, Plain, batches, fresh, same, weights
 
 from revcompile.errors import NonFiniteError
-from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
 from revcompile.runtime.executor.captured import stages as executors
 from revcompile.runtime.executor.captured.found_inf import restore_if
 from revcompile.runtime.executor.captured.optimizers import (
@@ -28,7 +28,20 @@ from revcompile.runtime.executor.captured.optimizers import (
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater
 
-OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
+
+def several(parameters: Any) -> list[Optimizer]:
+    """Muon for matrices, AdamW for vectors, NAdam with error feedback for numbers."""
+    given = list(parameters)
+    kinds: list[tuple[int, Callable[[Any], Optimizer]]] = [
+        (2, lambda p: torch.optim.Muon(p, 2e-2)),
+        (1, lambda p: torch.optim.AdamW(p, 1e-2)),
+        (0, lambda p: ErrorFeedback(torch.optim.NAdam(p, 1e-2))),
+    ]
+    by_kind = ((make, [p for p in given if p.ndim == dim]) for dim, make in kinds)
+    return [make(own) for make, own in by_kind if own]
+
+
+OPTIMIZERS: Final[dict[str, Callable[[Any], Any]]] = {
     "nadam": lambda p: torch.optim.NAdam(
         p, 1e-2, betas=(0.99, 0.999), weight_decay=0.1, decoupled_weight_decay=True
     ),
@@ -42,6 +55,9 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
     "delay-aware sgd": lambda p: DelayAwareSGD(p, 1e-2, weight_decay=0.1),
     "delay-aware adamw": lambda p: DelayAwareAdamW(p, 1e-2, weight_decay=0.1),
     "delay-aware muon": lambda p: DelayAwareMuon(p, 1e-2, weight_decay=0.1),
+    "error feedback, sgd": lambda p: ErrorFeedback(torch.optim.SGD(p, 1e-2, weight_decay=0.1)),
+    "error feedback, adamw": lambda p: ErrorFeedback(torch.optim.AdamW(p, 1e-2)),
+    "several": several,
 }
 """Those whose kernels no flag can stop."""
 
@@ -125,7 +141,7 @@ class AsOnADevice(CapturedUpdater):
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "CapturedUpdater", AsOnADevice)
-    for name in ("nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop"):
+    for name in ("adam", "nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop"):
         module = sys.modules[f"torch.optim.{name}"]
         supported = "_get_capturable_supported_devices"
         monkeypatch.setattr(module, supported, lambda supports_xla=True: ["cpu"])

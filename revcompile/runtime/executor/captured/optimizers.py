@@ -2,6 +2,9 @@
 
 Fused kernels read the flag `found_inf` and do nothing if it is set. Other optimizers take their
 capturable step in any case; if the flag is set, all that it has written is restored from copies.
+
+Some optimizers read the learning rate on the host, but their updates are proportional to it: they
+take a step with rate 1, which is then scaled by the rate on the device.
 """
 
 from __future__ import annotations
@@ -19,14 +22,17 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
     RMSprop,
     Rprop,
 )
+from torch.utils.hooks import RemovableHandle
 
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
+from revcompile.optim.combined import elementary, members
 from revcompile.runtime.executor.captured.found_inf import restore_if
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater, counts_on_device
@@ -36,8 +42,10 @@ __all__ = ["CapturedUpdater", "why_not_capturable_optimizer"]
 _FUSED: Final = (SGD, Adam, AdamW)
 """Their kernels read `found_inf`."""
 _OURS: Final = (DelayAwareSGD, DelayAwareAdamW, DelayAwareMuon)
-_CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, *_OURS)
+_CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, Muon, *_OURS)
 """Their steps do not wait for the device, but know no `found_inf`."""
+_PROPORTIONAL: Final = (SGD, Muon)
+"""They read the learning rate on the host (SGD unless it is fused); updates are proportional."""
 
 
 def why_not_capturable_optimizer(optimizer: Optimizer) -> str | None:
@@ -47,18 +55,19 @@ def why_not_capturable_optimizer(optimizer: Optimizer) -> str | None:
     >>> why_not_capturable_optimizer(torch.optim.Adagrad([torch.zeros(2)]))  # doctest: +ELLIPSIS
     'Adagrad has no step that can be captured; use SGD, Adam, AdamW, NAdam, ...
     """
-    name = type(optimizer).__name__
-    if type(optimizer) not in (*_FUSED, *_CAPTURABLE):
-        known = [kind.__name__ for kind in (*_FUSED, *_CAPTURABLE)]
-        return (
-            f"{name} has no step that can be captured; use {', '.join(known[:-1])} or {known[-1]} "
-            "of torch.optim or revcompile.optim themselves"
-        )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            return f"{name}(differentiable=True) cannot be captured; leave it out"
-        if any(not p.is_floating_point() for p in group["params"]):
-            return f"{name} has parameters that are not floating-point numbers"
+    for part in elementary(optimizer):
+        name = type(part).__name__
+        if type(part) not in (*_FUSED, *_CAPTURABLE):
+            known = [kind.__name__ for kind in (*_FUSED, *_CAPTURABLE)]
+            return (
+                f"{name} has no step that can be captured; use {', '.join(known[:-1])} or "
+                f"{known[-1]} of torch.optim or revcompile.optim themselves"
+            )
+        for group in part.param_groups:
+            if group.get("differentiable"):
+                return f"{name}(differentiable=True) cannot be captured; leave it out"
+            if any(not p.is_floating_point() for p in group["params"]):
+                return f"{name} has parameters that are not floating-point numbers"
     return None
 
 
@@ -78,7 +87,8 @@ class CapturedUpdater(Updater):
         first = next(iter(self.parameters.values()), None)
         device = first.device if first is not None else None
         self._on_device = first is not None and first.is_cuda
-        self._is_fused = type(self.optimizer) in _FUSED
+        # An optimizer that does nothing is still followed by what a wrapper around it does.
+        self._is_fused = all(type(member) in _FUSED for member in self._members)
         # Fused kernels take single precision. The other optimizers compute with Python floats on
         # the CPU, so they get double precision here: 1 - beta ** step would lose half its digits.
         dtype = torch.float32 if self._is_fused else torch.float64
@@ -90,6 +100,10 @@ class CapturedUpdater(Updater):
         """Those that the optimizer had before, by row and column of `_counts`."""
 
     @property
+    def _members(self) -> list[Optimizer]:
+        return members(self.optimizer) if self.optimizer is not None else []
+
+    @property
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else []
 
@@ -98,7 +112,16 @@ class CapturedUpdater(Updater):
         """Has there been an update? The first one allocates the optimizer's state."""
         if self.optimizer is None or self.optimizer.state:
             return True
-        return type(self.optimizer) is SGD and not any(g["momentum"] for g in self._groups)
+        if any(self._delays):
+            return False
+        return all(
+            type(part) is SGD and not any(group["momentum"] for group in part.param_groups)
+            for part in elementary(self.optimizer)
+        )
+
+    @property
+    def _delays(self) -> tuple[float, ...]:
+        return tuple(getattr(member, "delay", 0.0) for member in self._members)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -109,10 +132,11 @@ class CapturedUpdater(Updater):
 
     def settings(self) -> tuple[Any, ...]:
         """What a captured step holds fixed: all settings but the learning rate."""
-        return tuple(
+        groups = tuple(
             tuple((k, v) for k, v in group.items() if k not in ("params", "lr", "initial_lr"))
             for group in self._groups
         )
+        return (*groups, self._delays)
 
     def prepare(self) -> None:
         """Before a step: copy learning rates that have changed to the device."""
@@ -166,13 +190,21 @@ class CapturedUpdater(Updater):
         forced = {"fused": self._is_fused, "foreach": not self._is_fused, "capturable": True}
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group.update({k: v for k, v in forced.items() if k in group}, lr=rate)
-        optimizer: Any = self.optimizer
-        optimizer._warned_capturable_if_run_uncaptured = True
-        optimizer.found_inf = None if self.found_inf is None else self.found_inf.reshape(())
+        flag = self.found_inf.reshape(()) if self.found_inf is not None else None
+        parts: list[Any] = list(elementary(self.optimizer))
+        hooks: list[RemovableHandle] = []
+        for part in parts:
+            part._warned_capturable_if_run_uncaptured = True
+            part.found_inf = flag if self._is_fused else None
+            if type(part) in _PROPORTIONAL and not self._is_fused:
+                hooks += _scale_updates(part)
         try:
             yield
         finally:
-            del optimizer.found_inf
+            for hook in hooks:
+                hook.remove()
+            for part in parts:
+                del part.found_inf
             for group, settings in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(settings)
 
@@ -204,3 +236,23 @@ class CapturedUpdater(Updater):
             state = self.optimizer.state[parameters[row]]
             state[COUNTERS[column]] = own.fill_(counts[row][column])
         self._own_counters.clear()
+
+
+def _scale_updates(optimizer: Optimizer) -> Iterator[RemovableHandle]:
+    """Have each step taken with a learning rate of 1, and its update scaled on the device."""
+    before: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def begin(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            changing = [p for p in group["params"] if p.grad is not None]
+            before.extend((p, p.detach().clone(), group["lr"]) for p in changing)
+            group["lr"] = 1.0
+
+    @torch.no_grad()
+    def scale(*_: Any) -> None:
+        for parameter, old, rate in before:
+            parameter.copy_(torch.lerp(old, parameter, rate.to(old.dtype)))
+        before.clear()
+
+    yield optimizer.register_step_pre_hook(begin)
+    yield optimizer.register_step_post_hook(scale)

@@ -239,9 +239,9 @@ class StaticPipeline:
             self._transport.buffers[route] = [
                 StaticBuffers(payload(messages[0])) for _ in range(self._waiting_counts[target])
             ]
-        for stage in state.stashed:
-            executor = self.executors[stage]
-            executor.stash = WeightStash(executor.stage.parameters, self._delays[stage])
+        for executor in self.executors:
+            if executor.stage.is_stashing and (count := self._delays[executor.index]):
+                executor.stash = WeightStash(executor.stage.parameters, count)
 
     def _load(self, state: InFlightState) -> None:
         copies = self._copies(state)
@@ -277,9 +277,8 @@ class StaticPipeline:
         for eager, captured in zip(self._eager_executors, self.executors, strict=True):
             captured.updater.leave()
             stage, index = eager.stage, eager.index
-            stage.updated()
-            # Micro-batches of one age share a copy.
-            weights: dict[int, Any] = {0: stage.stashed_weights()}
+            # Micro-batches of one age share a copy; those of age 0 have the latest weights.
+            weights: dict[int, Any] = {0: None}
             for microbatch in schedule.outstanding[index]:
                 activations = self._rings[index].slot(microbatch).value
                 age = self._age(microbatch, schedule.injected, schedule.accumulated, index)

@@ -171,7 +171,8 @@ class GraphRunner:
             batch: Inputs and target.
             allowed: False if a probe or a trace needs to see single actions.
         """
-        if not self.is_on:
+        # Not before the first updates: they show what stages and optimizers do.
+        if not self.is_on or min(schedule.updates) <= schedule.synchronous:
             return None
         if self._pipeline is None:
             self._pipeline = self._build(schedule)
@@ -210,9 +211,6 @@ class GraphRunner:
             return None
 
     def _build(self, schedule: Schedule) -> StaticPipeline | None:
-        """Not before the first updates: they show what stages and optimizers do."""
-        if min(schedule.updates) < 1:
-            return None
         stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
         if stateful:
             self._give_up(f"stage {stateful[0]} has layers whose buffers change in every call")

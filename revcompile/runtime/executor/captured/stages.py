@@ -56,6 +56,8 @@ class CapturedStageExecutor(StageExecutor):
             transport,
             loss_head=loss_head,
             clip_grad_norm=executor.clip_grad_norm,
+            delay=executor.delay,
+            synchronous=executor.synchronous,
         )
         stage = executor.stage
         self.accumulate, self.check_finite = accumulate, check_finite

@@ -1,0 +1,106 @@
+"""Advice at the creation of a trainer: what will train badly, and what to do about it.
+
+Transformers learn little from gradients that are several updates late, unless the optimizer makes
+up for the delay. Convolutional nets bear it much better.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import fx, nn
+
+from revcompile.errors import RevcompileWarning
+from revcompile.ir.program import StageProgram
+from revcompile.optim.combined import members
+from revcompile.runtime.stage.update import Updater
+from revcompile.schedule import Weights, window
+
+__all__ = ["has_attention", "warn_of_delay"]
+
+_ATTENTION: Final = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
+_PRODUCTS: Final = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
+_BEARABLE: Final = 1
+"""Updates of delay at which transformers learn as without, or nearly so."""
+
+
+def warn_of_delay(
+    delays: Sequence[tuple[Updater, int]],
+    programs: Sequence[StageProgram],
+    root: nn.Module,
+    accumulate: int,
+    stacklevel: int,
+) -> None:
+    """Warn where a model with attention is trained with late gradients and without compensation.
+
+    Args:
+        delays: of stages of this process, the first of all among them, in updates.
+        programs: of all stages.
+        root: holds their modules.
+        accumulate: micro-batches to an update.
+        stacklevel: of whoever is warned, as `warnings.warn` takes it.
+    """
+    late = [
+        (delay, type(optimizer).__name__)
+        for updater, delay in delays
+        if updater.optimizer is not None and delay > _BEARABLE
+        for optimizer in members(updater.optimizer)
+        if not hasattr(optimizer, "delay")
+    ]
+    if not late or not has_attention((program.forward for program in programs), root):
+        return
+    most, optimizer = late[0]
+    method = programs[0].method
+    enough = window(method, len(programs), 0, accumulate) - 1
+    also = (
+        ", with weights='stashed' (a copy of the weights for each update of delay) or "
+        "weights='predicted' (one copy)"
+        if method.weights is Weights.LATEST
+        else ""
+    )
+    warnings.warn(
+        f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
+        f"which {optimizer} does not compensate: expect it to learn much less than by backprop. "
+        "Use revcompile.optim.DelayAwareMuon with "
+        "param_groups=revcompile.optim.muon_groups(model), or "
+        f"revcompile.optim.ErrorFeedback({optimizer}(...)){also}; or "
+        f"accumulate={enough}, with smaller micro-batches, to be no more than one update late",
+        RevcompileWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def has_attention(graphs: Iterable[fx.Graph], root: nn.Module) -> bool:
+    """Do graphs call an attention, or a softmax whose result goes into a matrix product?"""
+    return any(_is_attention(node, root) for graph in graphs for node in graph.nodes)
+
+
+def _is_attention(node: fx.Node, root: nn.Module) -> bool:
+    kind = _operator(node, root)
+    return kind in _ATTENTION or (kind == "softmax" and _reaches_product(node, root))
+
+
+def _reaches_product(node: fx.Node, root: nn.Module, steps: int = 8) -> bool:
+    """Is there a matrix product behind a node, after dropouts, casts, masks and the like?"""
+    reached: dict[fx.Node, None] = {node: None}
+    for _ in range(steps):
+        reached = {user: None for before in reached for user in before.users}
+        if any(_operator(user, root) in _PRODUCTS for user in reached):
+            return True
+    return False
+
+
+def _operator(node: fx.Node, root: nn.Module) -> str:
+    """`softmax` for torch.softmax, x.softmax, nn.Softmax and aten.softmax.int."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if isinstance(module, nn.MultiheadAttention):
+            return "multi_head_attention_forward"
+        return "softmax" if isinstance(module, nn.Softmax) else ""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    return str(getattr(target, "__name__", target)).strip("_")

@@ -1,0 +1,119 @@
+"""Several optimizers a stage: what each of them does alone, in one update, one checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+from training import Plain, batches, feed, fresh, same, seeded, through_a_file, weights
+
+from revcompile.errors import InputError
+from revcompile.optim import CombinedOptimizer, ErrorFeedback
+
+
+def both(parameters: Any) -> list[Optimizer]:
+    """SGD for matrices, AdamW for everything else."""
+    given = list(parameters)
+    matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
+    return [
+        ErrorFeedback(SGD(matrices, lr=0.05, momentum=0.9)),
+        AdamW(rest, lr=0.01),
+    ]
+
+
+def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def test_without_delay_each_does_what_it_does_alone() -> None:
+    data = batches(6)
+    net = fresh(Plain, 1)
+    model = net.module().train()
+    trainer = net.trainer(
+        both, F.cross_entropy, method="backprop", clip_grad_norm=0.5, lr_schedule=falling
+    )
+    feed(trainer, data)
+    alone = both(model.parameters())
+    schedules = list(map(falling, alone))
+    for inputs, target in data:
+        F.cross_entropy(model(inputs), target).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer, schedule in zip(alone, schedules, strict=True):
+            optimizer.step(), optimizer.zero_grad(), schedule.step()
+    for name, value in net.module().state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name])
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_a_resumed_run_is_the_uninterrupted_one(backend: str) -> None:
+    data = [batch for batch in batches(20) if len(batch[0]) == 4]
+    nets = fresh(Plain), fresh(Plain)
+    trainers = [
+        net.trainer(both, F.cross_entropy, lr_schedule=falling, backend=backend) for net in nets
+    ]
+    told = [executor.updater.optimizer.optimizers[0].delay for executor in trainers[0].executors]
+    assert told == [3.0, 2.0, 1.0, 0.0]
+    feed(trainers[0], data[:10])
+    trainers[1].load_state_dict(through_a_file(trainers[0].state_dict()))
+    for trainer in trainers:
+        feed(trainer, data[10:])
+        assert trainer.runner.is_active == (backend == "static")
+    assert same(trainers[0].state_dict(), trainers[1].state_dict())
+
+
+def test_a_flushed_state_moves_to_other_stages_by_name() -> None:
+    first, other = fresh(Plain, 4), fresh(Plain, 2)
+    trainers = [net.trainer(both, F.cross_entropy, lr_schedule=falling) for net in (first, other)]
+    feed(trainers[0], batches(8))
+    trainers[0].flush()
+    state = trainers[0].state_dict()
+    trainers[1].load_state_dict(through_a_file(state))
+    assert same(weights(first), weights(other))
+    loaded = trainers[1].state_dict()
+    assert loaded["optimizer"].keys() == state["optimizer"].keys()
+    assert same(loaded["optimizer"]["stem.weight"], state["optimizer"]["stem.weight"])
+    rates = [{n: g["lr"] for g in s["groups"] for n in g["params"]} for s in (state, loaded)]
+    assert rates[0]["layers.1.weight"] == rates[1]["layers.1.weight"] < 0.05
+    feed(trainers[1], batches(3))
+    with pytest.raises(InputError, match=r"has torch\.optim\.sgd\.SGD, but the state is of anoth"):
+        fresh(Plain, 2).trainer(lambda p: SGD(p, 0.1), F.cross_entropy).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: [SGD(p, 0.1), AdamW(p[:1])], "give every parameter to one of them"),
+        (lambda p: [SGD(p[:1], 0.1)], "it lacks"),
+        (lambda p: [SGD(p, 0.1), None], "or a list of them, got None"),
+        (lambda p: [], "returned no optimizer"),
+        (lambda p: [SGD(p[1:], 0.1), torch.optim.SparseAdam(p[:1])], "SparseAdam takes sparse"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fresh(Plain).trainer(make, F.cross_entropy)
+
+
+def test_a_state_dict_reaches_all_of_them() -> None:
+    model, other = seeded(Plain), seeded(Plain)
+    combined, loaded = (CombinedOptimizer(both(m.parameters())) for m in (model, other))
+
+    def step(optimizer: Optimizer, net: nn.Module) -> None:
+        for p in net.parameters():
+            p.grad = p.detach().sin()
+        optimizer.step()
+
+    step(combined, model)
+    combined.param_groups[1]["lr"] = 0.5
+    loaded.load_state_dict(copy.deepcopy(combined.state_dict()))
+    other.load_state_dict(model.state_dict())
+    step(combined, model), step(loaded, other)
+    assert same(dict(model.state_dict()), dict(other.state_dict()))
+    assert loaded.optimizers[1].param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="add parameter groups before"):
+        combined.add_param_group({"params": [torch.zeros(2)]})

@@ -1,0 +1,171 @@
+"""Which weights passes use: the latest, stashed ones, or predicted ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_equivalence as spine
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import Plain, batches, feed, fresh, momentum, same, through_a_file, weights
+from transcription import Message, Stage, Transcription
+
+from revcompile.errors import InputError
+from revcompile.optim import ErrorFeedback
+from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
+
+
+class Predicting(Stage):
+    """Forward at y - t u, backward at y; u is by how much the last update has lowered y."""
+
+    t: float
+    u: dict[str, Tensor]
+
+    def forward(self, message: Message) -> Message:
+        """A shared parameter's update, at a later stage, is what has arrived with a message."""
+        before = {n: self.theta[n].detach().clone() for n in self.held}
+        self._take_shared(message)
+        y = self.theta
+        self.u |= {n: old - y[n].detach() for n, old in before.items()}
+        with torch.no_grad():
+            self.theta = {n: nn.Parameter(p - self.t * self.u.get(n, 0 * p)) for n, p in y.items()}
+        sent = super().forward(Message(message.microbatch, message.values))
+        self.theta = y
+        sent.shared = message.shared | {n: y[n].detach().clone() for n in self.owned}
+        return sent
+
+    def update(self, of_holders: Any, *, partial: bool = False) -> None:
+        before = {n: p.detach().clone() for n, p in self.theta.items()}
+        updates = len(self.groups)
+        super().update(of_holders, partial=partial)
+        if len(self.groups) > updates:
+            own = self.theta.keys() - self.held.keys()
+            self.u |= {n: before[n] - self.theta[n].detach() for n in own}
+
+
+def transcribed(name: str, method: str, order: str, accumulate: int) -> dict[str, Tensor]:
+    partition = spine.fresh(name).partition
+    other = Transcription(
+        partition, method, spine.momentum, F.cross_entropy, order=order, accumulate=accumulate
+    )
+    for stage in other.stages:
+        stage.__class__ = Predicting
+        assert isinstance(stage, Predicting)
+        chosen, count = choose(method, order=order), len(other.stages)
+        stage.t, stage.u = mean_delay(chosen, count, stage.part.index, accumulate), {}
+    other.run(spine.batches(name))
+    return other.parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "order", "accumulate"),
+    [
+        ("skips", "petra", "paper", 1),
+        ("skips", "features_replay", "1f1b", 3),
+        ("words", "petra", "1f1b", 1),  # has tied weights
+    ],
+)
+def test_predicted_weights_are_used_forward(
+    name: str, method: str, order: str, accumulate: int
+) -> None:
+    expected = transcribed(name, method, order, accumulate)
+    trainer, _ = spine.engine(
+        name, method, spine.batches(name), order=order, accumulate=accumulate, weights="predicted"
+    )
+    error, where = spine.worst(expected, spine.copied(trainer.parameters()))
+    assert error <= spine.EXACT, where
+    latest = spine.transcribed(name, spine.ROWS[method][0].name, order, accumulate)[0]
+    assert spine.worst(latest, spine.copied(trainer.parameters()))[0] > 1e-6
+
+
+STEPS = [batch for batch in batches(26) if len(batch[0]) == 4]
+
+
+@pytest.mark.parametrize("kind", ["stashed", "predicted"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_static_steps_and_checkpoints(kind: str, accumulate: int) -> None:
+    """With accumulate=4 there are at most as many copies as one update takes."""
+    options: Any = {"weights": kind, "accumulate": accumulate}
+    ends = []
+    for backend in ("eager", "static"):
+        net = fresh(Plain)
+        start = weights(net)
+        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, **options)
+        feed(trainer, STEPS[:13])
+        resumed = fresh(Plain)
+        again = resumed.trainer(momentum, F.cross_entropy, backend=backend, **options)
+        again.load_state_dict(through_a_file(trainer.state_dict()))
+        for each in (trainer, again):
+            feed(each, STEPS[13:])
+            assert each.runner.is_active == (backend == "static")
+        assert same(trainer.state_dict(), again.state_dict())
+        copies = [executor.stage.stashed() for executor in trainer.executors]
+        most = [3, 2, 1, 0] if accumulate == 1 else [1, 1, 1, 0]
+        assert all(n <= (m if kind == "stashed" else 0) for n, m in zip(copies, most, strict=True))
+        trainer.flush()
+        net.model.load_state_dict(start)
+        feed(trainer, STEPS[:9])
+        trainer.flush()
+        ends.append(weights(net))
+    assert same(*ends)
+
+
+def test_the_delay_is_compensated_once() -> None:
+    delays = {}
+    for kind in ("stashed", "predicted"):
+        trainer = fresh(Plain).trainer(
+            lambda p: ErrorFeedback(momentum(p)), F.cross_entropy, weights=kind
+        )
+        delays[kind] = [executor.updater.optimizer.delay for executor in trainer.executors]
+        assert trainer.delays == (3, 2, 1, 0)
+    assert delays == {"stashed": [3, 2, 1, 0], "predicted": [0, 0, 0, 0]}
+
+
+def test_memory_of_each_choice() -> None:
+    """Stashed: as many copies as updates of delay, one with accumulate >= J-1; predicted: one."""
+    net = fresh(Plain)
+    copies = {}
+    for kind in ("latest", "stashed", "predicted"):
+        for accumulate in (1, 3):
+            stages = net.memory(weights=kind, accumulate=accumulate)
+            copies[kind, accumulate] = [(s.stashed + s.newest) / s.parameters for s in stages]
+    assert copies == {
+        ("latest", 1): [0, 0, 0, 0],
+        ("latest", 3): [0, 0, 0, 0],
+        ("stashed", 1): [3, 2, 1, 0],
+        ("stashed", 3): [1, 1, 1, 0],
+        ("predicted", 1): [1, 1, 1, 0],
+        ("predicted", 3): [1, 1, 1, 0],
+    }
+
+
+def test_a_choice_of_weights_is_a_row_of_the_table() -> None:
+    assert choose("petra", weights="stashed") == METHODS["petra_stashed"]
+    assert choose("petra_stashed", weights="latest") == METHODS["petra"]
+    assert choose("delayed", weights="latest") == METHODS["dsp"]
+    predicted = choose("petra", weights="predicted", order="paper")
+    assert (predicted.name, predicted.alpha, predicted.weights.value) == ("petra", 2, "predicted")
+    assert choose("petra", weights="latest") == METHODS["petra"]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "message"),
+    [
+        ("1f1b", "stashed", "there are no updates between forward and backward pass"),
+        ("backprop", "predicted", "there are no updates between"),
+        ("ddg", "latest", "it keeps graphs"),
+        ("petra", "newest", "use one of: latest, stashed, predicted"),
+    ],
+)
+def test_where_there_is_no_choice_it_is_refused(method: str, kind: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        choose(method, weights=kind)
+
+
+def test_graphs_cannot_be_predicted() -> None:
+    with pytest.raises(InputError, match="which kept graphs do not"):
+        Method("mine", Order.CONTINUOUS, 1.0, Keep.GRAPH, Weights.PREDICTED)
+    with pytest.raises(InputError, match="with weights='latest'"):
+        fresh(Plain).trainer(momentum, F.cross_entropy, weights="predicted", memory_budget="1GiB")

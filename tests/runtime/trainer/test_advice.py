@@ -1,0 +1,90 @@
+"""Attention, late gradients, and an optimizer that does not compensate: the trainer says so."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import Plain, fresh
+
+import revcompile
+from revcompile.errors import RevcompileWarning
+from revcompile.optim import DelayAwareMuon, ErrorFeedback, muon_groups
+from revcompile.runtime.trainer.advice import has_attention
+
+
+class Attention(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv = kind, nn.Linear(8, 24)
+        self.drop, self.softmax = nn.Dropout(0.1), nn.Softmax(-1)
+        self.module = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "module":
+            return self.module(x, x, x, need_weights=False)[0]
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.kind == "fused":
+            return F.scaled_dot_product_attention(q, k, v)
+        scores = q @ k.mT
+        if self.kind == "layer":
+            return torch.bmm(self.drop(self.softmax(scores)), v)
+        if self.kind == "method":
+            return self.drop(scores.float().softmax(-1)).to(v.dtype) @ v
+        return scores.softmax(-1).sum(-1, keepdim=True) * v  # a softmax, but no attention
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind: str, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(kind) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@functools.cache
+def net(kind: str = "fused", stages: int = 4) -> revcompile.StagedModel:
+    model = Blocks(kind, stages)
+    return revcompile.petrafy(model, stages, torch.randn(2, 3, 8), check="off")
+
+
+@pytest.mark.parametrize("kind", ["fused", "layer", "method", "module", "none"])
+def test_attention_is_found_however_it_is_written(kind: str) -> None:
+    two = net(kind, 2)
+    graphs = [stage.graph for stage in two.stages]
+    assert has_attention(graphs, two.model) == (kind != "none")
+
+
+def advice(net: revcompile.StagedModel, optimizer: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net.trainer(optimizer, F.mse_loss, **options)
+    found = [w for w in caught if w.category is RevcompileWarning]
+    assert all(w.filename == __file__ for w in found)
+    return [str(w.message) for w in found]
+
+
+def test_one_warning_names_the_remedies() -> None:
+    (text,) = advice(net(), torch.optim.AdamW)
+    assert "up to 3 updates late, which AdamW does not compensate" in text
+    for remedy in ("DelayAwareMuon", "ErrorFeedback(AdamW(...))", "'stashed'", "accumulate=3"):
+        assert remedy in text
+    (text,) = advice(net(), torch.optim.AdamW, weights="stashed", order="paper")
+    assert "'stashed'" not in text and "up to 6 updates" in text and "accumulate=6" in text
+
+
+def test_no_warning_where_there_is_nothing_to_say() -> None:
+    muon = {"param_groups": muon_groups(net().model)}
+    assert not advice(net(), DelayAwareMuon, **muon)
+    assert not advice(net(), lambda p: [ErrorFeedback(torch.optim.AdamW(p))])
+    assert not advice(net(), torch.optim.AdamW, accumulate=3)
+    assert not advice(net(), torch.optim.AdamW, method="1f1b")
+    assert not advice(fresh(Plain), torch.optim.AdamW)

@@ -1,0 +1,94 @@
+"""A start without delay: the first updates are those of 1F1B, then training is continuous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from training import Net, Plain, batches, feed, fresh, momentum, same, through_a_file, weights
+
+from revcompile.errors import InputError
+from revcompile.optim import ErrorFeedback
+from revcompile.schedule import Keep, Method, Order, Weights, actions
+
+DRAINED = Method("petra, drained", Order.ONE_F_ONE_B, 0.0, Keep.NOTHING, Weights.LATEST)
+DATA = [batch for batch in batches(22) if len(batch[0]) == 4]
+
+
+def ahead(parameters: Any) -> torch.optim.Optimizer:
+    return ErrorFeedback(momentum(parameters))
+
+
+def test_the_lists_of_both_phases() -> None:
+    first, second = (" ".join(map(str, s)) for s in actions("petra", 2, 4, synchronous=2))
+    assert first == "F0 SY0 RDY0 B0 U0 F1 SY1 RDY1 B1 U1 F2 SY2 F3 SY3 RDY2 B2 U2 RDY3 B3 U3"
+    assert second == ("RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3")
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [("latest", 1), ("stashed", 3), ("predicted", 1)])
+def test_first_updates_are_those_of_1f1b(kind: str, accumulate: int) -> None:
+    """To the bit of the same programs; then as if training had begun with these weights."""
+    options: Any = {"accumulate": accumulate, "clip_grad_norm": 0.5}
+    first = DATA[: 3 * accumulate]
+    drained, plain, net, later = (fresh(Net, 3) for _ in range(4))
+    reference = drained.trainer(ahead, F.cross_entropy, method=DRAINED, **options)
+    trainer = net.trainer(ahead, F.cross_entropy, weights=kind, synchronous=3, **options)
+    feed(reference, first)
+    metrics = [trainer.step(*batch) for batch in first]
+    assert trainer.schedule.updates == (3,) * 3
+    assert not any(trainer.schedule.outstanding)
+    assert metrics[0].delays == (0,) * 3 and metrics[-1].delays == trainer.delays
+    assert same(weights(net), weights(drained))
+    if kind == "latest":
+        feed(plain.trainer(ahead, F.cross_entropy, method="1f1b", **options), first)
+        for name, value in weights(plain).items():
+            torch.testing.assert_close(value, weights(net)[name], rtol=1e-10, atol=1e-10)
+    other = later.trainer(ahead, F.cross_entropy, weights=kind, **options)
+    reference.flush()  # tied weights arrive
+    other.load_state_dict(through_a_file(reference.state_dict()))
+    for each in (trainer, other):
+        feed(each, DATA[3 * accumulate :])
+        each.flush()
+    assert same(weights(net), weights(later))
+
+
+@pytest.mark.parametrize(("at", "backend"), [(4, "static"), (6, "eager"), (8, "static")])
+def test_a_resumed_run_is_the_uninterrupted_one(at: int, backend: str) -> None:
+    """Saved before the second update, where the phases meet, and with the pipeline half full."""
+    options: Any = {"synchronous": 2, "accumulate": 3, "backend": backend, "weights": "predicted"}
+    nets = fresh(Plain), fresh(Plain)
+    trainers = [net.trainer(ahead, F.cross_entropy, **options) for net in nets]
+    feed(trainers[0], DATA[:at])
+    state = through_a_file(trainers[0].state_dict())
+    trainers[1].load_state_dict(state)
+    for trainer in trainers:
+        feed(trainer, DATA[at:])
+        assert trainer.runner.is_active == (backend == "static")
+    assert same(trainers[0].state_dict(), trainers[1].state_dict())
+    if at == 4:
+        options["synchronous"] = 1
+        with pytest.raises(InputError, match="cut or scheduled otherwise"):
+            fresh(Plain).trainer(ahead, F.cross_entropy, **options).load_state_dict(state)
+
+
+def test_static_steps_begin_after_it() -> None:
+    ends = []
+    for backend in ("eager", "static"):
+        net = fresh(Plain, 2)
+        trainer = net.trainer(ahead, F.cross_entropy, backend=backend, synchronous=5)
+        feed(trainer, DATA)
+        trainer.flush()
+        ends.append(weights(net))
+    assert same(*ends)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    net = fresh(Plain)
+    with pytest.raises(InputError, match=r"'1f1b' never applies late gradients"):
+        net.trainer(momentum, F.cross_entropy, method="1f1b", synchronous=2)
+    with pytest.raises(InputError, match="synchronous=-1; use a whole number of updates"):
+        net.trainer(momentum, F.cross_entropy, synchronous=-1)
+    with pytest.raises(InputError, match="call it after them"):
+        net.trainer(momentum, F.cross_entropy, synchronous=2).watch()
