@@ -53,6 +53,7 @@ class Recompiler:
         guards: tuple[Guards, ...],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        fixed_batch: bool = False,
     ) -> Rewired:
         """The rewired model for a call.
 
@@ -61,12 +62,15 @@ class Recompiler:
             guards: the guards of all captures so far, which name the attributes.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
+            fixed_batch: for the batch size of this call alone. A batch of one is captured as one
+                of two otherwise, but Python may compare it with a size that is always 1.
 
         Raises:
             InputError: for these arguments the rewired model has parameters of other shapes.
         """
         device = device_of_model(net)
-        captured = self._capture(self._with_state_of(net, guards), net, device, args, kwargs)
+        model = self._with_state_of(net, guards)
+        captured = self._capture(model, net, device, args, kwargs, fixed_batch)
         rewired = rewire(captured, find(captured), self._policy)
         verify_rewired(captured, rewired)
         _adopt_constants(net, rewired.root, device)
@@ -80,6 +84,7 @@ class Recompiler:
         device: torch.device,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        fixed_batch: bool,
     ) -> Captured:
         constants = {
             name: buffer.detach().cpu()
@@ -92,7 +97,7 @@ class Recompiler:
                 args, kwargs = pytree.tree_map_only(
                     torch.Tensor, lambda t: t.detach().to("meta"), (args, dict(kwargs))
                 )
-            example = make_example(model, args, kwargs)
+            example = make_example(model, args, kwargs, fixed_batch)
             return capture_with(self._frontend, model, example, self._leaves, device, constants)[0]
 
     def _with_state_of(self, net: nn.Module, guards: Iterable[Guards]) -> nn.Module:

@@ -516,3 +516,20 @@ def test_classes_are_left_as_they_were() -> None:
     before = Config.__getattribute__
     configured()
     assert Config.__getattribute__ is before
+
+
+def on_batch_of_one(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    always_one = torch.arange(x.shape[1])[None]
+    return h * 2 if x.shape[0] != always_one.shape[0] else h
+
+
+def test_an_example_with_one_sample_serves_one_sample_and_many() -> None:
+    model, x = Blocks(on_batch_of_one), torch.randn(4, 6, WIDTH)
+    net = revcompile.reversify(model, x[:1], policy="pretrained")
+    for batch in (x[:1], x, x[1:2], x[:3]):
+        anew = revcompile.reversify(model, batch.repeat(2, 1, 1), policy="pretrained")
+        if len(batch) > 1:
+            assert torch.equal(net(batch), anew(batch))
+        else:
+            assert not torch.allclose(net(batch), anew(batch.expand(2, -1, -1))[:1])
+    assert gradients(net, x[:1])

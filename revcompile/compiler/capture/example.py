@@ -59,9 +59,12 @@ class Example:
 
 
 def make_example(
-    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    fixed_batch: bool = False,
 ) -> Example:
-    """Bind and flatten example arguments, and derive a second batch size."""
+    """Bind and flatten example arguments, and derive a second batch size unless it is fixed."""
     _refuse_wrapped(model)
     check_examples(model, example_inputs, example_kwargs)
     args = _as_args(model, example_inputs, example_kwargs)
@@ -85,7 +88,9 @@ def make_example(
         raise InputError("capture: the example inputs have no samples; pass a batch of two or more")
     size = 1 if first is None else first.shape[0]
     batched = [i for i in where if leaves[i].dim() and leaves[i].shape[0] == size]
-    if size == 1:
+    if fixed_batch:
+        batched = []
+    elif size == 1:
         leaves, size = _grown(leaves, batched, 0), 2
     tensor_labels = tuple(labels[i] for i in where)
     return Example(
@@ -96,7 +101,7 @@ def make_example(
         grown=tuple(_grown(leaves, batched, 0)),
         names=_names(tensor_labels),
         labels=tensor_labels,
-        batch=(size, size + 1),
+        batch=(size, size if fixed_batch else size + 1),
     )
 
 

@@ -415,8 +415,11 @@ def _mismatch(guard: AttributeGuard, module: nn.Module) -> Mismatch | None:
 # -- the captures of one model --------------------------------------------------------------------
 
 
-Recapture = Callable[[nn.Module, tuple[Guards, ...], tuple[Any, ...], Mapping[str, Any]], Rewired]
-"""Captures the model of a root in its present state, for the arguments of a call."""
+Recapture = Callable[
+    [nn.Module, tuple[Guards, ...], tuple[Any, ...], Mapping[str, Any], bool], Rewired
+]
+"""Captures the model of a root in its present state, for the arguments of a call; the last
+argument: for its batch size alone?"""
 
 _MOST: Final = 64
 """More captures of one model are an accident: a size that is new at every call."""
@@ -472,18 +475,23 @@ class Cases:
                 f"It has been captured for {_MOST} cases already; give it inputs of fewer sizes "
                 "(pad them), or keep the module that reads this with leaf_modules=[...].",
             )
-        try:
-            rewired = self.recapture(root, tuple(r.guards for r, _ in self._cases), args, kwargs)
-        except Exception as error:
-            raise problem.error(
-                name,
-                f"Capturing the model for this case failed: {error}\nCompile it again with "
-                "example inputs of this case, or keep the module that reads this as one piece with "
-                "leaf_modules=[...].",
-            ) from error
-        rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
-        case = rewired, GuardChecker(rewired.guards)
-        remaining = case[1].failing(root, values)
+        remaining: Mismatch | None = problem
+        for fixed_batch in (False, True):
+            try:
+                guards = tuple(r.guards for r, _ in self._cases)
+                rewired = self.recapture(root, guards, args, kwargs, fixed_batch)
+            except Exception as error:
+                raise problem.error(
+                    name,
+                    f"Capturing the model for this case failed: {error}\nCompile it again with "
+                    "example inputs of this case, or keep the module that reads this as one piece "
+                    "with leaf_modules=[...].",
+                ) from error
+            rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
+            case = rewired, GuardChecker(rewired.guards)
+            remaining = case[1].failing(root, values)
+            if remaining is None:
+                break
         if remaining is not None:
             raise remaining.error(name, "Compile it again with example inputs of this case.")
         self._cases.append(case)
