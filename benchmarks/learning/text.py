@@ -8,8 +8,9 @@ updates; the last tenth of the text is for validation, every 100 updates. What h
 folder is not trained again. Every row is the best validation loss of its run; where several
 learning rates of a setting were trained, `--show` gives the best one and says which.
 
-Tables: weights (8 stages, an update every micro-batch), accumulated (the same with micro-batches of
-8 and an update every 8), orders (12 stages, and the paper's order), wide (GPT-2 small's sizes).
+Tables: weights (8 stages, an update every micro-batch), start (the same with a tenth of the updates
+without delay first), accumulated (micro-batches of 8 and an update every 8), orders (12 stages, and
+the paper's order), wide (GPT-2 small's sizes).
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Training:
     accumulate: int = 1
     order: str | None = None
     weights: str | None = None
+    synchronous: int = 0
+    """Updates without delay at the start."""
     updates: int = 1200
     seed: int = 0
     size: str = "char"
@@ -77,8 +80,9 @@ class Training:
         """Its name without learning rate and seed."""
         order = f"-{self.order}" if self.order else ""
         weights = f"-{self.weights}" if self.weights else ""
+        start = f"-sync{self.synchronous}" if self.synchronous else ""
         where = f"{self.size}-{self.stages}stages-k{self.accumulate}"
-        return f"{where}-{self.method}{weights}{order}-{self.optimizer}"
+        return f"{where}-{self.method}{weights}{order}{start}-{self.optimizer}"
 
     @property
     def name(self) -> str:
@@ -267,6 +271,7 @@ def _trainer(
         param_groups=muon_groups(model, adamw=["head", "positions"]) if is_muon else None,
         autocast=torch.bfloat16 if on_gpu else None,
         seed=training.seed,
+        synchronous=training.synchronous,
         **chosen,
     )
 
@@ -291,7 +296,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float, bool], torch.optim.Optimizer]] = {
 # -- tables ----------------------------------------------------------------------------------------
 
 _RATES = {"adamw": (1e-3, 3e-4), "delay-aware-adamw": (3e-4,)}
-_MUON_RATES = (0.01, 0.005)
+_MUON_RATES = (0.02, 0.01, 0.005)
 
 
 def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:
@@ -313,6 +318,16 @@ def _weights(updates: int, size: str) -> Iterator[Training]:
         ("petra", None, "adamw"),
         updates=updates,
         size=size,
+    )
+
+
+def _start(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, "muon-feedback"),
+        ("petra", "predicted", "muon-feedback"),
+        updates=updates,
+        size=size,
+        synchronous=updates // 10,
     )
 
 
@@ -352,6 +367,7 @@ def _wide(updates: int, size: str) -> Iterator[Training]:
 
 TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
     "weights": _weights,
+    "start": _start,
     "accumulated": _accumulated,
     "orders": _orders,
     "wide": _wide,
@@ -364,7 +380,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         dataclasses.replace(training, seed=seed)
         for seed, table in itertools.product(range(options.seeds), options.table)
         for training in TABLES[table](options.updates, options.size)
-        if options.only in training.name
+        if any(part in training.name for part in options.only)
     ]
     known = gather(options.out)
     if not options.show:
@@ -399,7 +415,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", nargs="+", choices=TABLES, default=["weights"])
     parser.add_argument("--data", type=Path, help="a text file", default=Path("data/input.txt"))
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--updates", type=int, default=1200)
     parser.add_argument("--size", choices=SIZES, default="char")
