@@ -1,4 +1,7 @@
-"""What stage programs call besides torch.
+"""The steps of couplings, which chains and stage programs are made of, and what else programs call.
+
+    couple      plus(a, F(b), grid)
+    uncouple    x = stream_leaf(b), F(x) with autograd on; minus(y, F(x), grid); branch_vjp(x, ...)
 
 Programs start with autograd off and running statistics frozen. The code of a stage
 (`ir.stage_code`), as it is printed, calls the functions of the last section. In the flat graphs
@@ -8,22 +11,29 @@ that run their steps are inlined, with `recording` to switch autograd and statis
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import has_torch_function
 
 from revcompile.ir import ops
+from revcompile.ir.module_tree import is_cast
 from revcompile.kernels.autocast import LOW_PRECISION
-from revcompile.kernels.exact_sum import add, grid_for, rounded, subtract
+from revcompile.kernels.batch_norm import bn_relu
+from revcompile.kernels.exact_sum import add, add_or_subtract, grid_for, rounded, subtract
+from revcompile.kernels.gradient_sum import GradientSum, add_gradients
 
 __all__ = [
     "accumulate_vjp",
+    "branch_vjp",
+    "call_bn_relu",
     "call_norm",
+    "cast_gradient",
     "detached",
     "enter_chain",
     "is_seeded_elsewhere",
@@ -31,14 +41,18 @@ __all__ = [
     "largest",
     "leaf",
     "minus",
+    "minus_and_cast",
     "mix",
     "plus",
+    "plus_and_cast",
+    "read_stream",
     "recompute_vjp",
     "record",
     "recording",
     "reseed",
     "seed_of",
     "seeding",
+    "stream_leaf",
     "total",
     "uncouple",
     "vjp",
@@ -62,8 +76,24 @@ def call_norm(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     A branch runs twice for each micro-batch, in forward and in backward, and is recorded once.
     """
+    return _with_statistics(module, module, *args, **kwargs)
+
+
+def call_bn_relu(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Tensor:
+    """`relu(call_norm(norm, x))`, in one pass over memory where that pays, captured or not.
+
+    A micro-batch may be captured in one pass and not in the other, and on a rank in none: the
+    kernels have to be the same everywhere.
+    """
+    out: Tensor = _with_statistics(norm, bn_relu, norm, relu, x, True)
+    return out
+
+
+def _with_statistics(
+    module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not ops.statistics_frozen:
-        return module(*args, **kwargs)
+        return function(*args, **kwargs)
     moving = [
         norm
         for norm in module.modules()
@@ -72,7 +102,7 @@ def call_norm(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for norm in moving:
         norm.__dict__["track_running_stats"] = False
     try:
-        return module(*args, **kwargs)
+        return function(*args, **kwargs)
     finally:
         for norm in moving:
             norm.__dict__["track_running_stats"] = True
@@ -83,6 +113,46 @@ def leaf(x: Any) -> Any:
     if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
         return x.detach().requires_grad_()
     return x
+
+
+def stream_leaf(
+    b: Tensor,
+    reader: nn.Module | bool = False,
+    copy: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    is_viewed: bool = True,
+) -> Tensor:
+    """The stream that a branch reads, as the beginning of a new autograd graph for `branch_vjp`.
+
+    It has the dtype in which the branch reads it. Its gradient then comes in that dtype, and is
+    converted to float32 only when it is added to others.
+
+    Args:
+        b: The stream.
+        reader: The layer that alone reads the stream, if autocast casts the stream for it; True
+            if a function does.
+        copy: The stream in the dtype of autocast, if that is known.
+        dtype: The model's own, where streams have more bits.
+        is_viewed: False if no module hooks look at it: those of torch's FlopCounterMode fail on a
+            leaf in `autograd.grad`.
+    """
+    x = read_stream(b, reader, copy).detach()
+    if dtype is not None and x.dtype == torch.float32:
+        x = x.to(dtype)
+    x.requires_grad_()
+    if is_viewed:
+        is_on = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        x = x.view_as(x)
+        torch._C._set_grad_enabled(is_on)
+    return GradientSum().attach(x)
+
+
+def read_stream(b: Tensor, reader: nn.Module | bool, copy: Tensor | None) -> Tensor:
+    """A stream in the dtype in which its only reader reads it (arguments as of `stream_leaf`)."""
+    if reader is False or (reader is not True and not is_cast(reader)):
+        return b
+    return ops.as_read(b) if copy is None else copy
 
 
 def detached(x: Any) -> Any:
@@ -102,23 +172,73 @@ def vjp(
     >>> vjp((x * x,), (torch.ones(2),), (x,), ())
     (tensor([4., 6.]),)
     """
-    seeds = [
-        (output, gradient.to(output.dtype))
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if gradient is not None and isinstance(output, Tensor) and output.requires_grad
-    ]
-    targets = [
-        (index, tensor)
-        for index, tensor in enumerate((*inputs, *parameters))
-        if isinstance(tensor, Tensor) and tensor.requires_grad
-    ]
-    results: list[Tensor | None] = [None] * (len(inputs) + len(parameters))
-    if seeds and targets:
-        ends, given = zip(*seeds, strict=True)
-        grads = torch.autograd.grad(ends, [t for _, t in targets], given, allow_unused=True)
-        for (index, tensor), grad in zip(targets, grads, strict=True):
-            results[index] = laid_out_like(tensor, grad) if index < len(inputs) else grad
-    return tuple(results)
+    grads = _gradients(outputs, gradients, (*inputs, *parameters))
+    return *map(laid_out_like, inputs, grads), *grads[len(inputs) :]
+
+
+def branch_vjp(
+    x: Tensor,
+    own: Tensor | None,
+    outputs: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    inputs: Sequence[Any],
+    parameters: Sequence[Tensor],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients through a branch that reads the stream `x`, made by `stream_leaf`.
+
+    Args:
+        x: The stream.
+        own: Its own gradient, to which that through the branch is added.
+        outputs: What the branch has returned.
+        gradients: Of `outputs`.
+        inputs: The branch's further inputs.
+        parameters: Those of the branch.
+        dtype: A second dtype for the gradient of the stream.
+
+    Returns:
+        The gradient of the stream, the same in the second dtype if one kernel wrote both, then
+        those of `inputs` and of `parameters`.
+    """
+    total = GradientSum.of(x) or GradientSum()
+    total.begin(own, dtype)
+    through, *others = _gradients(outputs, gradients, (x, *inputs, *parameters))
+    of_x, copy = total.finish(laid_out_like(x, through) if own is None else through)
+    if inputs:
+        others[: len(inputs)] = map(laid_out_like, inputs, others)
+    return of_x, copy, *others
+
+
+def _gradients(
+    outputs: Sequence[Any], gradients: Sequence[Tensor | None], inputs: Sequence[Any]
+) -> Sequence[Tensor | None]:
+    ends, seeds = [], []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None and isinstance(output, Tensor) and output.requires_grad:
+            ends.append(output)
+            is_cast = gradient.dtype != output.dtype
+            seeds.append(gradient.to(output.dtype) if is_cast else gradient)
+    targets = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+    if not ends or not targets:
+        return [None] * len(inputs)
+    grads = _differentiated(tuple(ends), tuple(targets), tuple(seeds))
+    if len(grads) == len(inputs):
+        return grads
+    remaining = iter(grads)
+    is_target = (isinstance(t, Tensor) and t.requires_grad for t in inputs)
+    return [next(remaining) if given else None for given in is_target]
+
+
+def _differentiated(
+    outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], seeds: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` with `allow_unused`, for seeds that have the outputs' shapes.
+
+    Without its checks in Python, which take as long as differentiating a small layer.
+    """
+    if has_torch_function((*outputs, *inputs)):
+        return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+    return _engine_run_backward(outputs, seeds, False, False, inputs, True, accumulate_grad=False)
 
 
 def laid_out_like(value: Tensor, gradient: _Gradient) -> _Gradient:
@@ -136,7 +256,7 @@ def laid_out_like(value: Tensor, gradient: _Gradient) -> _Gradient:
 def total(*gradients: Tensor | None) -> Tensor | None:
     """The sum of the gradients that are not None."""
     present = [gradient for gradient in gradients if gradient is not None]
-    return functools.reduce(operator.add, present) if present else None
+    return functools.reduce(lambda a, b: add_gradients(a, b)[0], present) if present else None
 
 
 def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
@@ -173,6 +293,25 @@ def plus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
 def minus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
     """`y - F(b)`, exact on the grid if there is one; neither's autograd graph is continued."""
     return subtract(stream.detach(), addend.detach(), grid)
+
+
+def plus_and_cast(
+    stream: Tensor, addend: Tensor, grid: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`plus`, also in the dtype of autocast if one kernel writes both."""
+    return add_or_subtract(stream, addend, grid, False, True)
+
+
+def minus_and_cast(
+    stream: Tensor, addend: Tensor, grid: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`minus`, also in the dtype of autocast if one kernel writes both."""
+    return add_or_subtract(stream.detach(), addend.detach(), grid, True, True)
+
+
+def cast_gradient(gradient: Tensor, copy: Tensor | None, output: Any) -> Tensor:
+    """The copy of a gradient, if it has the dtype of the output that the gradient is of."""
+    return gradient if copy is None or copy.dtype != output.dtype else copy
 
 
 def mix(key: int, number: int) -> int:
@@ -237,10 +376,16 @@ def accumulate_vjp(
     """Gradients of the inputs; those of the model's parameters are added to `grads`, by name."""
     parameters = dict(model.named_parameters())
     results = vjp(outputs, gradients, inputs, list(parameters.values()))
-    for name, gradient in zip(parameters, results[len(inputs) :], strict=True):
+    _accumulate(parameters, results[len(inputs) :], grads)
+    return results[: len(inputs)]
+
+
+def _accumulate(
+    names: Iterable[str], gradients: Sequence[Tensor | None], grads: dict[str, Tensor]
+) -> None:
+    for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
             grads[name] = grads[name] + gradient if name in grads else gradient
-    return results[: len(inputs)]
 
 
 def recompute_vjp(
@@ -290,9 +435,10 @@ def uncouple(
     Returns:
         `a, b, da, db` before the coupling, then a gradient (or None) for each side.
     """
-    x = leaf(a)
+    x, parameters = stream_leaf(a), dict(model.named_parameters())
     outputs = record(branch, model, x, *sides)
     outputs = outputs if extras else (outputs,)
     rebuilt = minus(b, outputs[0], grid)
-    of_x, *of_sides = accumulate_vjp(model, outputs, (db, *extras), (x, *sides), grads)
-    return rebuilt, a, db, total(da, of_x), *of_sides
+    of_x, _, *results = branch_vjp(x, da, outputs, (db, *extras), sides, list(parameters.values()))
+    _accumulate(parameters, results[len(sides) :], grads)
+    return rebuilt, a, db, of_x, *results[: len(sides)]

@@ -72,9 +72,19 @@ def _recording_to(
         _active.reset(token)
 
 
-def bn_relu(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Tensor:
-    """`relu(norm(x))`; `F.relu` if the ReLU is no layer."""
-    if not _pays(x) or not _is_supported(norm, x) or _has_hooks(norm) or _has_hooks(relu):
+def bn_relu(
+    norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor, captured_or_not: bool = False
+) -> Tensor:
+    """`relu(norm(x))`; `F.relu` if the ReLU is no layer.
+
+    With `captured_or_not` the kernels run where they pay without capture too.
+    """
+    if (
+        not _pays(x, captured_or_not)
+        or not _is_supported(norm, x)
+        or _has_hooks(norm)
+        or _has_hooks(relu)
+    ):
         normed = norm(x)
         plain: Tensor = F.relu(normed) if relu is None else relu(normed)
         return plain
@@ -114,13 +124,13 @@ def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:
     )
 
 
-def _pays(x: Tensor) -> bool:
+def _pays(x: Tensor, captured_or_not: bool = False) -> bool:
     """Is it a large tensor on a GPU? `torch.compile` has kernels of its own."""
     if not x.is_cuda or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     count = x.numel()
-    if count >= MIN_ELEMENTS_UNCAPTURED:
-        return True
+    if captured_or_not or count >= MIN_ELEMENTS_UNCAPTURED:
+        return count >= MIN_ELEMENTS_UNCAPTURED
     return count >= MIN_ELEMENTS and torch.cuda.is_current_stream_capturing()
 
 

@@ -38,10 +38,10 @@ class GradientSum:
         setattr(stream, _NAME, self)
         return stream
 
-    def begin(self, own: Tensor, dtype: torch.dtype | None = None) -> None:
+    def begin(self, own: Tensor | None, dtype: torch.dtype | None = None) -> None:
         """Set the stream's own gradient, and a second dtype in which the sum is to be written."""
         self._own, self._written = own, None
-        self._dtype = None if dtype == own.dtype else dtype
+        self._dtype = None if own is None or dtype == own.dtype else dtype
 
     def addend_for(self, reader: Tensor) -> tuple[Tensor | None, torch.dtype | None]:
         """The stream's own gradient, if a reader's kernel may add it, and the second dtype.
@@ -59,12 +59,11 @@ class GradientSum:
         """A reader's kernel has written the sum, and its copy in the second dtype."""
         self._written = total, copy
 
-    def finish(self, through: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, through: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The sum, from the gradient that autograd returned for the branch, and its copy."""
         own, self._own = self._own, None
-        assert own is not None, "begin() comes first"
-        if through is None:
-            return own, None
+        if own is None or through is None:
+            return own if through is None else through, None
         if self._written is None:
             return add_gradients(own, through, self._dtype)
         (total, copy), self._written = self._written, None

@@ -172,10 +172,10 @@ def test_verbose_code_is_the_graph_that_runs() -> None:
         "blocks_2 = self.blocks[2](add_1_b)",
         "tanh_2 = torch.tanh(blocks_2)",
         "add_2_b = plus(add_1_a, tanh_2, stem_a_grid)",
-        "add_2_a_leaf = leaf(add_2_a)",
+        "add_2_a_leaf = stream_leaf(add_2_a)",
         "add_1_a = minus(add_2_b, tanh_2, stem_a_grid)",
-        "grads = vjp((tanh_2,), (grad_add_2_b,), (add_2_a_leaf,), ",
-        "grad_add_1_b = total(grad_add_2_a, ",
+        "grads = branch_vjp(add_2_a_leaf, grad_add_2_a, (tanh_2,), (grad_add_2_b,), (), ",
+        "grad_add_1_b = grads[0]",
     ]:
         assert line in text, line
 

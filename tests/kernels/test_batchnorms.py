@@ -61,7 +61,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         works_on=lambda device, dtype: True,
     )
     monkeypatch.setattr(batchnorms, "_kernels", lambda: stand_in)
-    monkeypatch.setattr(batchnorms, "_pays", lambda x: True)
+    monkeypatch.setattr(batchnorms, "_pays", lambda *given: True)
     return asked
 
 
@@ -104,7 +104,7 @@ def test_a_step_and_its_statistics(kernels: list[str], monkeypatch: pytest.Monke
         found = gradients(net, x)
         again = ["bn_relu_forward as known"] * 2 + ["bn_relu_backward"] * 2
         assert kernels == ["bn_relu_forward"] * 6 + again * 3
-        monkeypatch.setattr(batchnorms, "_pays", lambda x: False)
+        monkeypatch.setattr(batchnorms, "_pays", lambda *given: False)
         expected = gradients(twin, x)
     deviation, where = worst(expected, found)
     assert deviation < 1e-2, where
@@ -242,3 +242,29 @@ def test_only_a_batch_norm_that_a_relu_alone_reads(
     joined = [node.target is bn_relu for node in fuse_bn_relu(coupling.branch, net).nodes]
     assert joined.count(True) == expected
     assert str(coupling.branch) == before
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_stages_move_running_statistics_once(
+    backend: Any, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 8, 6, 6).to(memory_format=LAST), torch.randn(2, 8, 6, 6)
+    net = revcompile.petrafy(_Convs().to(memory_format=LAST), 2, x, check="off")
+    trained = []
+    for is_on in (True, False):
+        monkeypatch.setattr(batchnorms, "_pays", lambda *given, is_on=is_on: is_on)
+        trainer = copy.deepcopy(net).trainer(
+            lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            F.mse_loss,
+            autocast=torch.bfloat16,
+            backend=backend,
+        )
+        for _ in range(6):
+            trainer.step(x, target)
+        trainer.flush()
+        trained.append(dict(trainer.model.state_dict()))
+    assert kernels.count("bn_relu_forward") == 2 * kernels.count("bn_relu_backward") == 2 * 6 * 6
+    assert [trained[0][name] for name in trained[0] if "num_batches" in name] == [6] * 6
+    for name, value in trained[1].items():
+        assert torch.allclose(trained[0][name], value, atol=1e-2), name

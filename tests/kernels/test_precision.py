@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
+from revcompile.ir import stage_ops
 from revcompile.ir.module_tree import has_autocast_consumer
 from revcompile.ir.ops import as_read
 from revcompile.kernels import exact_sum as grid
@@ -22,6 +23,9 @@ from revcompile.kernels import triton_kernels as kernels
 from revcompile.runtime.reversible import coupling
 from revcompile.runtime.reversible import module as reversible
 from revcompile.runtime.reversible.precision_rewrites import cast_down
+from revcompile.runtime.stage import stage as stages
+
+BF16 = torch.bfloat16
 
 
 class _Widened(TorchDispatchMode):
@@ -286,3 +290,40 @@ def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.M
     total, copied = kernels.add_and_cast(stream, addend, torch.float16, g, is_minus=True)
     assert torch.equal(total, grid.subtract(stream, addend, g))
     assert torch.equal(copied, total.half())
+
+
+@pytest.mark.parametrize("first", [nn.Identity, _Functional, nn.ReLU])
+def test_stages_read_sums_as_they_were_copied(
+    first: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net = revcompile.petrafy(_Stack(first), 2, X, check="off")
+    parts = net.partition.parts
+    assert [sum(piece.reversible for piece in part.pieces) for part in parts] == [2, 1]
+    trained, casts, widened = [], [], []
+    for kind in ("plain", "rewritten", "copied"):
+        if kind == "plain":
+            rewrite = stages.cast_streams
+            monkeypatch.setattr(stages, "cast_streams", lambda graph, root, dtype: graph)
+        elif kind == "rewritten":
+            monkeypatch.setattr(stages, "cast_streams", rewrite)
+        else:
+            monkeypatch.setattr(stage_ops, "add_or_subtract", _copied)
+            monkeypatch.setattr(sums, "add_gradients", _copied_gradient)
+        trainer = copy.deepcopy(net).trainer(
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1), F.mse_loss, autocast=BF16
+        )
+        with _Widened(X.shape) as seen:
+            for _ in range(6):
+                trainer.step(X, X)
+            trainer.flush()
+        trained.append(trainer.model.state_dict())
+        casts.append(seen.casts_down)
+        widened.append(seen.count)
+    for other in trained[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in trained[0].items())
+    is_read_cast = first is not nn.ReLU
+    assert widened[0] - widened[1] == 6 * 3 * is_read_cast
+    assert casts[0] == casts[1]
+    # In each pass the second of the first stage's two blocks, and the gradient of the first.
+    assert casts[1] - casts[2] == 6 * (2 * is_read_cast + 1)

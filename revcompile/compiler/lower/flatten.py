@@ -30,7 +30,9 @@ from revcompile.ir.types import TYPE
 
 __all__ = ["flatten"]
 
-_REMOVABLE: Final = (operator.getitem, stage_ops.leaf, stage_ops.minus, stage_ops.total)
+_REMOVABLE: Final = (
+    *(operator.getitem, stage_ops.leaf, stage_ops.minus, stage_ops.stream_leaf, stage_ops.total),
+)
 """Functions without side effects, called by expanded calls whose results may not all be read."""
 
 Names = Sequence[str | None]
@@ -177,13 +179,12 @@ class _Flattener:
         self, names: Names, arguments: Sequence[Any], extras: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
         branch, model, a, b, da, db, grid, of_parameters, *sides = arguments
-        inputs = (self.call(stage_ops.leaf, a, name=f"{a.name}_leaf"), *sides)
-        outputs = self.record((), (branch, model, *inputs))
+        x = self.call(stage_ops.stream_leaf, a, name=f"{a.name}_leaf")
+        outputs = self.record((), (branch, model, x, *sides))
         rebuilt = self.call(stage_ops.minus, b, outputs[0], grid, name=names[0])
-        of_inputs = ("grad", *names[4:])
-        of_x, *of_sides = self._vjp(of_inputs, outputs, (db, *extras), inputs, of_parameters)
-        if da is not None:
-            of_x = self.call(stage_ops.total, da, of_x, name=names[3])
+        of_x, *of_sides = self._vjp(
+            names[3:], outputs, (db, *extras), sides, of_parameters, stream=(x, da)
+        )
         return rebuilt, a, db, of_x, *of_sides
 
     def _vjp(
@@ -193,12 +194,19 @@ class _Flattener:
         gradients: Sequence[Any],
         inputs: Sequence[Any],
         of_parameters: ParameterGradients,
+        stream: tuple[Any, ...] = (),
     ) -> tuple[Any, ...]:
-        """Gradients of the inputs that have names: the others are no leaves."""
+        """Gradients of the inputs that have names: the others are no leaves.
+
+        Through a branch: also, and first, that of the stream which it reads. `stream` is that and
+        its own gradient.
+        """
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        of_stream, names = names[: bool(stream)], names[bool(stream) :]
         leaves = [index for index, name in enumerate(names) if name is not None]
         results = self.call(
-            stage_ops.vjp,
+            stage_ops.branch_vjp if stream else stage_ops.vjp,
+            *stream,
             tuple(outputs[index] for index in present),
             tuple(gradients[index] for index in present),
             tuple(inputs[index] for index in leaves),
@@ -206,12 +214,12 @@ class _Flattener:
             name="grads",
         )
         of_inputs: list[fx.Node | None] = [None] * len(inputs)
-        for place, index in enumerate(leaves):
+        for place, index in enumerate(leaves, len(stream)):
             of_inputs[index] = self.item(results, place, names[index])
-        for place, name in enumerate(of_parameters.names, len(leaves)):
+        for place, name in enumerate(of_parameters.names, len(stream) + len(leaves)):
             of_parameter = self.item(results, place, f"grad_{name}")
             self.of_parameters.setdefault(name, []).append(of_parameter)
-        return tuple(of_inputs)
+        return *(self.item(results, 0, name) for name in of_stream), *of_inputs
 
 
 _EXPANDED: Final[dict[Any, Callable[..., tuple[Any, ...]]]] = {

@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from revcompile.ir.ops import as_read
-from revcompile.ir.stage_ops import laid_out_like
+from revcompile.ir.stage_ops import branch_vjp, laid_out_like, stream_leaf
 from revcompile.kernels.exact_sum import add_or_subtract, grid_for, rounded, subtract
-from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.runtime.reversible.bindings import Bindings, Bound
 from revcompile.runtime.reversible.hooks import (
     ShardedModule,
@@ -54,7 +52,6 @@ from revcompile.runtime.reversible.replay import (
 )
 from revcompile.runtime.reversible.transforms import (
     differentiable_once,
-    gradients,
     is_transformed,
 )
 
@@ -309,10 +306,8 @@ class _Rebuilt:
     index: int
     a: Tensor
     b: Tensor
-    leaf: Tensor
-    """`b`, or its cast copy, as the beginning of the graph."""
-    gradient: GradientSum
-    """Of `b`: its own plus that through the branch."""
+    x: Tensor
+    """`b` as the beginning of the graph, in the dtype in which F reads it."""
     sides: list[Tensor]
     """The block's side tensors in the graph."""
     parameters: Sequence[Tensor]
@@ -446,48 +441,23 @@ def _rebuild(
     if stand_ins:
         parameters = [stand_ins.get(id(p), p) for p in parameters]
     with bound.restored(stand_ins), node.replay.replay():
-        source = (b if cast_b is None else cast_b).detach()
-        leaf = _cast_like_reader(source, block, call.cast).requires_grad_()
-        gradient = GradientSum()
+        is_read_cast = call.cast is None and block.has_autocast_consumer
+        x = stream_leaf(b, is_read_cast, cast_b, call.cast, is_viewed=bound.has_hooks())
         with torch.enable_grad():
-            # A view: module hooks (torch's FlopCounterMode) fail on a leaf in `autograd.grad`.
-            read = gradient.attach(leaf.view_as(leaf) if bound.has_hooks() else leaf)
-            addend, extras = _run_branch(call.root, block, read, used, call.cast)
+            addend, extras = _run_branch(call.root, block, x, used, call.cast)
         wants_cast = call.wants_cast(node.index, -1)
         a, copy = add_or_subtract(y, addend, call.grid, True, wants_cast)
-    results = addend, *extras
-    return _Rebuilt(node.index, a, b, leaf, gradient, sides, parameters, results, copy, stream)
-
-
-def _cast_like_reader(b: Tensor, block: Block, cast: torch.dtype | None) -> Tensor:
-    """`b` in the dtype in which F reads it.
-
-    Its gradient then comes in that dtype, and is converted to float32 only when it is added.
-    """
-    if cast is None:
-        return as_read(b) if block.has_autocast_consumer else b
-    return b.to(cast) if b.dtype == torch.float32 else b
+    return _Rebuilt(node.index, a, b, x, sides, parameters, (addend, *extras), copy, stream)
 
 
 def _differentiate(
     node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grads: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Differentiate F: the gradient of `b` (also cast, if known), and of sides and parameters."""
-    inputs = [*(t for t in rebuilt.sides if t.requires_grad), *rebuilt.parameters]
-    pairs = zip(rebuilt.results, grads, strict=True)
-    seeded = [
-        (out, seed if seed.dtype == out.dtype else seed.to(out.dtype))
-        for out, seed in pairs
-        if out.requires_grad
-    ]
-    input_grads: Sequence[Tensor | None] = [None] * len(inputs)
-    cast_grad_b: Tensor | None = None
-    if seeded:
-        outputs, seeds = zip(*seeded, strict=True)
-        rebuilt.gradient.begin(grad_b, _previous_dtype(node))
-        with gradient_hooks_silenced(rebuilt.parameters):
-            through_branch, *input_grads = gradients(outputs, (rebuilt.leaf, *inputs), seeds)
-        grad_b, cast_grad_b = rebuilt.gradient.finish(through_branch)
-    remaining = iter(input_grads)
-    side_grads = [next(remaining) if t.requires_grad else None for t in rebuilt.sides]
-    return grad_b, cast_grad_b, [*side_grads, *remaining]
+    inputs = rebuilt.sides, rebuilt.parameters
+    with gradient_hooks_silenced(rebuilt.parameters):
+        of_b, cast_of_b, *others = branch_vjp(
+            rebuilt.x, grad_b, rebuilt.results, grads, *inputs, _previous_dtype(node)
+        )
+    assert of_b is not None
+    return of_b, cast_of_b, others

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from revcompile.ir.module_tree import casts_input
 from revcompile.ir.ops import as_read, matching
+from revcompile.ir.stage_ops import call_bn_relu, call_norm
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
 
@@ -124,9 +125,15 @@ def fuse_bn_relu(graph: fx.Graph, root: nn.Module) -> fx.Graph:
 
 
 def _is_batch_norm(node: fx.Node, root: nn.Module) -> bool:
-    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+    """Is it a call of a batch norm, in a segment's graph or (`call_norm`) in a stage's program?"""
+    called, arguments = node, len(node.args)
+    if node.target is call_norm:
+        called, arguments = node.all_input_nodes[0], arguments - 1
+    elif node.op != "call_module":
         return False
-    layer = root.get_submodule(str(node.target))
+    if arguments != 1 or node.kwargs:
+        return False
+    layer = root.get_submodule(str(called.target))
     return type(layer) is nn.BatchNorm2d and "forward" not in vars(layer)
 
 
@@ -138,13 +145,13 @@ def _is_relu(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _join(norm: fx.Node, relu: fx.Node) -> None:
-    graph = norm.graph
+    graph, is_program = norm.graph, norm.target is call_norm
     with graph.inserting_before(relu):
-        layers = [
-            graph.create_node("get_attr", node.target) if node.op == "call_module" else None
-            for node in (norm, relu)
-        ]
-        both = graph.call_function(bn_relu, (*layers, norm.args[0]))
+        layer = norm.args[0] if is_program else graph.create_node("get_attr", norm.target)
+        is_module = relu.op == "call_module"
+        activation = graph.create_node("get_attr", relu.target) if is_module else None
+        function = call_bn_relu if is_program else bn_relu
+        both = graph.call_function(function, (layer, activation, norm.args[-1]))
     relu.replace_all_uses_with(both)
     graph.erase_node(relu)
     graph.erase_node(norm)

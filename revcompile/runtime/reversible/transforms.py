@@ -15,12 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import has_torch_function
 
 from revcompile.errors import InputError
 
-__all__ = ["differentiable_once", "gradients", "is_transformed"]
+__all__ = ["differentiable_once", "is_transformed"]
 
 _ADVICE: Final = (
     "set net.reversible = False before the forward pass: chains then store their activations and "
@@ -53,18 +51,6 @@ def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
         return _refusing(result, (*grads, *outputs)) if is_recorded else result
 
     return run
-
-
-def gradients(
-    outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...], seeds: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` with `allow_unused`, for seeds that have the outputs' shapes.
-
-    Without its checks in Python, which take as long as differentiating a small layer.
-    """
-    if has_torch_function((*outputs, *inputs)):
-        return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
-    return _engine_run_backward(outputs, seeds, False, False, inputs, True, accumulate_grad=False)
 
 
 def _refusing(grads: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,10 +18,11 @@ from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.stage_ops import is_seeded_elsewhere, mix, recording
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
-from revcompile.runtime.reversible.precision_rewrites import cast_down, match_dtypes
+from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers
 from revcompile.runtime.stage.activations import ActivationStore, Buffers
+from revcompile.runtime.stage.cast_streams import cast_streams
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import ParameterGuard, parameters_of
 from revcompile.runtime.stage.program_facts import (
@@ -140,7 +141,10 @@ class Stage:
         )
         graphs = [program.forward, program.backward]
         if autocast is not None:
+            graphs = [cast_streams(graph, root, autocast) for graph in graphs]
             graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
+            if not self.outlives_updates:  # the kernel computes the ReLU's mask again in backward
+                graphs = [fuse_bn_relu(graph, root) for graph in graphs]
         self._generated = (
             compile_graph(graphs[0], f"stage {program.index} forward"),
             compile_graph(graphs[1], f"stage {program.index} backward"),

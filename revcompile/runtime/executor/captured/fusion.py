@@ -41,7 +41,6 @@ class FusedOps:
         self.plus = self._on_grid(self._compile(_plus), stage_ops.plus)
         self.minus = self._on_grid(self._compile(_minus), stage_ops.minus)
         self._round_to_grid = self._compile(_round_to_grid)
-        self._add = self._compile(_add)
 
     def function(
         self, region: FusionRegion, root: nn.Module, add: FusedAdd | None = None
@@ -76,14 +75,6 @@ class FusedOps:
         grid = make_grid(stage_ops.largest(a).float(), stage_ops.largest(b).float())
         return self._round_to_grid(a, grid), self._round_to_grid(b, grid), grid
 
-    def total(self, *gradients: Tensor | None) -> Tensor | None:
-        """As `stage_ops.total`, also of gradients in several precisions."""
-        given = [gradient for gradient in gradients if gradient is not None]
-        if len(given) == 2 and given[0].dtype != given[1].dtype:
-            total: Tensor = self._add(*given)
-            return total
-        return stage_ops.total(*given)
-
     def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
         def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
             if grid is None or torch.is_grad_enabled():
@@ -106,10 +97,6 @@ def _round_to_grid(x: Tensor, grid: Tensor) -> Tensor:
     return (x.float() + grid) - grid
 
 
-def _add(a: Tensor, b: Tensor) -> Tensor:
-    return a + b
-
-
 def _torch_compile(function: Any) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
     return compiled
@@ -119,7 +106,6 @@ _COMPILED_OPS: Final[dict[Any, str]] = {
     stage_ops.enter_chain: "enter_chain",
     stage_ops.minus: "minus",
     stage_ops.plus: "plus",
-    stage_ops.total: "total",
 }
 """Ops between regions, and the method of `FusedOps` that replaces each."""
 
@@ -134,8 +120,8 @@ def fuse(
     regions = [find_regions(graph, root) for graph in programs]
     for region in regions[1]:
         for node in region.inputs:
-            if node.target is stage_ops.leaf and _is_cast(region, node):
-                node.target = cast_leaf
+            if node.target in (stage_ops.leaf, stage_ops.stream_leaf):
+                node.target = cast_leaf if _is_cast(region, node) else stage_ops.leaf
     fuse_residual_adds(*regions)
     # Forward treats its inputs as backward does, or the recomputed branch might differ.
     leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}

@@ -277,7 +277,8 @@ def _fused_add(region: FusionRegion) -> FusedAdd | None:
     output, node = adds[0]
     others = [user for user in region.outputs[output].users if user is not node]
     inside = set(region.nodes)
-    if any(user.target is not stage_ops.vjp and user not in inside for user in others):
+    vjps = (stage_ops.vjp, stage_ops.branch_vjp)
+    if any(user.target not in vjps and user not in inside for user in others):
         return None
     last = region.nodes[-1]
     if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):
