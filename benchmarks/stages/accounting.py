@@ -31,7 +31,6 @@ from benchmarks.harness import show
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
 from revcompile.compiler.cost import MemoryModel, Workload, segment_costs
-from revcompile.ir.program import Piece
 from revcompile.ir.types import Rewired
 from revcompile.schedule import Keep, Method, Weights, choose
 
@@ -78,7 +77,7 @@ def revnet50() -> Rewired:
 
 def table3(rewired: Rewired, batch: int = BATCH) -> Iterator[Row]:
     """The rows of the table with their totals: one segment a stage."""
-    pieces = tuple(Piece(segment) for segment in rewired.body.segments)
+    pieces = rewired.body.segments
     found = segment_costs(rewired)
     for row in ROWS:
         buffer_bytes = row.buffer_dtype.itemsize if row.buffer_dtype else None

@@ -182,8 +182,9 @@ def _stage(partition: Partition, index: int, sources: _Sources) -> _Stage:
     # Types do not matter here: they are compared with the ports afterwards.
     masks: dict[str, int] = dict(inputs)
     for piece in part.pieces:
-        outputs = _through(piece.segment, sources, masks)
-        masks |= dict(zip(piece.segment.outputs, outputs, strict=True))
+        outputs = _through(piece, sources, masks)
+        names = piece.results if isinstance(piece, Coupling) else piece.outputs
+        masks |= dict(zip(names, outputs, strict=True))
     return _Stage(inputs, {name: masks.get(name, 0) for name in part.outputs})
 
 

@@ -105,7 +105,7 @@ def verify_partition(partition: Partition) -> None:
                 f"stage {before.index} sends {before.outputs}, the next expects {after.inputs}"
             )
     expected = _computations(rewired.body.segments)
-    actual = _computations([piece.segment for part in parts for piece in part.pieces])
+    actual = _computations([piece for part in parts for piece in part.pieces])
     for name in dict.fromkeys((*expected, *actual)):
         if expected[name] != actual[name]:
             problems.append(f"{name} is computed {actual[name]} times, not {expected[name]}")
@@ -174,7 +174,7 @@ def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> N
         name
         for part in partition.parts
         for piece in part.pieces
-        for name in parameter_names(piece.segment.graph, partition.rewired.root)
+        for name in parameter_names(piece.graph, partition.rewired.root)
     }
     problems += [f"no stage computes the gradient of {name}" for name in sorted(used - covered)]
     problems += lost_in_programs(partition, programs)

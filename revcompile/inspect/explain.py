@@ -12,7 +12,7 @@ from revcompile.errors import InputError
 from revcompile.inspect.formatting import bytes_of, size
 from revcompile.inspect.tables import short_range
 from revcompile.inspect.views import modules_of
-from revcompile.ir.program import Part, Partition, Piece, StageProgram
+from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.ir.types import (
     PATH,
     SOURCE,
@@ -21,6 +21,7 @@ from revcompile.ir.types import (
     Residual,
     ResidualKind,
     Rewired,
+    Segment,
     TensorType,
 )
 from revcompile.ir.weight_expansion import WeightExpansion
@@ -98,7 +99,7 @@ def explain(partition: Partition, programs: Sequence[StageProgram], path: str) -
     return Explanation(path, pieces)
 
 
-def _concerns(piece: Piece, path: str) -> bool:
+def _concerns(piece: Segment, path: str) -> bool:
     """Does the piece run code of the module, or is it named so?"""
     return piece.name == path or any(_within(module, path) for module in modules_of(piece))
 
@@ -124,7 +125,7 @@ class _Explainer:
         self.part, self.place = part, place
         self.piece = part.pieces[place]
         self.rewired: Rewired = partition.rewired
-        self.graph = self.piece.segment.graph
+        self.graph = self.piece.graph
         self.block = self._block()
 
     def explain(self) -> PieceExplanation:
@@ -167,8 +168,7 @@ class _Explainer:
                 yield f"a sum at {refusal.path or 'the top level'} was refused: {refusal.reason}"
 
     def _reason(self) -> str:
-        segment = self.piece.segment
-        return segment.reason if isinstance(segment, Opaque) else ""
+        return self.piece.reason if isinstance(self.piece, Opaque) else ""
 
     def _holds(self, name: str) -> bool:
         return any(node.name == name for node in self.graph.nodes)
@@ -183,18 +183,18 @@ class _Explainer:
     # -- rewired ------------------------------------------------------------------------------
 
     def _rewired(self) -> Iterator[str]:
-        segment, block = self.piece.segment, self.block
-        if isinstance(segment, Coupling):
+        piece, block = self.piece, self.block
+        if isinstance(piece, Coupling):
             yield "reversible coupling: (a, b) -> (b, a + F(b)), back by (b, y) -> (y - F(b), b)"
-            if segment.kind is ResidualKind.POST_ACTIVATION:
+            if piece.kind is ResidualKind.POST_ACTIVATION:
                 yield "the activation behind the sum moved into F"
-            if segment.rearrange is not None:
+            if piece.rearrange is not None:
                 yield "both streams are rearranged first, and back in the inverse"
         elif block is not None and block.is_projected:
             yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
-            yield f"not reversible: {segment.reason}"
+            yield f"not reversible: {piece.reason}"
         else:
-            yield f"unchanged, not reversible: {segment.reason}"
+            yield f"unchanged, not reversible: {piece.reason}"
         modules = modules_of(self.piece)
         for name, (original, expansion) in self.rewired.weight_expansions.items():
             owner = name.rpartition(".")[0]

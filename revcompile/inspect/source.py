@@ -198,9 +198,9 @@ def _hints(partition: Partition) -> dict[str, str]:
     hints: dict[str, str] = {}
     for part in partition.parts:
         for piece in part.pieces:
-            if isinstance(piece.segment, Coupling):
-                for streams in (piece.segment.streams_in, piece.segment.streams_out):
+            if isinstance(piece, Coupling):
+                for streams in (piece.streams_in, piece.streams_out):
                     hints |= dict(zip(streams, "ab", strict=True))
-            if piece.grid is not None:
-                hints[piece.grid] = "grid"
+                if piece.grid is not None:
+                    hints[piece.grid] = "grid"
     return hints

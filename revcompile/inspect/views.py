@@ -9,8 +9,8 @@ from itertools import islice, pairwise
 from typing import Any
 
 from revcompile.inspect.formatting import bytes_of
-from revcompile.ir.program import Part, Partition, Piece, Port, StageMemory, StageProgram
-from revcompile.ir.types import PATH, Coupling, Rewired, TensorType
+from revcompile.ir.program import Part, Partition, Port, StageMemory, StageProgram
+from revcompile.ir.types import PATH, Coupling, Rewired, Segment, TensorType
 from revcompile.schedule import delay, window
 
 __all__ = ["BlockView", "StageView", "modules_of", "refusals_by_reason", "stage_views"]
@@ -125,14 +125,13 @@ def _stage(
     )
 
 
-def _why(piece: Piece) -> str:
-    segment = piece.segment
-    return segment.kind.value if isinstance(segment, Coupling) else segment.reason
+def _why(piece: Segment) -> str:
+    return piece.kind.value if isinstance(piece, Coupling) else piece.reason
 
 
-def modules_of(piece: Piece) -> tuple[str, ...]:
+def modules_of(piece: Segment) -> tuple[str, ...]:
     """Paths of the modules in a piece, in the order they run."""
-    called = (node for node in piece.segment.graph.nodes if node.op.startswith("call"))
+    called = (node for node in piece.graph.nodes if node.op.startswith("call"))
     paths = (str(node.meta.get(PATH, "")) for node in called)
     return tuple(dict.fromkeys(path for path in paths if path))
 
@@ -154,7 +153,7 @@ def _lines(partition: Partition) -> dict[int, list[tuple[int, int]]]:
     return {part.index: list(islice(pairs, len(part.pieces))) for part in partition.parts}
 
 
-def _between(before: Piece, after: Piece, types: Mapping[str, Any]) -> int:
+def _between(before: Segment, after: Segment, types: Mapping[str, Any]) -> int:
     if before.reversible or after.reversible:
         return 2
     crossing = [types.get(name) for name in before.outputs if name in after.inputs]

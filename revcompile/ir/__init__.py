@@ -8,8 +8,8 @@
     Found          find        all residuals and refusals of one graph
     Rewired        rewire      the two-stream model: segments in order, over named live values
     Segment        rewire      a block as `Coupling` `(a, b) -> (b, a + F(b))`, or an `Opaque` graph
-    Piece          partition   what no stage boundary divides: a segment, or a part of an opaque one
-    Part           partition   the pieces of one stage; a `Partition` has all parts
+    Part           partition   the pieces of one stage: segments, or parts of opaque ones; a
+                               `Partition` has all parts
     Unit           lower       pieces of one stage that are differentiated together
     StageCode      lower       the code of one stage, with a function for each branch
     StageProgram   lower       the same as graphs that run: forward, backward, inverse

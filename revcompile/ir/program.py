@@ -21,7 +21,7 @@ from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.schedule import Keep, Method, Tie
 
-__all__ = ["Part", "Partition", "Piece", "Port", "StageMemory", "StageProgram", "Unit", "legal"]
+__all__ = ["Part", "Partition", "Port", "StageMemory", "StageProgram", "Unit", "legal"]
 
 
 def legal(name: str) -> str:
@@ -35,60 +35,11 @@ def legal(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A segment, or a part of an opaque one: what is never torn.
-
-    Couplings of one chain share a `grid` (see `kernels.exact_sum`), a value that the chain's first
-    coupling makes (`opens`) and that is passed on with the streams.
-    """
-
-    segment: Segment
-    grid: str | None = None
-    opens: bool = False
-
-    @property
-    def name(self) -> str:
-        """The segment's name."""
-        return self.segment.name
-
-    @property
-    def reversible(self) -> bool:
-        """Is the piece a coupling?"""
-        return isinstance(self.segment, Coupling)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Every live value the piece reads."""
-        shared = (self.grid,) if self.grid and not self.opens else ()
-        return (*self.segment.inputs, *shared)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Every live value the piece defines."""
-        made = (self.grid,) if self.grid and self.opens else ()
-        return (*self.segment.outputs, *made)
-
-    def recomputed(self, keep: Keep, is_last: bool) -> bool:
-        """Is the piece computed again in the backward pass of a stage that keeps this?
-
-        Where nothing is kept, opaque pieces of the last stage keep their graph: backward follows
-        at once.
-        """
-        kept = keep is Keep.GRAPH or (keep is Keep.NOTHING and is_last and not self.reversible)
-        return not kept
-
-    def work(self, cost: Cost, keep: Keep, is_last: bool) -> float:
-        """Both passes, 4N, or 3N if nothing is computed again; and an update."""
-        spared = 0.0 if self.recomputed(keep, is_last) else cost.forward
-        return cost.forward + cost.backward - spared + cost.update
-
-
-@dataclass(frozen=True)
 class Part:
     """The pieces of one stage, and the live values that enter and leave it."""
 
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     costs: tuple[Cost, ...] = ()
@@ -130,8 +81,8 @@ class Partition:
     @property
     def stream_outputs(self) -> frozenset[str]:
         """Streams that couplings compute."""
-        pieces = (piece.segment for part in self.parts for piece in part.pieces)
-        couplings = (segment for segment in pieces if isinstance(segment, Coupling))
+        pieces = (piece for part in self.parts for piece in part.pieces)
+        couplings = (piece for piece in pieces if isinstance(piece, Coupling))
         return frozenset(name for coupling in couplings for name in coupling.streams_out)
 
     def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
@@ -168,7 +119,7 @@ class Port:
 class Unit:
     """What is differentiated at once: a coupling, a run of opaque pieces, or a whole stage."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     keep: Keep
     parameters: tuple[str, ...]
     random: tuple[str, ...]

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from revcompile.ir.guards import NO_GUARDS, Guards
 from revcompile.ir.policy import Policy
 from revcompile.ir.weight_expansion import WeightExpansion
+from revcompile.schedule import Keep
 
 __all__ = [
     "PATH",
@@ -227,8 +228,30 @@ class Live:
     name: str
 
 
+class _Segment:
+    """What couplings and opaque segments have in common."""
+
+    @property
+    def reversible(self) -> bool:
+        return isinstance(self, Coupling)
+
+    def recomputed(self, keep: Keep, is_last: bool) -> bool:
+        """Is the segment computed again in the backward pass of a stage that keeps this?
+
+        Where nothing is kept, opaque segments of the last stage keep their graph: backward follows
+        at once.
+        """
+        kept = keep is Keep.GRAPH or (keep is Keep.NOTHING and is_last and not self.reversible)
+        return not kept
+
+    def work(self, cost: Cost, keep: Keep, is_last: bool) -> float:
+        """Both passes, 4N, or 3N if nothing is computed again; and an update."""
+        spared = 0.0 if self.recomputed(keep, is_last) else cost.forward
+        return cost.forward + cost.backward - spared + cost.update
+
+
 @dataclass(frozen=True)
-class Opaque:
+class Opaque(_Segment):
     """A segment that is not reversible: a graph from live values to live values."""
 
     name: str
@@ -252,12 +275,15 @@ class Rearrange:
 
 
 @dataclass(frozen=True)
-class Coupling:
+class Coupling(_Segment):
     """A reversible segment: `(a, b) -> (b, a + F(b, *sides))`, PETRA Fig. 2.
 
     `branch` is F; if values inside it are read elsewhere it returns `(F(b), *extras)`. If the block
     works on another arrangement of the stream than the block before it, `rearrange` is applied to
     both streams first.
+
+    In stages, couplings of one chain share a `grid` (see `kernels.exact_sum`), a value that the
+    chain's first coupling makes (`opens`) and that is passed on with the streams.
     """
 
     name: str
@@ -268,6 +294,8 @@ class Coupling:
     branch: fx.Graph
     rearrange: Rearrange | None = None
     extras: tuple[str, ...] = ()
+    grid: str | None = None
+    opens: bool = False
 
     @property
     def graph(self) -> fx.Graph:
@@ -278,11 +306,17 @@ class Coupling:
     def inputs(self) -> tuple[str, ...]:
         """Every live value the segment reads."""
         rearrange_sides = self.rearrange.sides if self.rearrange else ()
-        return tuple(dict.fromkeys((*self.streams_in, *self.sides, *rearrange_sides)))
+        shared = (self.grid,) if self.grid and not self.opens else ()
+        return (*dict.fromkeys((*self.streams_in, *self.sides, *rearrange_sides)), *shared)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Every live value the segment defines."""
+        return (*self.results, *((self.grid,) if self.grid and self.opens else ()))
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The outputs that the model computes, which the grid is not one of."""
         return (*self.streams_out, *self.extras)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import revcompile
 from revcompile.compiler.cost import node_flops, piece_costs, segment_costs, sum_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
-from revcompile.ir.program import Piece
 from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment
 from revcompile.schedule import Keep
 
@@ -43,8 +43,8 @@ def rewired_of(model: nn.Module, *example: Tensor, **options: Any) -> Rewired:
     return revcompile.reversify(model, example or None, check="off", **options).rewired
 
 
-def pieces_of(rewired: Rewired) -> tuple[Piece, ...]:
-    return tuple(Piece(segment) for segment in rewired.body.segments)
+def pieces_of(rewired: Rewired) -> tuple[Segment, ...]:
+    return rewired.body.segments
 
 
 def small(batch: int = 5) -> tuple[Rewired, dict[str, Cost]]:
@@ -331,7 +331,7 @@ def test_given_numbers_are_forward_and_backward_together() -> None:
         assert [cost.flops for cost in found] == [cost.flops for cost in counted.values()]
 
 
-def torn_head(rewired: Rewired) -> tuple[tuple[Piece, ...], dict[str, Any]]:
+def torn_head(rewired: Rewired) -> tuple[tuple[Segment, ...], dict[str, Any]]:
     """The small model's pieces with a second linear layer as a part of the head."""
     *rest, head = rewired.body.segments
     assert isinstance(head, Opaque)
@@ -348,7 +348,7 @@ def torn_head(rewired: Rewired) -> tuple[tuple[Piece, ...], dict[str, Any]]:
         Opaque("head (1)", ("between",), head.outputs, second, head.reason),
     )
     streams = rewired.body.types[head.inputs[0]]
-    pieces = tuple(Piece(segment) for segment in (*rest, *parts))
+    pieces = (*rest, *parts)
     return pieces, {**rewired.body.types, "between": streams}
 
 
@@ -384,7 +384,7 @@ def test_numbers_that_do_not_fit_are_refused(how: Any, message: str) -> None:
 def test_the_grid_of_a_chain_is_ignored() -> None:
     rewired, counted = small()
     pieces = tuple(
-        Piece(s, "grid", s.name == "f") if isinstance(s, Coupling) else Piece(s)
+        replace(s, grid="grid", opens=s.name == "f") if isinstance(s, Coupling) else s
         for s in rewired.body.segments
     )
     assert piece_costs(rewired, pieces, rewired.body.types) == tuple(counted.values())

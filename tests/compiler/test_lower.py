@@ -276,7 +276,7 @@ def test_inverse_programs_undo_forward_programs(name: str, monkeypatch: pytest.M
             if program.inverse is not None:
                 sent_back = [values[n] for n in program.needs_back]
                 rebuilt = compile_graph(program.inverse, "inverse")(root, 1, *kept, *sent_back)
-                streams = stage.part.pieces[0].segment.inputs[:2]
+                streams = stage.part.pieces[0].inputs[:2]
                 given = dict(zip((port.name for port in program.inputs), inputs, strict=True))
                 for stream, after in zip(streams, rebuilt, strict=True):
                     assert torch.allclose(given[stream], after, atol=1e-12, rtol=1e-12)

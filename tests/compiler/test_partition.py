@@ -16,8 +16,8 @@ import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.errors import InputError
-from revcompile.ir.program import Partition, Piece
-from revcompile.ir.types import Cost, TensorType
+from revcompile.ir.program import Partition
+from revcompile.ir.types import Cost, Segment, TensorType
 from revcompile.schedule import Keep, choose
 
 EVEN: Final = 1.15
@@ -82,12 +82,12 @@ def sizes(partition: Partition) -> list[int]:
     return [len(part.pieces) for part in partition.parts]
 
 
-def flat(partition: Partition) -> tuple[list[Piece], list[Cost]]:
+def flat(partition: Partition) -> tuple[list[Segment], list[Cost]]:
     pieces = [piece for part in partition.parts for piece in part.pieces]
     return pieces, [cost for part in partition.parts for cost in part.costs]
 
 
-def stage_work(pieces: Sequence[Piece], costs: Sequence[Cost], is_last: bool) -> float:
+def stage_work(pieces: Sequence[Segment], costs: Sequence[Cost], is_last: bool) -> float:
     """Both passes and an update; the last stage does not compute its opaque pieces again."""
     spared = sum(c.forward for p, c in zip(pieces, costs, strict=True) if not p.reversible)
     return sum(c.forward + c.backward + c.update for c in costs) - (spared if is_last else 0.0)

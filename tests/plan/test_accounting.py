@@ -16,8 +16,8 @@ from benchmarks.stages.accounting import ROWS, revnet50, table3
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition
-from revcompile.ir.program import Piece, StageMemory
-from revcompile.ir.types import Cost, Coupling, Opaque, ResidualKind, TensorType
+from revcompile.ir.program import StageMemory
+from revcompile.ir.types import Cost, Coupling, Opaque, ResidualKind, Segment, TensorType
 from revcompile.schedule import Keep, Method, Weights, choose, window
 
 EMPTY = fx.Graph()
@@ -28,14 +28,14 @@ def tensor(width: int, dtype: torch.dtype = torch.float32) -> TensorType:
     return TensorType((2, width), (1, 0), dtype, batch=2)
 
 
-def opaque(name: str, inputs: str, outputs: str) -> Piece:
-    return Piece(Opaque(name, tuple(inputs.split()), tuple(outputs.split()), EMPTY, "by hand"))
+def opaque(name: str, inputs: str, outputs: str) -> Segment:
+    return Opaque(name, tuple(inputs.split()), tuple(outputs.split()), EMPTY, "by hand")
 
 
-def coupling(name: str, inputs: str, outputs: str, sides: str = "") -> Piece:
+def coupling(name: str, inputs: str, outputs: str, sides: str = "") -> Segment:
     (a, b), (c, d) = inputs.split(), outputs.split()
     kind = ResidualKind.IDENTITY
-    return Piece(Coupling(name, kind, (a, b), (c, d), tuple(sides.split()), EMPTY), "grid")
+    return Coupling(name, kind, (a, b), (c, d), tuple(sides.split()), EMPTY, grid="grid")
 
 
 PIECES = (

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from revcompile.ir.program import Part, Partition, Piece
-from revcompile.ir.types import Coupling, Live, Opaque
+from revcompile.ir.program import Part, Partition
+from revcompile.ir.types import Coupling, Live, Opaque, Segment
 
 Values = dict[str, Any]
 Gradients = dict[str, Tensor]
@@ -89,16 +89,15 @@ class Mathematics:
             for place, slot, _, original in self.slots:
                 place[slot] = original
 
-    def forward(self, piece: Piece, values: Values, theta: Weights) -> Values:
+    def forward(self, piece: Segment, values: Values, theta: Weights) -> Values:
         """The values a piece defines; a coupling: `(a, b) -> (b, a + F(b))`."""
-        segment = piece.segment
+        if isinstance(piece, Opaque):
+            found = self.run(piece.graph, theta, *(values[name] for name in piece.inputs))
+            return dict(zip(piece.outputs, found, strict=True))
         made: Values = {piece.grid: None} if piece.grid and piece.opens else {}
-        if isinstance(segment, Opaque):
-            found = self.run(segment.graph, theta, *(values[name] for name in segment.inputs))
-            return made | dict(zip(segment.outputs, found, strict=True))
-        a, b = (self.rearrange(segment, values[n], values)[0] for n in segment.streams_in)
-        addend, extras = self.branch(segment, b, values, theta)
-        return made | dict(zip(segment.outputs, (b, a + addend, *extras), strict=True))
+        a, b = (self.rearrange(piece, values[n], values)[0] for n in piece.streams_in)
+        addend, extras = self.branch(piece, b, values, theta)
+        return made | dict(zip(piece.results, (b, a + addend, *extras), strict=True))
 
     def inverse(self, segment: Coupling, values: Values, shapes: Any, theta: Weights) -> Values:
         """The streams a coupling had come from: `(b, y) -> (y - F(b), b)`."""
@@ -123,12 +122,11 @@ class Mathematics:
         arranged, shapes = self.run(segment.rearrange.forward, {}, stream, *sizes)
         return arranged, tuple(shapes)
 
-    def parameters(self, pieces: Sequence[Piece]) -> list[str]:
+    def parameters(self, pieces: Sequence[Segment]) -> list[str]:
         """Parameters the pieces read; tied ones have one name."""
         found: dict[str, None] = {}
         for piece in pieces:
-            segment = piece.segment
-            graph = segment.branch if isinstance(segment, Coupling) else segment.graph
+            graph = piece.branch if isinstance(piece, Coupling) else piece.graph
             for node in graph.nodes:
                 if node.op == "call_module":
                     read = list(self.root.get_submodule(node.target).parameters())
@@ -215,9 +213,9 @@ class Stage:
         values, shapes = dict(message.values), {}
         with torch.no_grad():
             for piece in self.part.pieces:
-                if isinstance(piece.segment, Coupling):
-                    stream = values[piece.segment.streams_in[0]]
-                    shapes[piece.name] = self.do.rearrange(piece.segment, stream, values)[1]
+                if isinstance(piece, Coupling):
+                    stream = values[piece.streams_in[0]]
+                    shapes[piece.name] = self.do.rearrange(piece, stream, values)[1]
                 values |= self.do.forward(piece, values, self.theta)
         kept = self.theta if self.row is Row.STASH else {}
         theta = {name: _copied(p) for name, p in kept.items()}
@@ -274,31 +272,33 @@ class Stage:
         x, delta = self._only(self.part.inputs, values), self._only(self.part.inputs, deltas)
         return Message(message.microbatch, x, delta)
 
-    def _runs(self) -> list[list[Piece]]:
+    def _runs(self) -> list[list[Segment]]:
         """What is inverted, or computed again, at once. Kept inputs are those of the stage."""
         if self.row is not Row.RECONSTRUCT:
             return [list(self.part.pieces)]
-        runs: list[list[Piece]] = []
+        runs: list[list[Segment]] = []
         for piece in self.part.pieces:
             if piece.reversible or not runs or runs[-1][0].reversible:
                 runs.append([])
             runs[-1].append(piece)
         return runs
 
-    def _input(self, pieces: Sequence[Piece], values: Values, kept: Kept, theta: Weights) -> Values:
+    def _input(
+        self, pieces: Sequence[Segment], values: Values, kept: Kept, theta: Weights
+    ) -> Values:
         """Lines 13 to 16: inverted where that can be done, from the buffer elsewhere."""
-        segment = pieces[0].segment
-        if self.row is Row.RECONSTRUCT and isinstance(segment, Coupling):
+        first = pieces[0]
+        if self.row is Row.RECONSTRUCT and isinstance(first, Coupling):
             with torch.no_grad():
-                streams = self.do.inverse(segment, values, kept.shapes[segment.name], theta)
-            return self._only(segment.inputs, values) | streams
+                streams = self.do.inverse(first, values, kept.shapes[first.name], theta)
+            return self._only(first.inputs, values) | streams
         made = {name for piece in pieces for name in piece.outputs}
         read = {name for piece in pieces for name in piece.inputs}
         return self._only(read - made, kept.values)
 
     def _differentiate(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Segment],
         x: Values,
         theta: Weights,
         close: Callable[[Values], tuple[list[Tensor], list[Tensor] | None]],
@@ -317,7 +317,7 @@ class Stage:
         _add(self.sums, dict(zip(names, of_theta, strict=True)))
         return {n: g for n, g in zip(starts, of_x, strict=True) if g is not None}
 
-    def _run(self, pieces: Sequence[Piece], x: Values, theta: Weights) -> tuple[Values, Values]:
+    def _run(self, pieces: Sequence[Segment], x: Values, theta: Weights) -> tuple[Values, Values]:
         """F with autograd on: where it begins, and all values."""
         leaves = {n: v.detach().requires_grad_() if _is_float(v) else v for n, v in x.items()}
         values = dict(leaves)

@@ -33,8 +33,7 @@ from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.ops import op_name
-from revcompile.ir.program import Piece
-from revcompile.ir.types import Cost, Rewired, TensorType
+from revcompile.ir.types import Cost, Rewired, Segment, TensorType
 
 __all__ = ["FLOPS_PER_BYTE", "analytic_costs", "node_flops"]
 
@@ -53,7 +52,7 @@ BACKWARD: Final = 3.0
 
 
 def analytic_costs(
-    rewired: Rewired, pieces: Sequence[Piece], types: Mapping[str, Any]
+    rewired: Rewired, pieces: Sequence[Segment], types: Mapping[str, Any]
 ) -> tuple[Cost, ...]:
     """Cost of every piece in order.
 
@@ -79,7 +78,7 @@ class _Analysis:
     def __init__(
         self,
         rewired: Rewired,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Segment],
         types: Mapping[str, Any],
         fake: FakeTensorMode | None,
     ) -> None:
@@ -115,7 +114,7 @@ class _Analysis:
     def _code(self, graph: fx.Graph) -> Code:
         return _OperandSizes(self, graph).run
 
-    def _run(self, piece: Piece, call: PieceCall) -> PieceResult:
+    def _run(self, piece: Segment, call: PieceCall) -> PieceResult:
         saved: dict[int, int] = {}
         self.largest_op = 0
 
@@ -130,7 +129,7 @@ class _Analysis:
         with torch.enable_grad(), hooks, _Counter(self.model_storages) as counter:
             result = call.forward()
         work = counter.flops + FLOPS_PER_BYTE * counter.moved
-        read = parameters_read(piece.segment.graph, self.root)
+        read = parameters_read(piece.graph, self.root)
         new = [p for p in read if id(p) not in self.counted_parameters]
         self.counted_parameters.update(map(id, new))
         self.result.append(

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from revcompile.ir.program import Piece
-from revcompile.ir.types import Coupling, TensorType
+from revcompile.ir.types import Coupling, Segment, TensorType
 
 __all__ = ["LiveBytes", "prefix_sums", "runs_of", "size_at"]
 
@@ -32,7 +31,7 @@ class LiveBytes:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Segment],
         types: Mapping[str, Any],
         batch_size: int,
         buffer_bytes: int | None = None,
@@ -84,20 +83,19 @@ class LiveBytes:
 class _Sides:
     """Side values of couplings: a stage keeps those that the next stage does not send back."""
 
-    def __init__(self, pieces: Sequence[Piece], size: Mapping[str, int]) -> None:
+    def __init__(self, pieces: Sequence[Segment], size: Mapping[str, int]) -> None:
         self._size = size
         self._by_reader: list[tuple[int, str]] = []  # sorted: index of the coupling, side
         self._last_use: dict[str, int] = {}
         self._made_by: dict[str, int] = {}
         self._opaque_readers: dict[str, list[int]] = {}
         for index, piece in enumerate(pieces):
-            segment = piece.segment
             self._last_use |= dict.fromkeys(piece.inputs, index)
             self._made_by |= dict.fromkeys(piece.outputs, index)
-            if isinstance(segment, Coupling):
-                self._by_reader += [(index, name) for name in segment.sides if size[name]]
+            if isinstance(piece, Coupling):
+                self._by_reader += [(index, name) for name in piece.sides if size[name]]
             else:
-                for name in segment.inputs:
+                for name in piece.inputs:
                     self._opaque_readers.setdefault(name, []).append(index)
         self._run_start = [0] * len(pieces)
         for _, first, behind in runs_of(pieces):
@@ -121,20 +119,19 @@ class _Sides:
         )
 
 
-def _step_back(next_use: dict[str, tuple[float, float]], index: int, piece: Piece) -> None:
+def _step_back(next_use: dict[str, tuple[float, float]], index: int, piece: Segment) -> None:
     """Extend `next_use` by the piece before.
 
     For each value that is alive before piece `index`, `next_use` holds two pieces: the first that
     reads it, and the first that must be in a stage for the stage's gradients to depend on it. They
     differ because the sum `a + F(b)` hands gradients on to `a` unchanged, whatever `a` is.
     """
-    segment = piece.segment
     needs = dict.fromkeys(piece.inputs, float(index))
-    if isinstance(segment, Coupling):
-        a, b = segment.streams_in
-        others = {b, *segment.sides, *(segment.rearrange.sides if segment.rearrange else ())}
+    if isinstance(piece, Coupling):
+        a, b = piece.streams_in
+        others = {b, *piece.sides, *(piece.rearrange.sides if piece.rearrange else ())}
         if a not in others:
-            needs[a] = next_use.get(segment.streams_out[1], (math.inf, math.inf))[1]
+            needs[a] = next_use.get(piece.streams_out[1], (math.inf, math.inf))[1]
     for name in piece.outputs:
         next_use.pop(name, None)
     for name, needed in needs.items():
@@ -165,7 +162,7 @@ def prefix_sums(numbers: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(numbers, initial=0))
 
 
-def runs_of(pieces: Sequence[Piece]) -> list[tuple[bool, int, int]]:
+def runs_of(pieces: Sequence[Segment]) -> list[tuple[bool, int, int]]:
     """Maximal runs of couplings and of opaque pieces: (reversible, start, end)."""
     runs, start = [], 0
     for reversible, run in itertools.groupby(pieces, lambda piece: piece.reversible):

@@ -33,9 +33,8 @@ from revcompile.compiler.cost.run_pieces import (
 )
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
-from revcompile.ir.program import Piece
 from revcompile.ir.python_code import compile_graph
-from revcompile.ir.types import Cost, Rewired, TensorType
+from revcompile.ir.types import Cost, Rewired, Segment, TensorType
 
 __all__ = ["Clock", "measured_costs"]
 
@@ -60,7 +59,7 @@ class Clock(enum.Enum):
 
 def measured_costs(
     rewired: Rewired,
-    pieces: Sequence[Piece],
+    pieces: Sequence[Segment],
     types: Mapping[str, Any],
     analytic: Sequence[Cost],
     clock: Clock = Clock.CALL,
@@ -84,9 +83,9 @@ def measured_costs(
     seconds: list[tuple[float, float, float]] = []
     counted_parameters: set[int] = set()
 
-    def run(piece: Piece, call: PieceCall) -> PieceResult:
+    def run(piece: Segment, call: PieceCall) -> PieceResult:
         sources = [t for t in call.inputs if isinstance(t, Tensor) and t.requires_grad]
-        sources += [p for p in parameters_read(piece.segment.graph, root) if p.requires_grad]
+        sources += [p for p in parameters_read(piece.graph, root) if p.requires_grad]
 
         def forward() -> PieceResult:
             with torch.no_grad():

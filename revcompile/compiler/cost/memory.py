@@ -27,8 +27,8 @@ from typing import Any
 
 from revcompile.compiler.cost.live_bytes import LiveBytes, prefix_sums, runs_of, size_at
 from revcompile.compiler.cost.workload import Workload
-from revcompile.ir.program import Partition, Piece, StageMemory
-from revcompile.ir.types import TYPE, Cost, Coupling
+from revcompile.ir.program import Partition, StageMemory
+from revcompile.ir.types import TYPE, Cost, Coupling, Segment
 from revcompile.schedule import Keep, Weights, delay, window
 
 __all__ = ["MemoryModel"]
@@ -54,7 +54,7 @@ class MemoryModel:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Segment],
         types: Mapping[str, Any],
         costs: Sequence[Cost],
         stages: int,
@@ -263,9 +263,9 @@ class MemoryModel:
         return [(kind, first, last) for kind, first, last in clipped if first < last]
 
 
-def _operands(piece: Piece, batch: int) -> int:
+def _operands(piece: Segment, batch: int) -> int:
     """Gradients that exist at once inside a piece: of an operation's output and of its inputs."""
-    graph = piece.segment.graph
+    graph = piece.graph
     size = {node: size_at(node.meta.get(TYPE), batch) for node in graph.nodes}
     return max(
         (size[n] + sum(size[i] for i in n.all_input_nodes) for n in graph.nodes if size[n]),
@@ -273,9 +273,8 @@ def _operands(piece: Piece, batch: int) -> int:
     )
 
 
-def _stream(piece: Piece, types: Mapping[str, Any], batch: int) -> int:
+def _stream(piece: Segment, types: Mapping[str, Any], batch: int) -> int:
     """The stream that a coupling's branch reads."""
-    segment = piece.segment
-    if not isinstance(segment, Coupling):
+    if not isinstance(piece, Coupling):
         return 0
-    return size_at(types.get(segment.streams_in[1]), batch)
+    return size_at(types.get(piece.streams_in[1]), batch)

@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
 from revcompile.ir import stage_ops
-from revcompile.ir.program import Piece
-from revcompile.ir.types import Coupling, Opaque, Rewired, TensorType
+from revcompile.ir.types import Coupling, Opaque, Rewired, Segment, TensorType
 
 __all__ = [
     "Code",
@@ -58,10 +57,10 @@ class PieceResult:
 
 
 def run_pieces(
-    pieces: Sequence[Piece],
+    pieces: Sequence[Segment],
     values: Mapping[str, Any],
     code_of: Callable[[fx.Graph], Code],
-    run: Callable[[Piece, PieceCall], PieceResult],
+    run: Callable[[Segment, PieceCall], PieceResult],
 ) -> None:
     """Call `run` for every piece in order, on the outputs of the pieces before it.
 
@@ -74,9 +73,9 @@ def run_pieces(
     live = dict(values)
     made: set[str] = set()
     for piece in pieces:
-        result = run(piece, _call(piece.segment, live, made, code_of))
-        # A piece that opens a grid has it as its last output; it is not needed here.
-        names = piece.segment.outputs
+        result = run(piece, _call(piece, live, made, code_of))
+        # The grid that a coupling opens is not needed here.
+        names = piece.results if isinstance(piece, Coupling) else piece.outputs
         live.update(zip(names, map(stage_ops.detached, result.outputs), strict=True))
         made.update(names)
 

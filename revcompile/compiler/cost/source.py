@@ -11,8 +11,7 @@ from revcompile.arguments import check_cost, number
 from revcompile.compiler.cost.analytic import analytic_costs
 from revcompile.compiler.cost.measured import Clock, measured_costs
 from revcompile.errors import InputError
-from revcompile.ir.program import Piece
-from revcompile.ir.types import Cost, Rewired
+from revcompile.ir.types import Cost, Rewired, Segment
 
 __all__ = ["CostSource", "piece_costs", "segment_costs", "sum_costs"]
 
@@ -23,13 +22,13 @@ numbers by name (a mapping or a function)."""
 
 def segment_costs(rewired: Rewired) -> tuple[Cost, ...]:
     """Analytic cost of every segment in order. A parameter counts where it is used first."""
-    pieces = tuple(Piece(segment) for segment in rewired.body.segments)
+    pieces = rewired.body.segments
     return analytic_costs(rewired, pieces, rewired.body.types)
 
 
 def piece_costs(
     rewired: Rewired,
-    pieces: Sequence[Piece],
+    pieces: Sequence[Segment],
     types: Mapping[str, Any],
     cost: CostSource = "analytic",
 ) -> tuple[Cost, ...]:
@@ -78,7 +77,7 @@ def sum_costs(costs: Sequence[Cost]) -> Cost:
 
 def _given_costs(
     rewired: Rewired,
-    pieces: Sequence[Piece],
+    pieces: Sequence[Segment],
     analytic: Sequence[Cost],
     given: Mapping[str, float] | Callable[[str], float],
 ) -> tuple[Cost, ...]:
@@ -131,7 +130,7 @@ def _valid(name: str, given: Any) -> float:
     return number("cost", name, given, "work is a number from 0 on", or_zero=True)
 
 
-def _segments(rewired: Rewired, pieces: Sequence[Piece]) -> list[str]:
+def _segments(rewired: Rewired, pieces: Sequence[Segment]) -> list[str]:
     """For every piece the segment it is, or is a part of: the first not complete before it."""
     made: set[str] = set()
     rest = list(rewired.body.segments)

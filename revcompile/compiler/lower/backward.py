@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from revcompile.compiler.lower.writer import StageUnits, Writer, is_piece
 from revcompile.ir import stage_ops
-from revcompile.ir.program import Piece, Unit
+from revcompile.ir.program import Unit
 from revcompile.ir.stage_code import KEY, SELF, Call, ParameterGradients, Program, Value, call
-from revcompile.ir.types import Coupling
+from revcompile.ir.types import Coupling, Segment
 from revcompile.schedule import Keep
 
 __all__ = ["BackwardWriter"]
@@ -138,33 +138,32 @@ class BackwardWriter(Writer):
             self.assign((*(None for _ in key), *targets), vjp, unpacks=True, comment=unit.name)
         self.add_gradients(targets)
 
-    def _uncouple(self, piece: Piece, unit: Unit) -> None:
+    def _uncouple(self, piece: Segment, unit: Unit) -> None:
         """`(b, y) -> (y - F(b), b)` and the gradient, with one graph of F."""
-        segment = piece.segment
-        assert isinstance(segment, Coupling) and piece.grid is not None
+        assert isinstance(piece, Coupling) and piece.grid is not None
         self.reseed(piece)
-        b, y = map(self.value, segment.streams_out)
-        of_b, of_y = map(self.gradient, segment.streams_out)
-        extras = tuple(self.gradient(name) for name in segment.extras)
-        grid, sides = self.value(piece.grid), self.leaves(segment.sides)
+        b, y = map(self.value, piece.streams_out)
+        of_b, of_y = map(self.gradient, piece.streams_out)
+        extras = tuple(self.gradient(name) for name in piece.extras)
+        grid, sides = self.value(piece.grid), self.leaves(piece.sides)
         function = self.functions.of_piece(piece, again=True)
         arguments = (b, y, of_b, of_y, grid, ParameterGradients(unit.parameters), *sides)
         options = {"extras": extras} if extras else {}
         uncoupled = call(stage_ops.uncouple, function, SELF, *arguments, **options)
-        streams: Sequence[Value] = [Value(name) for name in segment.streams_in]
-        if segment.rearrange is not None:
-            streams = [Value(name, "arranged") for name in segment.streams_in]
-        gradients = [self.new_gradient(name) for name in segment.streams_in]
-        of_sides = self.gradient_targets(segment.sides)
+        streams: Sequence[Value] = [Value(name) for name in piece.streams_in]
+        if piece.rearrange is not None:
+            streams = [Value(name, "arranged") for name in piece.streams_in]
+        gradients = [self.new_gradient(name) for name in piece.streams_in]
+        of_sides = self.gradient_targets(piece.sides)
         self.assign((*streams, *gradients, *of_sides), uncoupled, comment=piece.name)
-        if segment.rearrange is not None:
+        if piece.rearrange is not None:
             gradients = self._restore(piece, streams, gradients)
-        self.values |= {name: Value(name) for name in segment.streams_in}
+        self.values |= {name: Value(name) for name in piece.streams_in}
         # The gradient of `a` is that of `y`, which may have none.
         self.add_gradients([*(gradients if of_y else gradients[1:]), *of_sides])
 
     def _restore(
-        self, piece: Piece, streams: Sequence[Value], gradients: Sequence[Value]
+        self, piece: Segment, streams: Sequence[Value], gradients: Sequence[Value]
     ) -> list[Value]:
         """A rearrangement only moves elements, so gradients go back as values do."""
         restore = self.functions.rearrangement(piece, back=True)

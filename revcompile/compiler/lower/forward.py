@@ -72,21 +72,20 @@ def inverse_program(
     streams: tuple[Value, ...] = ()
     for unit in reversed(stage.units):
         (piece,) = unit.pieces
-        segment = piece.segment
-        assert isinstance(segment, Coupling) and piece.grid is not None
+        assert isinstance(piece, Coupling) and piece.grid is not None
         writer.reseed(piece)
-        b, y = (writer.values[name] for name in segment.streams_out)
+        b, y = (writer.values[name] for name in piece.streams_out)
         function = writer.functions.of_piece(piece, again=True)
-        addend = writer.branch(piece, b, function, [None] * len(segment.extras))
+        addend = writer.branch(piece, b, function, [None] * len(piece.extras))
         a = call(stage_ops.minus, y, addend, writer.values[piece.grid])
-        streams = tuple(map(Value, segment.streams_in))
-        if segment.rearrange is None:
+        streams = tuple(map(Value, piece.streams_in))
+        if piece.rearrange is None:
             writer.assign(streams, a, b, comment=piece.name)
         else:
-            arranged = [Value(name, "arranged") for name in segment.streams_in]
+            arranged = [Value(name, "arranged") for name in piece.streams_in]
             writer.assign(arranged, a, b, comment=piece.name)
             shapes = Value(piece.name, "shapes")
             restore = writer.functions.rearrangement(piece, back=True)
             writer.assign(streams, *(call(restore, value, shapes) for value in arranged))
-        writer.values |= dict(zip(segment.streams_in, streams, strict=True))
+        writer.values |= dict(zip(piece.streams_in, streams, strict=True))
     return writer.program("inverse", (KEY, *kept, *needs_back), streams)

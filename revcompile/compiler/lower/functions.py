@@ -9,9 +9,9 @@ from torch import fx, nn
 
 from revcompile.ir import ops, stage_ops
 from revcompile.ir.module_tree import has_batch_norm
-from revcompile.ir.program import Partition, Piece, legal
+from revcompile.ir.program import Partition, legal
 from revcompile.ir.stage_code import FunctionRole, GraphFunction
-from revcompile.ir.types import Coupling
+from revcompile.ir.types import Coupling, Segment
 
 __all__ = ["Functions", "writes_buffers"]
 
@@ -23,43 +23,41 @@ class Functions:
         self.partition = partition
         self._made: dict[tuple[int, str], GraphFunction] = {}
 
-    def of_piece(self, piece: Piece, *, again: bool = False) -> GraphFunction:
+    def of_piece(self, piece: Segment, *, again: bool = False) -> GraphFunction:
         """F of a coupling, or an opaque piece; `again`: without the buffers it writes."""
         role: FunctionRole = "again" if again and writes_buffers(piece) else "run"
         if (id(piece), role) not in self._made:
-            segment, root = piece.segment, self.partition.rewired.root
-            arguments = segment.inputs
-            if isinstance(segment, Coupling):
-                arguments = ("x", *segment.sides)
-            graph = _prepared(segment.graph, root, self._casts(piece), stores=role == "run")
-            self._made[id(piece), role] = GraphFunction(segment, role, graph, arguments)
+            root = self.partition.rewired.root
+            arguments = piece.inputs
+            if isinstance(piece, Coupling):
+                arguments = ("x", *piece.sides)
+            graph = _prepared(piece.graph, root, self._casts(piece), stores=role == "run")
+            self._made[id(piece), role] = GraphFunction(piece, role, graph, arguments)
         return self._made[id(piece), role]
 
-    def _casts(self, piece: Piece) -> dict[int, torch.dtype]:
+    def _casts(self, piece: Segment) -> dict[int, torch.dtype]:
         """Streams are float32 at least, and are given to the model's code in its own precision."""
-        segment = piece.segment
-        if isinstance(segment, Coupling):
-            streams = [segment.streams_in[0]]
+        if isinstance(piece, Coupling):
+            streams = [piece.streams_in[0]]
         else:
             of_couplings = self.partition.stream_outputs
-            streams = [name if name in of_couplings else "" for name in segment.inputs]
+            streams = [name if name in of_couplings else "" for name in piece.inputs]
         dtypes = enumerate(map(self.partition.low_precision, streams))
         return {place: dtype for place, dtype in dtypes if dtype is not None}
 
-    def rearrangement(self, piece: Piece, *, back: bool) -> GraphFunction:
+    def rearrangement(self, piece: Segment, *, back: bool) -> GraphFunction:
         """Rearranges a stream for a coupling, and gives shapes; `back`: undoes it, given those."""
         role: FunctionRole = "restore" if back else "arrange"
         if (id(piece), role) not in self._made:
-            segment = piece.segment
-            assert isinstance(segment, Coupling) and segment.rearrange is not None
-            graph = segment.rearrange.inverse if back else segment.rearrange.forward
-            self._made[id(piece), role] = GraphFunction(segment, role, graph, ())
+            assert isinstance(piece, Coupling) and piece.rearrange is not None
+            graph = piece.rearrange.inverse if back else piece.rearrange.forward
+            self._made[id(piece), role] = GraphFunction(piece, role, graph, ())
         return self._made[id(piece), role]
 
 
-def writes_buffers(piece: Piece) -> bool:
+def writes_buffers(piece: Segment) -> bool:
     """Does a piece write buffers? Backward, which computes it again, must not."""
-    return bool(piece.segment.graph.find_nodes(op="call_function", target=ops.store_buffer))
+    return bool(piece.graph.find_nodes(op="call_function", target=ops.store_buffer))
 
 
 def _prepared(

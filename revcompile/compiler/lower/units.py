@@ -11,7 +11,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from revcompile.compiler.dataflow import draws_random
 from revcompile.compiler.partition.cuts import parameter_names
-from revcompile.ir.program import Part, Partition, Piece, Unit
+from revcompile.ir.program import Part, Partition, Unit
+from revcompile.ir.types import Segment
 from revcompile.schedule import Keep
 
 __all__ = ["units_of"]
@@ -69,12 +70,12 @@ def units_of(partition: Partition, part: Part, keep: Keep) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-def _unit(partition: Partition, pieces: tuple[Piece, ...], keep: Keep) -> Unit:
+def _unit(partition: Partition, pieces: tuple[Segment, ...], keep: Keep) -> Unit:
     root = partition.rewired.root
     names = {id(p): name for name, p in root.named_parameters()}
-    graphs = [piece.segment.graph for piece in pieces]
+    graphs = [piece.graph for piece in pieces]
     parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
-    random = tuple(piece.name for piece in pieces if _draws(piece.segment.graph, root))
+    random = tuple(piece.name for piece in pieces if _draws(piece.graph, root))
     return Unit(pieces, keep, tuple(parameters), random)
 
 

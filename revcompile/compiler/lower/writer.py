@@ -8,9 +8,9 @@ from typing import Any
 from revcompile.compiler.lower.functions import Functions, writes_buffers
 from revcompile.ir import stage_ops
 from revcompile.ir.module_tree import convolves
-from revcompile.ir.program import Part, Partition, Piece, Unit
+from revcompile.ir.program import Part, Partition, Unit
 from revcompile.ir.stage_code import KEY, Call, Function, Program, Statement, Value, call
-from revcompile.ir.types import Coupling
+from revcompile.ir.types import Coupling, Segment
 
 __all__ = ["StageUnits", "Writer"]
 
@@ -51,7 +51,7 @@ class StageUnits:
     def outputs(self, unit: Unit) -> list[str]:
         """What the unit's function returns: what is read after it."""
         if is_piece(unit):
-            return list(unit.pieces[0].segment.outputs)
+            return list(unit.pieces[0].outputs)
         later = self.units[self.units.index(unit) + 1 :]
         read = {*self.part.outputs, *(name for after in later for name in after.inputs)}
         return [name for name in unit.outputs if name in read]
@@ -88,52 +88,51 @@ class Writer:
 
     # -- pieces -------------------------------------------------------------------------------
 
-    def reseed(self, piece: Piece) -> None:
+    def reseed(self, piece: Segment) -> None:
         """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
         if id(piece) in self.stage.random:
             self.assign((), call(stage_ops.reseed, KEY, self.stage.places[id(piece)]))
 
-    def compute(self, piece: Piece, *, again: bool = False) -> None:
+    def compute(self, piece: Segment, *, again: bool = False) -> None:
         """Run a piece; `again`: in backward, where buffers are not written."""
         self.reseed(piece)
         function = self.functions.of_piece(piece, again=again)
-        if isinstance(piece.segment, Coupling):
-            self._couple(piece, piece.segment, function)
+        if isinstance(piece, Coupling):
+            self._couple(piece, function)
         else:
-            inputs = [self.values[name] for name in piece.segment.inputs]
-            self.assign(map(Value, piece.segment.outputs), call(function, *inputs))
-        self.values |= {name: Value(name) for name in piece.segment.outputs}
+            inputs = [self.values[name] for name in piece.inputs]
+            self.assign(map(Value, piece.outputs), call(function, *inputs))
+        self.values |= {name: Value(name) for name in piece.outputs}
 
-    def _couple(self, piece: Piece, segment: Coupling, function: Function) -> None:
+    def _couple(self, piece: Coupling, function: Function) -> None:
         """`(a, b) -> (b, a + F(b))`."""
         assert piece.grid is not None
-        a, b = (self.values[name] for name in segment.streams_in)
+        a, b = (self.values[name] for name in piece.streams_in)
         if piece.opens:
-            cast = self.partition.low_precision(segment.streams_in[0])
-            is_conv = convolves(segment.branch, self.partition.rewired.root)
+            cast = self.partition.low_precision(piece.streams_in[0])
+            is_conv = convolves(piece.branch, self.partition.rewired.root)
             entered = call(stage_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
-            a, b = (Value(name, "entered") for name in segment.streams_in)
+            a, b = (Value(name, "entered") for name in piece.streams_in)
             self.values[piece.grid] = Value(piece.grid)
             self.assign((a, b, Value(piece.grid)), entered)
-        if segment.rearrange is not None:
-            sides = [self.values[name] for name in segment.rearrange.sides]
+        if piece.rearrange is not None:
+            sides = [self.values[name] for name in piece.rearrange.sides]
             shapes: Value | None = Value(piece.name, "shapes")
             arrange = self.functions.rearrangement(piece, back=False)
-            arranged = [Value(name, "arranged") for name in segment.streams_in]
+            arranged = [Value(name, "arranged") for name in piece.streams_in]
             for stream, target in zip((a, b), arranged, strict=True):
                 self.assign((target, shapes), call(arrange, stream, *sides))
                 shapes = None
             a, b = arranged
-        addend = self.branch(piece, b, function, [Value(name) for name in segment.extras])
+        addend = self.branch(piece, b, function, [Value(name) for name in piece.extras])
         y = call(stage_ops.plus, a, addend, self.values[piece.grid])
-        self.assign(map(Value, segment.streams_out), b, y, comment=piece.name)
+        self.assign(map(Value, piece.streams_out), b, y, comment=piece.name)
 
     def branch(
-        self, piece: Piece, b: Value, function: Function, extras: Sequence[Value | None]
+        self, piece: Coupling, b: Value, function: Function, extras: Sequence[Value | None]
     ) -> Call | Value:
         """F(b); where it has more results, they are assigned to `extras`."""
-        assert isinstance(piece.segment, Coupling)
-        called = call(function, b, *(self.values[name] for name in piece.segment.sides))
+        called = call(function, b, *(self.values[name] for name in piece.sides))
         if not extras:
             return called
         addend = Value(piece.name, "branch")

@@ -9,8 +9,7 @@ from torch import fx, nn
 
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.ops import read_buffer, store_buffer
-from revcompile.ir.program import Piece
-from revcompile.ir.types import Live, Rewired, TensorType
+from revcompile.ir.types import Live, Rewired, Segment, TensorType
 
 __all__ = [
     "bytes_sent",
@@ -21,7 +20,7 @@ __all__ = [
 ]
 
 
-def live_at_cuts(rewired: Rewired, pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
+def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str, ...]]:
     """The live values at every cut: entry `i` lists what is alive before piece `i`.
 
     The last entry holds the model's results.
@@ -50,21 +49,21 @@ def bytes_sent(
     return sum(kind.nbytes(batch_size) for kind in kinds if isinstance(kind, TensorType))
 
 
-def shared_parameters(rewired: Rewired, pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
+def shared_parameters(rewired: Rewired, pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:
     """Parameters that several pieces read: name -> those pieces."""
     names = {id(p): name for name, p in rewired.root.named_parameters()}
     readers: dict[str, list[int]] = {}
     for index, piece in enumerate(pieces):
-        for name in parameter_names(piece.segment.graph, rewired.root, names):
+        for name in parameter_names(piece.graph, rewired.root, names):
             readers.setdefault(name, []).append(index)
     return {name: tuple(users) for name, users in readers.items() if len(users) > 1}
 
 
-def written_buffers(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
+def written_buffers(pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:
     """Buffers that graphs write to: name -> the pieces that read or write them."""
     users: dict[str, list[int]] = {}
     for index, piece in enumerate(pieces):
-        for node in piece.segment.graph.nodes:
+        for node in piece.graph.nodes:
             if node.target in (read_buffer, store_buffer):
                 (buffer, *_) = node.all_input_nodes
                 users.setdefault(str(buffer.target), []).append(index)

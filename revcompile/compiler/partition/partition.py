@@ -26,8 +26,8 @@ from revcompile.compiler.partition.cuts import (
 )
 from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.errors import InputError
-from revcompile.ir.program import Part, Partition, Piece
-from revcompile.ir.types import Cost, Rewired
+from revcompile.ir.program import Part, Partition
+from revcompile.ir.types import Cost, Rewired, Segment
 from revcompile.schedule import Tie
 
 __all__ = ["assign_contiguous", "partition"]
@@ -66,7 +66,7 @@ def partition(
     types = {**rewired.body.types, **new_types}
     _check_count(rewired, stages, split)
 
-    def row_of(pieces: tuple[Piece, ...], costs: tuple[Cost, ...]) -> _Row:
+    def row_of(pieces: tuple[Segment, ...], costs: tuple[Cost, ...]) -> _Row:
         return _Row(rewired, pieces, costs, types, stages, workload, memory_budget)
 
     finest = row_of(split, piece_costs(rewired, split, types, cost))
@@ -101,7 +101,7 @@ class _Row:
     """Pieces in a row, and everything that deciding on cuts needs."""
 
     rewired: Rewired
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     costs: tuple[Cost, ...]
     types: Mapping[str, Any]
     stages: int
@@ -191,7 +191,7 @@ class _Row:
 # -- refusing -------------------------------------------------------------------------------------
 
 
-def _check_count(rewired: Rewired, stages: int, pieces: Sequence[Piece]) -> None:
+def _check_count(rewired: Rewired, stages: int, pieces: Sequence[Segment]) -> None:
     if stages < 1:
         raise InputError(f"petrafy: num_stages={stages}; a model has at least 1 stage")
     if stages <= len(pieces):

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow, is_plain, tensor_type
 from revcompile.compiler.rewire.region import ORIGIN
-from revcompile.ir.program import Piece
-from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired
+from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired, Segment
 
 __all__ = ["split_pieces", "whole_pieces"]
 
 
-def whole_pieces(body: Body) -> tuple[Piece, ...]:
+def whole_pieces(body: Body) -> tuple[Segment, ...]:
     """Every segment as one piece; couplings of one chain share a grid."""
     grids: dict[tuple[str, str], str] = {}
-    pieces = []
+    pieces: list[Segment] = []
     for segment in body.segments:
         if not isinstance(segment, Coupling):
-            pieces.append(Piece(segment))
+            pieces.append(segment)
             continue
         opens = segment.streams_in not in grids
         grid = f"{segment.streams_in[0]}_grid" if opens else grids[segment.streams_in]
         if opens and grid in grids.values():  # two chains start from one pair of streams
             grid = f"{segment.streams_out[0]}_grid"
         grids[segment.streams_out] = grid
-        pieces.append(Piece(segment, grid, opens))
+        pieces.append(replace(segment, grid=grid, opens=opens))
     return tuple(pieces)
 
 
 def split_pieces(
-    rewired: Rewired, pieces: Sequence[Piece]
-) -> tuple[tuple[tuple[Piece, ...], ...], Mapping[str, Any]]:
+    rewired: Rewired, pieces: Sequence[Segment]
+) -> tuple[tuple[tuple[Segment, ...], ...], Mapping[str, Any]]:
     """The parts of each piece, and the types of the values that cross between them.
 
     Opaque pieces are split before each of their weighted layers. Couplings, and blocks with a
@@ -44,12 +44,11 @@ def split_pieces(
     made = (name for piece in pieces for name in piece.outputs)
     used_names = {*made, *rewired.signature.placeholders}
     types: dict[str, Any] = {}
-    result: list[tuple[Piece, ...]] = []
+    result: list[tuple[Segment, ...]] = []
     for piece in pieces:
-        segment = piece.segment
-        if isinstance(segment, Opaque) and not _computes_any(segment.graph, blocks):
-            split = _Split(segment, rewired.root, used_names)
-            result.append(tuple(Piece(part) for part in split.parts()))
+        if isinstance(piece, Opaque) and not _computes_any(piece.graph, blocks):
+            split = _Split(piece, rewired.root, used_names)
+            result.append(tuple(split.parts()))
             types |= split.types
             used_names |= set(split.types)
         else:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
-from revcompile.ir.types import VALUE, Live, Opaque, Segment, Signature, TensorType
+from revcompile.ir.types import VALUE, Coupling, Live, Opaque, Segment, Signature, TensorType
 
 __all__ = ["Boundary", "Size", "check_sizes", "compute_sizes", "crossing_sizes"]
 
@@ -89,7 +89,8 @@ def _tensors(names: Iterable[str], types: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _plain(partition: Partition, names: Sequence[str]) -> tuple[str, ...]:
     """The values that are no tensors, without the grids of chains: every stage makes its own."""
-    grids = {piece.grid for part in partition.parts for piece in part.pieces}
+    pieces = (piece for part in partition.parts for piece in part.pieces)
+    grids = {piece.grid for piece in pieces if isinstance(piece, Coupling)}
     tensors = _tensors(names, partition.types)
     return tuple(name for name in names if name not in tensors and name not in grids)
 
@@ -105,7 +106,7 @@ def crossing_sizes(partition: Partition) -> dict[str, tuple[Size, Size]]:
     made: dict[str, fx.Node] = {}
     for part in partition.parts:
         for piece in part.pieces:
-            made |= _made(piece.segment)
+            made |= _made(piece)
     sizes: dict[str, tuple[Size, Size]] = {}
     for part in partition.parts:
         for name in Boundary.of(partition, part).sizes_read:

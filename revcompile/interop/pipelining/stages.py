@@ -22,7 +22,7 @@ from revcompile.interop.pipelining.boundary import (
 from revcompile.interop.pipelining.module import StageModule
 from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.program import Part, Partition
-from revcompile.ir.types import Body, Live, Segment
+from revcompile.ir.types import Body, Coupling, Live, Segment
 from revcompile.runtime.reversible.module import Reversible
 
 __all__ = ["pipeline_stages"]
@@ -39,7 +39,7 @@ def _refuse_shared(partition: Partition) -> None:
             raise InputError(_shared(f"the parameter {trained[0]!r}", tie.owner, tie.holder))
     first_stage: dict[str, int] = {}
     for part in partition.parts:
-        graphs = [piece.segment.graph for piece in part.pieces]
+        graphs = [piece.graph for piece in part.pieces]
         for path, value in TreeReads(graphs, root).targets.items():
             first = first_stage.setdefault(path, part.index)
             if first != part.index and _has_statistics(value):
@@ -119,7 +119,9 @@ def _stage(
 ) -> StageModule:
     rewired, root = partition.rewired, partition.rewired.root
     boundary = Boundary.of(partition, part)
-    pieces = tuple(piece.segment for piece in part.pieces)
+    pieces = tuple(
+        replace(piece, grid=None) if isinstance(piece, Coupling) else piece for piece in part.pieces
+    )
     weights = _copy_of_read(root, pieces)
     takes_inputs = boundary.inputs == rewired.signature.placeholders
     names = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
