@@ -384,10 +384,13 @@ class Examination:
     @contextmanager
     def reusing_captured(self) -> Iterator[None]:
         """Compilation begins with a copy of what was captured before, which saves a third of it."""
-        if self.captured is None:
+        try:
+            captured = copy.deepcopy(self.captured)
+        except RuntimeError:  # a net with `weight_norm` holds tensors that cannot be copied
+            captured = None
+        if captured is None:
             yield
             return
-        captured = copy.deepcopy(self.captured)
         with mock.patch.object(revcompile.api, "capture", lambda *_, **__: captured):
             yield
 

@@ -533,3 +533,16 @@ def test_an_example_with_one_sample_serves_one_sample_and_many() -> None:
         else:
             assert not torch.allclose(net(batch), anew(batch.expand(2, -1, -1))[:1])
     assert gradients(net, x[:1])
+
+
+def test_sizes_inside_are_checked_under_autocast_whatever_the_modules_hold() -> None:
+    def steer(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+        return h * 2 if h.shape[1] > 8 else h
+
+    model = Blocks(steer)
+    torch.nn.utils.weight_norm(model.layers[0])  # leaves a computed tensor in the module
+    model.table = [torch.ones(2)]
+    x = torch.randn(2, 6, WIDTH)
+    net = revcompile.reversify(model, x, policy="pretrained")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(x).isfinite().all()

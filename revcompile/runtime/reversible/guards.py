@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from revcompile.errors import GuardError
 from revcompile.ir.conditions import (
@@ -202,11 +202,13 @@ def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
 def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
     """A copy on fake tensors of a device, inside a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
-    for tensor in (*skeleton.parameters(), *skeleton.buffers()):
+    plain = (v for m in skeleton.modules() for v in vars(m).values() if isinstance(v, Tensor))
+    for tensor in (*skeleton.parameters(), *skeleton.buffers(), *plain):
         fake = _without_data(tensor.detach(), device)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    copied: nn.Module = copy_module(skeleton, memo)
+    with unset_fake_temporarily():  # what is left has data, which cannot be copied in that mode
+        copied: nn.Module = copy_module(skeleton, memo)
     return copied
 
 
