@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -24,6 +25,16 @@ from benchmarks.learning.text import Training
 from benchmarks.learning.text import load as load_text
 from benchmarks.learning.text import run as run_text
 from benchmarks.learning.workers import OutOfTime
+
+
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainings' logic is tested, not their models."""
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
+    monkeypatch.setattr(
+        "benchmarks.learning.run.create",
+        lambda _: timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes),
+    )
 
 
 @pytest.fixture
