@@ -107,7 +107,7 @@ class IsInstance(Condition):
         return self if self.holds(value) else IsInstance((type(value),))
 
     def __repr__(self) -> str:
-        names = " or ".join(f"a {kind.__name__}" for kind in self.classes)
+        names = " or ".join(with_article(kind.__name__) for kind in self.classes)
         return names if self.result else f"not {names}"
 
 
@@ -137,7 +137,7 @@ class HasKeys(Condition):
         return HasKeys.of(value)
 
     def __repr__(self) -> str:
-        what = "children" if self.kind is nn.Module else f"a {self.kind.__name__} of"
+        what = "children" if self.kind is nn.Module else f"{with_article(self.kind.__name__)} of"
         return f"{what} {self.keys!r}"
 
 
@@ -224,7 +224,7 @@ def holds(expected: Any, value: Any) -> bool:
 def described(value: Any) -> str:
     """A value in an error message."""
     if isinstance(value, nn.Module):
-        return f"a {type(value).__name__}"
+        return with_article(type(value).__name__)
     if isinstance(value, torch.Tensor) and value.numel() > _MAX_SHOWN:
         return repr(HasType.of(value))
     text = repr(value)
@@ -259,3 +259,11 @@ def look_up(owner: Any, step: str | Item) -> Any:
         return parametrized._modules[step]  # in the place of the parameter
     of_original = getattr(type(owner), "attribute_of_original", None)
     return getattr(type(owner), step, ABSENT) if of_original is None else of_original(owner, step)
+
+
+def with_article(name: str) -> str:
+    """
+    >>> with_article("Identity"), with_article("Dropout")
+    ('an Identity', 'a Dropout')
+    """
+    return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"

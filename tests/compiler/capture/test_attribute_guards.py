@@ -180,13 +180,13 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         put("late", nn.Identity),
         lambda b, h: double(isinstance(b.late, nn.Identity), h),
         late_module,
-        "1.late was a Identity",
+        "1.late was an Identity",
     ),
     "identity": (
         put("late", nn.Identity),
         lambda b, h: b.late(h),
         late_module,
-        "1.late was a Identity",
+        "1.late was an Identity",
     ),
     # configurations
     "slots": (
