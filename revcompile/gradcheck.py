@@ -35,6 +35,7 @@ from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
+from revcompile.schedule import Keep, choose
 
 __all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
 
@@ -114,13 +115,17 @@ def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, A
         if wrong := _differences(stored, reversible, net.tolerance):
             precise = _in_double(net, args, kwargs)
             if precise is None or precise:
-                _explain_by_ties(net, args, kwargs, wrong)
+                _explain_by_ties("reversify", net, args, kwargs, wrong)
                 raise VerificationError(_message("reversify", net.rewired, "chains", wrong))
     return Compared(args, kwargs, stored)
 
 
 def _explain_by_ties(
-    net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any], wrong: Sequence[str]
+    where: str,
+    net: Reversible,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wrong: Sequence[str],
 ) -> None:
     """Refuse a model that selects among equal numbers: reconstructed, they are not equal."""
     with Ties() as ties:
@@ -130,7 +135,7 @@ def _explain_by_ties(
         selecting = [name for name in ties.operations if name in names]
         if selecting:
             raise InversionError(
-                f"reversify: {coupling.name} selects among numbers that are exactly equal (by "
+                f"{where}: {coupling.name} selects among numbers that are exactly equal (by "
                 f"{', '.join(selecting)}). Its input is reconstructed up to rounding errors, so "
                 "that another of them may get the gradient; make the module a leaf module with "
                 f"leaf_modules=[...], or avoid exact ties. On the example:\n  - {wrong[0]}"
@@ -228,6 +233,9 @@ def compare_stages(
         reference = stored if is_same else by_method[first]
     for method, gradients in by_method.items():
         if wrong := _differences(reference, gradients, net.tolerance):
+            if choose(method).keep is Keep.NOTHING:
+                with preserve_rng():
+                    _explain_by_ties("petrafy", net, compared.args, compared.kwargs, wrong)
             raise VerificationError(_message("petrafy", net.rewired, f"stages ({method})", wrong))
 
 

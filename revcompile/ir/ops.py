@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from revcompile.errors import CaptureError
 from revcompile.kernels.autocast import is_autocasting
 
 __all__ = [
@@ -94,7 +95,11 @@ def with_view(
         layout = part[item].size(), part[item].stride(), part[item].storage_offset()
         part = result.as_strided(*layout)
     if part.untyped_storage()._cdata != result.untyped_storage()._cdata:
-        raise RuntimeError(f"{view} gave a copy here, and a view when the model was captured")
+        raise CaptureError(
+            f"the model writes in place into the result of {view}, which is a copy in this call, "
+            "and was a view when the model was captured (in another precision or memory layout). "
+            "Write out of place there (inplace=False, or no trailing underscore)"
+        )
     part.copy_(value)
     return result
 

@@ -108,6 +108,12 @@ def test_steps_are_compared_from_equal_weights() -> None:
     assert report.discarded is None and not report.findings and not report.refusals
 
 
+def test_a_tie_that_reconstruction_breaks_is_explained_by_rounding() -> None:
+    """Two numbers are exactly 0.5; one is rebuilt as 0.5 - 1e-16, and `max` picks the other."""
+    report = examine(net_of(103, 964), phases=["reversify"])
+    assert report.discarded is None and not report.findings and not report.refusals
+
+
 # -- the grammar ----------------------------------------------------------------------------------
 
 

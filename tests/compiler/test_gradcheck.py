@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import revcompile
 from revcompile import gradcheck
 from revcompile.compiler.capture import capture
+from revcompile.compiler.capture.decisions import Ties
 from revcompile.compiler.find import find
 from revcompile.compiler.lower import lower
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_programs, verify_rewired
-from revcompile.errors import VerificationError
+from revcompile.errors import InversionError, VerificationError
 from revcompile.ir import stage_ops
 from revcompile.ir.policy import Policy
 from revcompile.ir.program import Partition
@@ -113,6 +116,42 @@ def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stage_ops, "vjp", doubled)
     with pytest.raises(VerificationError, match=r"(?s)petrafy: .*stages \(backprop\).*differs by"):
         revcompile.petrafy(made(Chunk), 3, example())
+
+
+class Selecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x - x.max(-1, keepdim=True).values))
+        return x
+
+
+def test_gradients_of_stages_that_differ_by_ties_are_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, calls = gradcheck._staged_gradients, list[str]()
+
+    def second_is_wrong(*args: Any) -> Any:
+        calls.append("")
+        return {name: g * len(calls) for name, g in right(*args).items() if g is not None}
+
+    monkeypatch.setattr(gradcheck, "_staged_gradients", second_is_wrong)
+    x = torch.randn(2, 8)
+    with pytest.raises(InversionError, match=r"petrafy: layers.* selects among .*by max"):
+        revcompile.petrafy(Selecting(), 2, x[:1].expand(2, 8))
+    calls.clear()
+    with pytest.raises(VerificationError, match=r"stages \(petra\)"):
+        revcompile.petrafy(Selecting(), 2, x)
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_ties_are_not_looked_for_where_there_are_no_numbers(on_meta: bool) -> None:
+    with Ties() as ties, nullcontext() if on_meta else FakeTensorMode():
+        torch.ones(4, device="meta" if on_meta else "cpu").max()
+    assert not ties.operations
 
 
 @pytest.mark.parametrize("check", ["fast", "full"])

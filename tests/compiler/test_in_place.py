@@ -46,6 +46,11 @@ def silu_after_identity(net: Net, x: Tensor) -> Tensor:
     return y + net.a(net.silu(net.same(y)))
 
 
+def relu_after_its_own_type(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    return y + net.a(net.relu(y.to(y.dtype).type_as(y)))
+
+
 def dropout_after_identity(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
     return y + net.a(net.drop(net.same(y)))
@@ -260,6 +265,34 @@ def test_reversible_blocks_with_in_place_layers() -> None:
     reference.reversible = False
     assert len(net.rewired.couplings) == 3
     torch.testing.assert_close(gradients(net, x), gradients(reference, x), rtol=1e-10, atol=1e-10)
+
+
+class Converting(nn.Module):
+    """A block, and an in-place layer on a conversion that is none in float32."""
+
+    def __init__(self, to_float: bool) -> None:
+        super().__init__()
+        self.stem, self.layer, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.silu, self.to_float = nn.SiLU(inplace=True), to_float
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        if self.to_float:
+            h = h + self.silu(h.float())
+        h = h + torch.tanh(self.layer(h))
+        return h + self.last(self.silu(h.to(h.dtype)))
+
+
+def test_a_conversion_that_is_none_by_precision_alone_is_not_taken_for_a_view() -> None:
+    """Under autocast streams are float32 and layers bfloat16: types of values differ."""
+    x = torch.randn(3, 8)
+    own, fixed = (revcompile.reversify(Converting(to_float), x) for to_float in (False, True))
+    fixed(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = own(x)
+        with pytest.raises(CaptureError, match=r"of float, which is a copy .* out of place"):
+            fixed(x)
+    torch.testing.assert_close(low.float(), own(x), rtol=0.1, atol=0.1)
 
 
 class Plain(nn.Module):

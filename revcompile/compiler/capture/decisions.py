@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,8 +135,10 @@ class Ties(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        if name in _SELECTS:
-            given = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+        # guards are evaluated on tensors without numbers
+        if name in _SELECTS and not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+            given = [t for t in tensors if t.is_floating_point()]
             numbers = torch.cat([t.detach().flatten() for t in given]) if given else torch.ones(0)
             numbers = numbers[numbers != 0]
             if numbers.unique().numel() < numbers.numel():

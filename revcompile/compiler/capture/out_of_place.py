@@ -91,7 +91,22 @@ def view_of(node: fx.Node, root: nn.Module, known: Callable[[fx.Node], View | No
         return _view_by_layer(node, source, root)
     if is_structured(source):
         return _item(node, source, known(source))
+    if source is first and _converts_to_itself(node):
+        return View(source, source, is_same=True)
     return View(source, source, _call(node) if source is first else None)
+
+
+def _converts_to_itself(node: fx.Node) -> bool:
+    """Is it `x.to(x.dtype)`, `x.to(x)` or the like, which is `x` itself in every precision?"""
+    x, *rest = node.args
+
+    def is_own(given: Any) -> bool:
+        if not isinstance(given, fx.Node):
+            return isinstance(given, bool)
+        return given is x or (given.target is getattr and given.args == (x, "dtype"))
+
+    converts = node.op == "call_method" and node.target in ("to", "type", "type_as")
+    return converts and all(map(is_own, (*rest, *node.kwargs.values())))
 
 
 def _item(node: fx.Node, source: fx.Node, outer: View | None) -> View | None:
