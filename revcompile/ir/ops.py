@@ -65,6 +65,9 @@ def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tens
     return result
 
 
+_CONVERSIONS: Final = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
+
+
 def with_view(
     base: Tensor,
     value: Tensor,
@@ -94,11 +97,13 @@ def with_view(
     if item is not None:
         layout = part[item].size(), part[item].stride(), part[item].storage_offset()
         part = result.as_strided(*layout)
-    if part.untyped_storage()._cdata != result.untyped_storage()._cdata:
+    is_copy = part.untyped_storage()._cdata != result.untyped_storage()._cdata
+    # under autocast streams are float32 where the model's own values may not be
+    if is_copy or (view in _CONVERSIONS and is_autocasting(base.device)):
         raise CaptureError(
-            f"the model writes in place into the result of {view}, which is a copy in this call, "
-            "and was a view when the model was captured (in another precision or memory layout). "
-            "Write out of place there (inplace=False, or no trailing underscore)"
+            f"the model writes in place into the result of {view}, which may be a copy in this "
+            "call, and was a view when the model was captured (in another precision or memory "
+            "layout). Write out of place there (inplace=False, or no trailing underscore)"
         )
     part.copy_(value)
     return result

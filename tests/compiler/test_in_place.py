@@ -277,10 +277,8 @@ class Converting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
-        if self.to_float:
-            h = h + self.silu(h.float())
         h = h + torch.tanh(self.layer(h))
-        return h + self.last(self.silu(h.to(h.dtype)))
+        return h + self.last(self.silu(h.float() if self.to_float else h.to(h.dtype)))
 
 
 def test_a_conversion_that_is_none_by_precision_alone_is_not_taken_for_a_view() -> None:
@@ -290,7 +288,7 @@ def test_a_conversion_that_is_none_by_precision_alone_is_not_taken_for_a_view() 
     fixed(x)
     with torch.autocast("cpu", torch.bfloat16):
         low = own(x)
-        with pytest.raises(CaptureError, match=r"of float, which is a copy .* out of place"):
+        with pytest.raises(CaptureError, match=r"of float, which may be a copy .* out of place"):
             fixed(x)
     torch.testing.assert_close(low.float(), own(x), rtol=0.1, atol=0.1)
 
