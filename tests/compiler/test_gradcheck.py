@@ -115,6 +115,24 @@ def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) 
         revcompile.petrafy(made(Chunk), 3, example())
 
 
+class Dropped(nn.Module):
+    """A block that is there at the seeds 0 and 1, and left out at every other seed or so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand([]) < 0.49 else x + self.layer(x).tanh()
+
+
+def test_random_decisions_of_stages_are_not_compared_with_those_of_the_model() -> None:
+    for seed in (0, 1):
+        assert torch.rand([], generator=torch.Generator().manual_seed(seed)) > 0.49
+    model = nn.Sequential(nn.Linear(8, 8), *(Dropped() for _ in range(6)), nn.Linear(8, 8))
+    revcompile.petrafy(model, 2, torch.randn(5, 8), leaf_modules=[Dropped])
+
+
 @pytest.mark.parametrize("check", ["fast", "full"])
 def test_the_comparison_changes_nothing(check: str) -> None:
     torch.manual_seed(0)
