@@ -116,7 +116,7 @@ def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Dropped(nn.Module):
-    """A block that is there at the seeds 0 and 1, and left out at every other seed or so."""
+    """A block that is there at the seeds 0 and 1, and left out at half of all seeds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Dropped(nn.Module):
 def test_random_decisions_of_stages_are_not_compared_with_those_of_the_model() -> None:
     for seed in (0, 1):
         assert torch.rand([], generator=torch.Generator().manual_seed(seed)) > 0.49
-    model = nn.Sequential(nn.Linear(8, 8), *(Dropped() for _ in range(6)), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), Dropped(), nn.Linear(8, 8))
     revcompile.petrafy(model, 2, torch.randn(5, 8), leaf_modules=[Dropped])
 
 
