@@ -37,6 +37,7 @@ from benchmarks.fuzz.compare import (
 )
 from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
+from revcompile.compiler.capture.random_draws import draws_left_out
 from revcompile.errors import InputError, RevcompileError, VerificationError
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker
@@ -213,6 +214,12 @@ class Examination:
         # the targets differ from call to call, so only outputs show what a net remembers
         self.has_memory = difference(one[0].outputs, one[1].outputs, "float64") is not None
 
+    def observe_original(self, model: nn.Module, calls: Sequence[Call]) -> list[Seen]:
+        """The original without the random numbers that decide nothing, which no graph draws: those
+        drawn after them are the graph's then."""
+        with draws_left_out(self.captured.draws if self.captured else ()):
+            return observe(model, calls, self.net.precision)
+
     # -- capture ------------------------------------------------------------------------------
 
     def capture(self) -> revcompile.ir.types.Captured:
@@ -221,6 +228,8 @@ class Examination:
         with self.watched("capture"):
             captured = revcompile.capture(build(self.net), call.args, call.kwargs)
         self.captured = captured
+        if captured.draws:
+            self.original = self.observe_original(build(self.net), self.calls)
         for mode, expected in (("training", self.original), ("eval", self.evaluated)):
             with self.watched(f"capture, {mode}", stop=False):
                 root = copy.deepcopy(captured.root)
@@ -334,7 +343,7 @@ class Examination:
         model = build(self.net)
         change(model)
         try:
-            want = observe(model, [call], precision)[0]
+            want = self.observe_original(model, [call])[0]
         except Exception:
             return  # the original does not take it either
         if self._graph_agrees(captured, call, want, change):

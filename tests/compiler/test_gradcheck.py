@@ -154,6 +154,24 @@ def test_ties_are_not_looked_for_where_there_are_no_numbers(on_meta: bool) -> No
     assert not ties.operations
 
 
+class Dropped(nn.Module):
+    """A block that is there at the seeds 0 and 1, and left out at half of all seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand([]) < 0.49 else x + self.layer(x).tanh()
+
+
+def test_random_decisions_of_stages_are_not_compared_with_those_of_the_model() -> None:
+    for seed in (0, 1):
+        assert torch.rand([], generator=torch.Generator().manual_seed(seed)) > 0.49
+    model = nn.Sequential(nn.Linear(8, 8), Dropped(), nn.Linear(8, 8))
+    revcompile.petrafy(model, 2, torch.randn(5, 8), leaf_modules=[Dropped])
+
+
 @pytest.mark.parametrize("check", ["fast", "full"])
 def test_the_comparison_changes_nothing(check: str) -> None:
     torch.manual_seed(0)

@@ -372,6 +372,26 @@ def test_layer_drop_that_is_off_stops_nothing(frontend: Frontend) -> None:
         revcompile.capture(LayerDrop(0.5), x, frontend=frontend)
 
 
+class DroppedLayer(nn.Module):
+    """A layer that leaves itself out at random, at a rate that grows with depth."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layer, self.rate = nn.Linear(WIDTH, WIDTH), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand([]) < self.rate:
+            return x
+        return x + torch.tanh(self.layer(x))
+
+
+def test_one_line_may_draw_numbers_that_decide_and_numbers_that_do_not() -> None:
+    model = nn.Sequential(*(DroppedLayer(rate) for rate in (0.0, 0.3, 0.6, 0.5)))
+    captured = revcompile.capture(model, torch.randn(3, WIDTH), check="full")
+    leaves = [str(node.target) for node in captured.graph.nodes if node.op == "call_module"]
+    assert leaves == ["0.layer", "1", "2", "3"] and len(captured.draws) == 1
+
+
 def test_layer_drop_switched_on_afterwards_is_refused() -> None:
     net = revcompile.reversify(LayerDrop(0.0), torch.randn(3, WIDTH), policy="pretrained")
     assert len(net.rewired.couplings) == 3

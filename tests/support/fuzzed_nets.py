@@ -78,4 +78,12 @@ FOUND: Final[dict[str, Net]] = {
             plain("viewed", "module", how="expand"),
         ),
     ),
+    # a number that decides nothing is not drawn, so that those drawn later are others
+    "layer drop, off and on": Net(
+        "rows",
+        tuple(
+            plain("dropped", home, how="layer drop", p=p, place="stream")
+            for home, p in (("module", 0.0), ("twice", 0.3))
+        ),
+    ),
 }

@@ -8,7 +8,7 @@ eval mode where the graph chooses by the mode.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,10 @@ def check_capture(
     flags = captured.guards.train.flags + captured.guards.evaluation.flags
     for trial in _full() if level is Check.FULL else _fast(captured):
         trial = replace(trial, grad=bool(flags))  # the graph may be the model only with them
-        problem = _compare_once(model, captured, example, trial)
+        # in both: a leaf module may draw, to decide something, on a line that decides nothing in
+        # another instance of its class
+        with draws_left_out(captured.draws):
+            problem = _compare_once(model, captured, example, trial)
         if problem is not None:
             return problem
     return None
@@ -106,7 +109,7 @@ def _compare_once(
     mode = "train" if trial.training else "eval"
     where = f"{mode} mode, batch {example.batch[trial.which]}, seed {trial.seed}"
     try:
-        expected = _run_original(model, example, trial, captured.draws)
+        expected = _run_original(model, example, trial)
     except Exception as error:
         if trial.which == 0:
             raise InputError(
@@ -153,17 +156,14 @@ class _PureInterpreter(fx.Interpreter):
         return self.module
 
 
-def _run_original(
-    model: nn.Module, example: Example, trial: _Trial, draws: Collection[str] = ()
-) -> dict[str, Any]:
+def _run_original(model: nn.Module, example: Example, trial: _Trial) -> dict[str, Any]:
     def call(twin: nn.Module, inputs: list[torch.Tensor]) -> Any:
         tensors = iter(inputs)
         leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, example.in_spec)
         return twin(*args, **kwargs)
 
-    with draws_left_out(draws):
-        return _run(set_mode(copy_model(model), model, trial.training), call, example, trial)
+    return _run(set_mode(copy_model(model), model, trial.training), call, example, trial)
 
 
 def _run_captured(

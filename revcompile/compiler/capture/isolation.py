@@ -29,6 +29,7 @@ __all__ = [
     "preserve_model",
     "preserve_rng",
     "register_constant",
+    "rng_state",
     "seed_all",
     "set_mode",
 ]
@@ -78,6 +79,12 @@ def foreign_rng_state() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     kind, keys, *rest = numpy.random.get_state() if numpy else (None, b"")
     return random.getstate(), kind, bytes(keys), *rest
+
+
+def rng_state() -> tuple[Any, ...]:
+    """The state of all generators that `seed_all` seeds."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return tuple(bytes(s.numpy()) for s in (torch.get_rng_state(), *cuda)) + foreign_rng_state()
 
 
 def seed_all(seed: int) -> None:

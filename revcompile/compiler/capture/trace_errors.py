@@ -38,8 +38,9 @@ _TORCH: Final = torch.__path__[0]
 _TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
 _LAYERS: Final = str(Path(_TORCH, "nn", "modules"))
 _COMPILERS: Final = (_TORCH, str(Path(__file__).parents[2]), "<frozen")
-_NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parent), "<")
-"""How the paths of files begin that no user wrote."""
+_GENERATED: Final = ("<frozen", "<string>", "<eval_with_key>", "<attrs", "<__array_function__")
+_NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parent), *_GENERATED)
+"""How the paths of files begin that no user wrote; `<stdin>` and `<ipython-input-…>` are theirs."""
 
 
 class Untraceable(Exception):
