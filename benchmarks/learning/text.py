@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import revcompile
 from benchmarks.harness import show
 from benchmarks.learning.results import gather
-from benchmarks.learning.workers import train
+from benchmarks.learning.workers import OutOfTime, train
 from benchmarks.registry import Benchmark, Row
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
 
@@ -204,7 +204,11 @@ def load(file: Path) -> Text:
 
 
 def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
-    """Train to the end, or to the deadline; writes the result and gives it in a line."""
+    """Train to the end; writes the result and gives it in a line.
+
+    Raises:
+        OutOfTime: the deadline has come before; nothing is written.
+    """
     torch.manual_seed(training.seed)
     sizes, device = SIZES[training.size], text.train.device
     sequences = SEQUENCES // training.accumulate
@@ -237,8 +241,8 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
                 "seconds": round(time.monotonic() - start, 1),
             }
         )
-        if time.monotonic() > deadline:
-            break
+        if time.monotonic() > deadline and number < count:
+            raise OutOfTime  # a row that was cut short is no result
     best = min(line["validation_loss"] for line in log)
     folder.mkdir(parents=True, exist_ok=True)
     result = {"training": dataclasses.asdict(training), "name": training.name, "log": log}

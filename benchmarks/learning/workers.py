@@ -20,7 +20,7 @@ line."""
 
 
 class OutOfTime(Exception):
-    """The deadline has come; what was done is saved."""
+    """The deadline has come before the end of a training."""
 
 
 def train(
@@ -76,6 +76,6 @@ def work(
         try:
             messages.put(f"{name}: {run(experiment, data, out / name, deadline)}")
         except OutOfTime:
-            messages.put(f"{name}: out of time, saved")
+            messages.put(f"{name}: out of time")
         except Exception:
             messages.put(f"{name}: failed\n{traceback.format_exc()}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import ErrorFeedback
 
 __all__ = ["CombinedOptimizer", "elementary", "members"]
@@ -51,10 +52,7 @@ class CombinedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step of each optimizer."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from revcompile.optim.closures import loss_of
 from revcompile.optim.settings import check_settings, two_betas
 
 __all__ = ["DelayAwareAdamW", "DelayAwareSGD", "averaging_horizon", "look_ahead"]
@@ -75,10 +76,7 @@ class _DelayAware(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for params in self._batches(group):
                 dtype = self.state[params[0]][self._means[0]].dtype

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from revcompile.optim.closures import loss_of
 from revcompile.optim.settings import check_settings
 
 __all__ = ["ErrorFeedback", "apply_with_feedback"]
@@ -95,10 +96,7 @@ class ErrorFeedback(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of the wrapped optimizer, and what the delay adds to it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         feedback = self.feedback * self.delay
         if not feedback:
             self.optimizer.step()

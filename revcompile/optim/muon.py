@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from revcompile.errors import InputError
+from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import apply_with_feedback
 from revcompile.optim.settings import check_settings, two_betas
 
@@ -104,10 +105,7 @@ class DelayAwareMuon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update of all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:

@@ -1,0 +1,18 @@
+"""The optional argument of every `Optimizer.step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["loss_of"]
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a closure that computes loss and gradients returns; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
