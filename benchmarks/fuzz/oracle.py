@@ -38,7 +38,7 @@ from benchmarks.fuzz.compare import (
 from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.compiler.capture.random_draws import draws_left_out
-from revcompile.errors import InputError, RevcompileError, VerificationError
+from revcompile.errors import InputError, RevcompileError, RevcompileWarning, VerificationError
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 
@@ -99,7 +99,7 @@ def normalised(text: str) -> str:
     return re.sub(r"[-\d.]*\d(?:e[-+]?\d+)?", "#", line)[:160]
 
 
-def reason(error: RevcompileError) -> str:
+def reason(error: RevcompileError | RevcompileWarning) -> str:
     """Why a net was refused, without its own names."""
     lines = [line.strip() for line in str(error).splitlines()]
     numbered = [line for line in lines if re.match(r"\d+\. ", line)]
@@ -136,7 +136,7 @@ class Examination:
             raise
         except VerificationError as error:
             self._found(Finding("bug", check, reason(error), str(error)))
-        except RevcompileError as error:
+        except (RevcompileError, RevcompileWarning) as error:
             if reason(error) not in {refusal.reason for refusal in self.report.refusals}:
                 self.report.refusals.append(Refusal(check, reason(error)))
         except Exception as error:
@@ -536,6 +536,13 @@ class Recorder:
         ]
 
 
+def _ignore_warnings() -> None:
+    """All but the one that says that gradients are inexact: it counts as a refusal."""
+    warnings.simplefilter("ignore")
+    inexact = ".*reconstructs its input only"
+    warnings.filterwarnings("error", message=inexact, category=RevcompileWarning)
+
+
 def programs(net: Net) -> str:
     """All that compilation decides, as text: names, cuts and the code of every stage."""
     args, kwargs = arguments(net, (BATCHES[0], LENGTH), 0)
@@ -557,7 +564,7 @@ def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = 
     """All checks of one net, or those of some phases."""
     one = Examination(net, methods)
     with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")
+        _ignore_warnings()
         try:
             one.look()
             captured = one.capture() if {"capture", "other"} & {*phases} else None

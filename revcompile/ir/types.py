@@ -23,6 +23,7 @@ from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep
 
 __all__ = [
+    "LIVE_VALUES",
     "PATH",
     "SOURCE",
     "TYPE",
@@ -55,6 +56,9 @@ PATH: Final = "revcompile_path"
 
 SOURCE: Final = "revcompile_source"
 """`node.meta` key: `file:line` of the user's code that created the node."""
+
+LIVE_VALUES: Final = "revcompile_live_values"
+"""`node.meta` key, in stage programs: names of the live values that the node is."""
 
 
 @dataclass(frozen=True, slots=True)

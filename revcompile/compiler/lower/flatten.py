@@ -26,7 +26,7 @@ from revcompile.ir.stage_code import (
     Value,
     live_statements,
 )
-from revcompile.ir.types import TYPE
+from revcompile.ir.types import LIVE_VALUES, TYPE
 
 __all__ = ["flatten"]
 
@@ -61,6 +61,7 @@ class _Flattener:
         node.target = node.name  # else a variable could have the parameter's name
         if argument.role in ("", "kept", "returned", "gradient"):
             node.meta[TYPE] = partition.types.get(argument.name)
+        _name_value(argument, node)
         return node
 
     def finish(self, result: tuple[Any, ...]) -> fx.Graph:
@@ -90,6 +91,7 @@ class _Flattener:
         for target, result in zip(targets, results, strict=True):
             if target is not None:
                 self.values[target] = result
+                _name_value(target, result)
 
     def evaluate(self, expression: Any, name: str | None = None) -> Any:
         """What an expression is in the graph; `name` is the variable for a call's result."""
@@ -228,6 +230,11 @@ _EXPANDED: Final[dict[Any, Callable[..., tuple[Any, ...]]]] = {
     stage_ops.record: _Flattener.record,
     stage_ops.uncouple: _Flattener.uncouple,
 }
+
+
+def _name_value(value: Value, node: Any) -> None:
+    if isinstance(node, fx.Node) and value.role in ("", "kept", "returned"):
+        node.meta[LIVE_VALUES] = (*node.meta.get(LIVE_VALUES, ()), value.name)
 
 
 def _variable(value: Value | None) -> str | None:

@@ -42,6 +42,8 @@ class Flag(enum.IntFlag):
     """The sender stops; the description says why."""
     SEPARATE = 16
     """The tensors follow in a packet of their own."""
+    EXACT = 32
+    """The values are those of the forward pass, but for rounding."""
 
 
 _NONE: Final = Flag(0)
@@ -254,7 +256,12 @@ class Description:
         special = {"tensor": next_tensor, "device": device_here}
         values, gradients = (decode(part, special) for part in self._parts)
         return Message(
-            header.index, values, gradients, scale=header.scale, fingerprint=header.fingerprint
+            header.index,
+            values,
+            gradients,
+            scale=header.scale,
+            fingerprint=header.fingerprint,
+            is_exact=Flag.EXACT in header.flags,
         )
 
 

@@ -82,6 +82,7 @@ class SendThread:
             describer = self._describers.setdefault(kind, Describer(self.channel.device))
             text, tensors = describer.describe(message)
             flags = Flag.DESCRIBED if text else Flag(0)
+            flags |= Flag.EXACT if message.is_exact else Flag(0)
         event = torch.cuda.current_stream().record_event() if self.channel.uses_cuda else None
         header = Header(
             kind,

@@ -189,7 +189,9 @@ class StageExecutor:
         if self.loss_head is not None:
             scale = None if self.scaling is None else self.scaling.next_scale()
             gradients = self.loss_head(microbatch, outputs, scale)
-            self.incoming[microbatch] = Message(microbatch, {}, gradients, scale=scale)
+            self.incoming[microbatch] = Message(
+                microbatch, {}, gradients, scale=scale, is_exact=True
+            )
         else:
             self.outputs[microbatch] = outputs
 
@@ -266,15 +268,18 @@ class StageExecutor:
             else:  # its gradient has overflowed, its forward pass was right: buffers stay
                 self.stage.drop(index)
             return message
+        is_exact = message.is_exact and self.stage.rebuilds_exactly(index)
         try:
-            values, gradients = self.stage.backward(index, message.values, message.gradients, scale)
+            values, gradients = self.stage.backward(
+                index, message.values, message.gradients, scale, is_exact
+            )
         except NonFiniteError as error:
             if self.scaling is not None and self.scaling.overflowed(scale):
                 return Message(index, void=True, scale=scale)
             self.failures.append(error)
             return Message(index, void=True)
         self.contributed += 1
-        return Message(index, values, gradients, scale=scale)
+        return Message(index, values, gradients, scale=scale, is_exact=is_exact)
 
     def _send_dx(self, action: Action) -> bool:
         self._send(self.index - 1, MessageKind.DY, self.outgoing.pop(action.index))

@@ -45,6 +45,8 @@ class Message:
     scale at which gradients have overflowed since the message before."""
     fingerprint: Fingerprint | None = None
     """In a message forward to another rank: of the data that the first stage was given."""
+    is_exact: bool = False
+    """In a message back: are the values those of the forward pass, but for rounding?"""
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         return {
@@ -53,6 +55,7 @@ class Message:
             "gradients": copy(dict(self.gradients)),
             "void": self.void,
             "scale": self.scale,
+            "is_exact": self.is_exact,
         }
 
     @classmethod
@@ -63,6 +66,7 @@ class Message:
             clone_tree(dict(state["gradients"])),
             state["void"],
             scale=state.get("scale"),
+            is_exact=state.get("is_exact", False),
         )
 
 

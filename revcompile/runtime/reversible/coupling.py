@@ -43,6 +43,7 @@ from revcompile.runtime.reversible.reconstruction import (
     Samples,
     Tolerance,
     relative_error,
+    samples_of,
 )
 from revcompile.runtime.reversible.replay import (
     Replay,
@@ -161,7 +162,7 @@ class Chain:
     def __post_init__(self) -> None:
         name = f"{self.blocks[0].name} .. {self.blocks[-1].name}"
         settings = self.tolerance, self.check_every, self.failures_allowed
-        self.check = ReconstructionCheck(name, *settings)
+        self.check = ReconstructionCheck(f"the chain {name}", *settings)
 
     def plain(
         self,
@@ -254,7 +255,7 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
             needs = bound.differentiable()
             if is_checked and (needs or any(t.requires_grad for t in (a, b, *tensors))):
                 # The backward pass ends here: blocks before this one have nothing to train.
-                call.first, call.samples = index, check.start(a, b)
+                call.first, call.samples = index, check.start(samples_of(a), samples_of(b))
                 is_checked = False
             a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *needs)
             (b,) = reshard(block.sharded, (b,))
@@ -387,7 +388,8 @@ class _Reversible(torch.autograd.Function):
                 if cast_grad_b is not None:
                     call.cast_gradient = stream_grads[1], _before_rearrange(ctx, cast_grad_b)[0]
         if ctx.index == call.first and call.samples is not None:
-            call.chain.check.finish(call.samples, *_before_rearrange(ctx, rebuilt.a, rebuilt.b))
+            rebuilt_streams = _before_rearrange(ctx, rebuilt.a, rebuilt.b)
+            call.chain.check.finish(call.samples, *map(samples_of, rebuilt_streams))
         if ctx.index > 0 and previous is None:
             call.output = _previous_output(ctx, rebuilt)
         return None, None, None, None, *stream_grads, *other_grads

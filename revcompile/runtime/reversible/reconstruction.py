@@ -8,12 +8,15 @@ weights and on the batch, so every call is checked:
     on a GPU, every n-th call       backward() waits for the device and raises
     on a GPU, all other calls       the device writes the largest error so far into pinned memory;
                                     nothing waits, and a later forward pass raises
+
+In float32, errors between 1e-3 and 1e-2 are warned of once unless a tolerance was given.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -21,17 +24,28 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from revcompile.errors import InversionError
+from revcompile.errors import InversionError, RevcompileWarning
 
-__all__ = ["ReconstructionCheck", "Samples", "Tolerance", "relative_error", "tolerance_for"]
+__all__ = [
+    "ReconstructionCheck",
+    "Samples",
+    "Tolerance",
+    "relative_error",
+    "samples_of",
+    "tolerance_for",
+]
 
 Tolerance = float | Literal["auto"] | None
 """The largest relative error allowed; "auto": by the dtype of the streams; None: no check."""
 
 _BY_DTYPE: Final = {torch.float64: 1e-9}
 _OTHER_DTYPES: Final = 1e-3
+_WARNED: Final = 10
+"""With "auto", errors of up to so many tolerances are warned of: training bears them."""
 _SAMPLES: Final = 256
 _TINY: Final = 1e-30
+_NOISE: Final = 64
+"""Streams this many times the spacing of numbers below the larger one are rounding noise."""
 
 
 def tolerance_for(dtype: torch.dtype, tolerance: Tolerance) -> float:
@@ -68,7 +82,7 @@ def _sample_index(shape: torch.Size) -> tuple[slice, ...]:
     return tuple(index)
 
 
-def _samples(stream: Tensor) -> Tensor:
+def samples_of(stream: Tensor) -> Tensor:
     """A view of a few elements: no pass over the whole stream, whatever its memory format."""
     return stream.detach()[_sample_index(stream.shape)]
 
@@ -78,21 +92,22 @@ Samples = tuple[Tensor, ...]
 
 
 class ReconstructionCheck:
-    """Compares what one chain rebuilds with what it was given, call by call.
+    """Compares what a chain or a stage rebuilds with what it was given, call by call.
 
     Args:
-        chain: the chain's name, for the error.
+        name: of the chain or stage, for the error.
         tolerance: the largest relative error allowed; None: nothing is compared.
         wait_every: the first and every `wait_every`-th call waits for the GPU.
         failures_allowed: consecutive calls that may fail without an error.
     """
 
     def __init__(
-        self, chain: str, tolerance: Tolerance, wait_every: int, failures_allowed: int = 0
+        self, name: str, tolerance: Tolerance, wait_every: int, failures_allowed: int = 0
     ) -> None:
-        self._chain, self._tolerance = chain, tolerance
+        self._name, self._tolerance = name, tolerance
         self._wait_every = wait_every
         self._calls = 0
+        self._has_warned = False
         self._recent = deque[Tensor](maxlen=failures_allowed + 1)
         """Errors of the latest calls. The smallest counts: all of them must be too large."""
         self._largest: Tensor | None = None
@@ -104,22 +119,22 @@ class ReconstructionCheck:
     def is_on(self) -> bool:
         return self._tolerance is not None
 
-    def start(self, *streams: Tensor) -> tuple[bool, Samples]:
-        """In forward: samples of the streams, and whether backward is to wait for the device.
+    def start(self, *samples: Tensor) -> tuple[bool, Samples]:
+        """In forward: copies of samples, and whether backward is to wait for the device.
 
         Raises:
             InversionError: an earlier call on the GPU rebuilt its input wrongly.
         """
-        limit = tolerance_for(streams[0].dtype, self._tolerance)
+        limit = tolerance_for(samples[0].dtype, self._tolerance)
         if self._report is not None and (error := self._report.item()) > limit:
             self._largest = self._report = None
-            raise self._error(error, limit, " in an earlier step")
+            self._refuse(error, samples[0].dtype, " in an earlier step")
         waits = self._calls % self._wait_every == 0
         self._calls += 1
-        return waits, tuple(_samples(stream).clone() for stream in streams)
+        return waits, tuple(sample.clone() for sample in samples)
 
     def finish(self, started: tuple[bool, Samples], *rebuilt: Tensor) -> None:
-        """In backward: compare the samples with the rebuilt streams.
+        """In backward: compare with samples of the rebuilt streams.
 
         Values that are not finite are an error only in the calls that wait: they show in the loss
         and in the gradients, and `torch.amp.GradScaler` leaves such steps out.
@@ -128,17 +143,14 @@ class ReconstructionCheck:
             InversionError: a stream was rebuilt wrongly.
         """
         waits, samples = started
-        errors = [
-            _error_on_device(expected, _samples(stream))
-            for expected, stream in zip(samples, rebuilt, strict=True)
-            if expected.numel()
-        ]
-        if not errors:
+        pairs = [pair for pair in zip(samples, rebuilt, strict=True) if pair[0].numel()]
+        if not pairs:
             return
-        if self._recent and self._recent[0].device != errors[0].device:  # the model was moved
+        error = _error_on_device(pairs)
+        if self._recent and self._recent[0].device != error.device:  # the model was moved
             self._recent.clear()
             self._largest = self._report = None
-        self._recent.append(functools.reduce(torch.maximum, errors))
+        self._recent.append(error)
         if len(self._recent) < (self._recent.maxlen or 1):
             return
         error = functools.reduce(torch.fmin, self._recent)
@@ -147,9 +159,9 @@ class ReconstructionCheck:
             return
         value, limit = error.item(), tolerance_for(rebuilt[0].dtype, self._tolerance)
         if value > limit and (waits or value < math.inf):
-            raise self._error(value, limit)
+            self._refuse(value, rebuilt[0].dtype)
         if waits and value != value:
-            raise self._error(math.inf, limit)
+            self._refuse(math.inf, rebuilt[0].dtype)
 
     def _report_later(self, error: Tensor) -> None:
         error = error.nan_to_num(0.0, 0.0, 0.0).float()
@@ -158,13 +170,27 @@ class ReconstructionCheck:
         self._largest = torch.maximum(self._largest, error)
         self._report.copy_(self._largest, non_blocking=True)
 
-    def _error(self, error: float, limit: float, when: str = "") -> InversionError:
-        return InversionError(
-            f"the chain {self._chain} reconstructs its input only to {error:.1e} "
-            f"(tolerance {limit:.1e}){when}, so its gradients are wrong. "
+    def _refuse(self, error: float, dtype: torch.dtype, when: str = "") -> None:
+        """Raise; warn once if it is not much, nor more than the user has allowed."""
+        limit = tolerance_for(dtype, self._tolerance)
+        is_small = self._tolerance == "auto" and dtype not in _BY_DTYPE and error <= _WARNED * limit
+        effect = "are no more precise" if is_small else "are wrong"
+        message = (
+            f"{self._name} reconstructs its input only to {error:.1e} "
+            f"(tolerance {limit:.1e}){when}, so its gradients {effect}. "
             "revcompile.check_invertible(model, x) shows which block loses the precision; "
-            "keep the streams in float32, lower the scale of that branch, or raise tolerance="
+            "keep the streams in float32, lower the scale of that branch or the learning rate, or "
+            "raise tolerance="
         )
+        if not is_small:
+            raise InversionError(message)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{message} (from {_WARNED * limit:.0e} on this is an error)",
+                RevcompileWarning,
+                stacklevel=2,
+            )
 
 
 def _is_asynchronous(device: torch.device) -> bool:
@@ -172,9 +198,21 @@ def _is_asynchronous(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _error_on_device(expected: Tensor, actual: Tensor) -> Tensor:
-    """`relative_error` without waiting for the device; not finite if anything is not."""
-    largest: Sequence[Tensor] = [
-        torch.linalg.vector_norm(values, math.inf) for values in (expected - actual, expected)
+def _error_on_device(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The largest `relative_error` without waiting for the device; not finite if anything is not.
+
+    A stream that is no more than rounding noise beside the other one has no digits that could be
+    lost: a batch norm of equal rows should be 0, and is not quite.
+    """
+    scales = [_largest(expected) for expected, _ in pairs]
+    noise = _NOISE * torch.finfo(scales[0].dtype).eps * functools.reduce(torch.maximum, scales)
+    errors = [
+        torch.where(scale < noise, 0.0, _largest(expected - actual) / scale.clamp_min(_TINY))
+        for scale, (expected, actual) in zip(scales, pairs, strict=True)
     ]
-    return largest[0] / largest[1].clamp_min(_TINY)
+    return functools.reduce(torch.maximum, errors)
+
+
+def _largest(values: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, math.inf)
+    return norm

@@ -113,6 +113,11 @@ class ActivationStore:
     def offloads(self) -> bool:
         return self._settings.offload
 
+    @property
+    def is_lossy(self) -> bool:
+        """Does backward compute with rounded inputs?"""
+        return bool(self._names) and self._settings.dtype is not None
+
     def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that a forward pass keeps, compressed and offloaded as configured."""
         if not self._names:

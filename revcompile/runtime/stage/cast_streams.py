@@ -66,6 +66,7 @@ def _two_results(node: fx.Node, function: Any) -> tuple[fx.Node, fx.Node]:
         second = node.graph.call_function(operator.getitem, (node, 1))
         first = node.graph.call_function(operator.getitem, (node, 0))
     node.replace_all_uses_with(first, lambda user: user not in (first, second))
+    first.meta, node.meta = node.meta, {}
     return first, second
 
 

@@ -19,8 +19,8 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.ir.stage_ops import is_seeded_elsewhere, mix, recording
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
-from revcompile.runtime.reversible.reconstruction import relative_error
-from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers
+from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
+from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.cast_streams import cast_streams
 from revcompile.runtime.stage.loss_scale import unscaled
@@ -32,6 +32,7 @@ from revcompile.runtime.stage.program_facts import (
     statistics_move_early,
     statistics_of,
 )
+from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
 from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree, overlaps
 from revcompile.runtime.stage.weights import (
     CastWeights,
@@ -68,6 +69,10 @@ class InFlight:
     """The stage's inputs, if the error of rebuilding them is to be measured."""
     parameter_versions: tuple[int, ...] = ()
     """Autograd versions of the parameters that its graph has saved by reference."""
+    samples: StartedCheck | None = None
+    """Of the streams that entered its couplings, where their reconstruction can be checked."""
+    updates: int | None = None
+    """How many updates there were when forward ran with the latest weights; None: unknown."""
     hooks: HookRecord | None = field(default_factory=dict)
     """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
 
@@ -105,6 +110,7 @@ class Stage:
         check_finite: bool = True,
         buffers: Buffers | None = None,
         delay: float = 0.0,
+        tolerance: Tolerance = None,
     ) -> None:
         self.program = program
         self.root = root
@@ -145,6 +151,8 @@ class Stage:
             graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
             if not self.outlives_updates:  # the kernel computes the ReLU's mask again in backward
                 graphs = [fuse_bn_relu(graph, root) for graph in graphs]
+        self._samples = StreamSamples(program, tolerance, waits=check_finite)
+        graphs = [self._samples.watched(graph) for graph in graphs]
         self._generated = (
             compile_graph(graphs[0], f"stage {program.index} forward"),
             compile_graph(graphs[1], f"stage {program.index} backward"),
@@ -154,6 +162,7 @@ class Stage:
         """Where it computes; None: where its parameters are."""
         self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
+        self._updates = 0
         self.gradients: dict[str, Tensor] = {}
         self.accumulates_in_place = False
         """May accumulated gradients be overwritten, as no rollback will need them?"""
@@ -176,7 +185,11 @@ class Stage:
         values = [inputs[port.name] for port in program.inputs]
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
-        with self._program_context(weights, microbatch), self.hooks.recorded(hooks):
+        with (
+            self._program_context(weights, microbatch),
+            self.hooks.recorded(hooks),
+            self._samples.collecting() as sampled,
+        ):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
             kept = self.activations.store(kept)
         self.in_flight[microbatch] = InFlight(
@@ -186,6 +199,8 @@ class Stage:
             versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
             original={name: inputs[name] for name in program.sends_back} if measure else {},
             parameter_versions=tuple(p._version for p in self._saved_by_reference()),
+            samples=None if is_capturing(self._device()) else self._samples.start(sampled),
+            updates=self._updates if weights is None or self._has_copies else None,
             hooks=hooks,
         )
         for observer in self.observers:
@@ -221,19 +236,26 @@ class Stage:
         values: Mapping[str, Any],
         gradients: Mapping[str, Tensor | None],
         scale: float | None = None,
+        is_exact: bool = False,
     ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
         """Rebuild or recompute, and differentiate; returns values and gradients of the inputs.
 
         The gradient of the parameters is divided by `scale`, by which the given gradients are
-        multiplied, and accumulated.
+        multiplied, and accumulated. `is_exact`: are the values those of the forward pass, but for
+        rounding, and will this stage's be (`rebuilds_exactly`)?
 
         Raises:
             NonFiniteError: a gradient is not finite; nothing was accumulated.
+            InversionError: values that should be those of the forward pass are not.
         """
-        original = self.in_flight[microbatch].original
-        rebuilt, input_grads, own_grads = self.differentiate(microbatch, values, gradients)
+        held = self.in_flight[microbatch]
+        original = held.original
+        with self._samples.collecting() as sampled:
+            rebuilt, input_grads, own_grads = self.differentiate(microbatch, values, gradients)
         if self.check_finite:
             self._check_finite(microbatch, own_grads, input_grads, scale)
+        if is_exact:
+            self._samples.finish(held.samples, sampled)
         if scale is not None:
             own_grads = unscaled(own_grads, scale)
         for observer in self.observers:
@@ -248,6 +270,12 @@ class Stage:
             ]
             self.reconstruction[microbatch] = max(errors, default=0.0)
         return rebuilt, input_grads
+
+    def rebuilds_exactly(self, microbatch: int) -> bool:
+        """Will backward compute with the weights and inputs of the forward pass?"""
+        held = self.in_flight[microbatch]
+        is_unchanged = held.weights is not None or held.updates == self._updates
+        return is_unchanged and not self.activations.is_lossy
 
     def differentiate(
         self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
@@ -295,6 +323,7 @@ class Stage:
                 held.weights = copies
         with self.predicted.following(names) if self.predicted is not None else nullcontext():
             yield
+        self._updates += 1
         self._copies = None
 
     def ages(self) -> dict[int, int]:

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import scaling_of
@@ -25,7 +25,7 @@ __all__ = ["build_executor", "choose_cpu_matmul"]
 
 def build_executor(
     program: StageProgram,
-    model: nn.Module,
+    model: Reversible,
     ties: Mapping[Tie, tuple[str, ...]],
     optimizer: OptimizerFactory,
     settings: Settings,
@@ -63,6 +63,7 @@ def build_executor(
         check_finite=settings.check_finite,
         buffers=settings.buffers,
         delay=delay,
+        tolerance=model.tolerance,
     )
     stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.errors import InversionError
+from revcompile.errors import InversionError, RevcompileWarning
 from revcompile.runtime.reversible import reconstruction
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, _samples
+from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, samples_of
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -96,20 +96,34 @@ def test_consecutive_failures() -> None:
         check.finish(check.start(right), wrong)
 
 
+def test_errors_that_training_bears_are_warned_of_once() -> None:
+    right = torch.ones(4, 4)
+    check = ReconstructionCheck("chain", "auto", 50)
+    with pytest.warns(RevcompileWarning, match="gradients are no more precise"):
+        check.finish(check.start(right), right + 5e-3)
+    check.finish(check.start(right), right + 5e-3)
+    with pytest.raises(InversionError):
+        check.finish(check.start(right), right + 5e-2)
+    for tolerance, values in (("auto", right.double()), (1e-3, right)):
+        strict = ReconstructionCheck("chain", tolerance, 50)
+        with pytest.raises(InversionError):
+            strict.finish(strict.start(values), values + 5e-3)
+
+
 @pytest.mark.parametrize(
     "shape", [(), (1,), (1000,), (0, 3), (64, 3, 224, 224), (2, 5, 7), (3, 4096), (1, 1, 300, 1)]
 )
 def test_samples_are_few_and_everywhere(shape: tuple[int, ...]) -> None:
     stream = torch.zeros(shape)
-    count = _samples(stream).numel()
+    count = samples_of(stream).numel()
     assert min(stream.numel(), 32) <= count <= 256
-    assert _samples(stream).untyped_storage()._cdata == stream.untyped_storage()._cdata
+    assert samples_of(stream).untyped_storage()._cdata == stream.untyped_storage()._cdata
 
 
 def test_samples_do_not_depend_on_the_memory_format() -> None:
     stream = torch.randn(4, 6, 9, 9)
     other = stream.to(memory_format=torch.channels_last)
-    assert torch.equal(_samples(stream), _samples(other))
+    assert torch.equal(samples_of(stream), samples_of(other))
 
 
 def test_what_an_asynchronous_device_finds_stops_the_next_call(

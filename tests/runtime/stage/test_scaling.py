@@ -54,10 +54,10 @@ def overflowing(
 def spoiled(
     backward: Callable[..., Any], microbatches: Collection[int], above: float
 ) -> Callable[..., Any]:
-    def spoils(microbatch: int, values: Any, gradients: Any, scale: float | None = None) -> Any:
+    def spoils(microbatch: int, values: Any, gradients: Any, scale: Any, *rest: Any) -> Any:
         if microbatch in microbatches and (scale or 1.0) > above:
             gradients = {n: g if g is None else g * torch.inf for n, g in gradients.items()}
-        return backward(microbatch, values, gradients, scale)
+        return backward(microbatch, values, gradients, scale, *rest)
 
     return spoils
 

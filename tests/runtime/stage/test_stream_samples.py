@@ -1,0 +1,82 @@
+"""Stages that rebuild what they were given wrongly say so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.errors import InversionError
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+def _staged(stages: int) -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), *(_Block() for _ in range(6)), nn.Linear(8, 2))
+    return revcompile.petrafy(model, stages, torch.randn(3, 4))
+
+
+def _train(net: revcompile.StagedModel, method: str, scale: float, **settings: object) -> None:
+    trainer = net.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.01), F.cross_entropy, method=method, **settings
+    )
+    with torch.no_grad():  # after compilation, which has compared gradients on its example
+        for name, parameter in net.model.named_parameters():
+            if "linear" in name:
+                parameter.mul_(scale)
+    for _ in range(4):
+        trainer.step(torch.randn(3, 4), torch.tensor([0, 1, 0]))
+    trainer.flush()
+
+
+@pytest.mark.parametrize("method", ["petra", "petra_stashed", "reversible_backprop"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_streams_that_are_rebuilt_wrongly_are_refused(stages: int, method: str) -> None:
+    net = _staged(stages)
+    with pytest.raises(InversionError, match=r"stage \d reconstructs its input only"):
+        _train(net, method, 1000.0)
+
+
+def test_weights_that_change_in_flight_are_no_error() -> None:
+    net = _staged(3)
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.3), F.cross_entropy, measure_every=1)
+    errors = []
+    for _ in range(8):
+        metrics = trainer.step(torch.randn(3, 4), torch.tensor([0, 1, 0]))
+        errors += [e for e in (metrics.reconstruction or {}).values() if e is not None]
+    assert max(errors) > 1e-2  # PETRA rebuilds with the latest weights
+
+
+def test_rounded_buffers_are_no_error() -> None:
+    class Net(nn.Module):
+        """An opaque layer between two chains: its input is kept in bfloat16, and sent back."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Sequential(*(_Block() for _ in range(3))) for _ in range(2))
+            self.between = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.between(self.a(x))))
+
+    torch.manual_seed(0)
+    net = revcompile.petrafy(Net(), 4, torch.randn(3, 8))
+    trainer = net.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.0),
+        F.cross_entropy,
+        method="petra_stashed",
+        buffers=torch.bfloat16,
+    )
+    for _ in range(6):
+        trainer.step(torch.randn(3, 8), torch.tensor([0, 1, 0]))
+    trainer.flush()
