@@ -379,3 +379,21 @@ def test_sort_is_not_in_place() -> None:
     captured = capture(model, x)
     assert not captured.graph.find_nodes(op="call_function", target=out_of_place)
     assert torch.equal(revcompile.reversify(model, x)(x), model(x))
+
+
+def test_stages_are_not_cut_before_a_layer_that_overwrites_its_input() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.side = nn.Linear(7, 6), nn.Linear(4, 6)
+            self.act, self.layer = nn.Hardtanh(inplace=True), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, c: Tensor) -> Tensor:
+            h = self.stem(x)
+            c = self.side(c)
+            return self.layer(self.act(h)) + c
+
+    net = revcompile.petrafy(Net(), 2, (torch.randn(3, 7), torch.randn(3, 4)))
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), lambda y, _: y.square().mean())
+    trainer.step((torch.randn(3, 7), torch.randn(3, 4)), None)
+    trainer.flush()

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import fx, nn
 
+from revcompile.compiler.capture.memory import works_in_place
 from revcompile.compiler.dataflow import Flow, is_plain, tensor_type
 from revcompile.compiler.rewire.region import ORIGIN
+from revcompile.ir.module_tree import called_module
 from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired, Segment
 
 __all__ = ["split_pieces", "whole_pieces"]
@@ -64,7 +66,7 @@ class _Split:
     """One opaque segment, split into several."""
 
     def __init__(self, segment: Opaque, root: nn.Module, used_names: Iterable[str]) -> None:
-        self.segment = segment
+        self.segment, self.root = segment, root
         self.flow = Flow(segment.graph, root)
         self.used_names = set(used_names)
         self.types: dict[str, Any] = {}
@@ -113,14 +115,22 @@ class _Split:
         return groups
 
     def _uncuttable(self) -> set[int]:
-        """Positions that a tuple of tensors would cross: only tensors and plain values are sent."""
+        """Positions that a tuple of tensors would cross: only tensors and plain values are sent.
+
+        Nor may a value cross that a layer with `inplace=True` will overwrite: it is sent back.
+        """
         position = {node: i for i, node in enumerate(self.computed)}
         positions: set[int] = set()
         for node, index in position.items():
-            if tensor_type(node) is None and not is_plain(node):
-                last = max((position.get(user, index) for user in node.users), default=index)
-                positions |= set(range(index + 1, last + 1))
+            is_sent = tensor_type(node) is not None or is_plain(node)
+            readers = [user for user in node.users if not is_sent or self._overwrites(user)]
+            last = max((position.get(reader, index) for reader in readers), default=index)
+            positions |= set(range(index + 1, last + 1))
         return positions
+
+    def _overwrites(self, node: fx.Node) -> bool:
+        module = called_module(node, self.root)
+        return module is not None and works_in_place(module)
 
     def _name(self, node: fx.Node) -> str:
         """The live name under which a value crosses a cut."""
