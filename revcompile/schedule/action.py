@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from revcompile.errors import InputError
 
@@ -56,8 +56,7 @@ _ARROWS: Final = {
 _SPELLING: Final = re.compile(r"([A-Z]+)(\d+)(?:([<>])(\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing a stage does.
 
     `index` is the micro-batch, or the number of the update for UPDATE and the exchange of tied
