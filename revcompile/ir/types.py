@@ -138,7 +138,7 @@ class Signature:
     @functools.cached_property
     def is_positional(self) -> bool:
         """Does a call consist of tensors as positional arguments, and nothing else?"""
-        call = ((0,) * len(self.placeholders), {})
+        call: tuple[Any, Any] = (0,) * len(self.placeholders), {}
         return bool(self.in_spec == pytree.tree_structure(call))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:

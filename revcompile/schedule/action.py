@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from revcompile.errors import InputError
 
@@ -56,7 +56,8 @@ _ARROWS: Final = {
 _SPELLING: Final = re.compile(r"([A-Z]+)(\d+)(?:([<>])(\d+))?")
 
 
-class Action(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Action:
     """One thing a stage does.
 
     `index` is the micro-batch, or the number of the update for UPDATE and the exchange of tied
