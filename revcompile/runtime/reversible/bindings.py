@@ -19,7 +19,6 @@ from operator import is_
 from typing import Any, Final
 
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import child_path
@@ -39,6 +38,7 @@ _PLAIN: Final = (bool, int, float, str, tuple)
 _MEMBERS: Final = ("_modules", "_parameters", "_buffers")
 Slot = tuple[dict[str, Any], str]
 """A dict of a module (`_parameters`, `_buffers`, `__dict__`) and a key."""
+_NOTHING: Final = nullcontext()
 _Edge = tuple[dict[str, Any], str, nn.Module]
 """A member access on the way to a module: where, name, and the module found there."""
 
@@ -266,12 +266,11 @@ class Bound:
     def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
         hooked = self._bindings.hooked
-        return record_hooks(hooked, self._hooks) if hooked else nullcontext()
+        return record_hooks(hooked, self._hooks) if hooked else _NOTHING
 
     def has_hooks(self) -> bool:
-        """In the second run: are there forward hooks, of a module or global ones?"""
-        own = self._hooks or any(self._bindings.hooks.read())
-        return bool(own or _has_any_global_hook())
+        """Has one of the modules forward hooks, now or in the first run?"""
+        return bool(self._hooks) or any(self._bindings.hooks.read())
 
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated: something was written to or replaced since."""
@@ -307,14 +306,16 @@ class Bound:
         computed = [p for p in self._parameters if p is not None and not p.is_leaf]
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
-    def restored(self, stand_ins: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
+    def restored(
+        self, stand_ins: Mapping[int, Tensor], has_hooks: bool
+    ) -> AbstractContextManager[Any]:
         """Around the second run: parameters, buffers, settings and hooks of the first."""
         bindings, entries = self._bindings, self._entries
         if stand_ins:
             entries = [stand_ins.get(id(entry), entry) for entry in entries]
         replaced = bindings.entries.different(entries)
-        if not replaced and not self._hooks and not any(bindings.hooks.read()):
-            return nullcontext()
+        if not replaced and not has_hooks:
+            return _NOTHING
         hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
         stack = ExitStack()
         stack.enter_context(_filled(replaced))
