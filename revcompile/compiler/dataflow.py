@@ -11,13 +11,13 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.module_tree import parameters_of
-from revcompile.ir.ops import is_random_operator, op_name, read_buffer
+from revcompile.ir.ops import op_name, read_buffer
+from revcompile.ir.random_numbers import draws_random
 from revcompile.ir.types import TYPE, TensorType
 
 __all__ = [
     "Flow",
     "cuts_gradient",
-    "draws_random",
     "holds_tensor",
     "is_add",
     "is_plain",
@@ -33,15 +33,6 @@ _WEIGHTED_FUNCTIONS: Final = frozenset(
 ) | {"addmm"}
 
 
-_RANDOM_COMPOSITES: Final = frozenset(
-    (
-        *("dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "multi_head_attention_forward"),
-        *("_fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
-        *("_fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
-    )
-)
-"""Functions of torch.nn.functional that call random operators."""
-
 _FACTORIES: Final = frozenset(
     (
         *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like"),
@@ -50,9 +41,6 @@ _FACTORIES: Final = frozenset(
     )
 )
 """Functions that read only the shape, type and device of their input."""
-
-_KNOWN_PACKAGES: Final = frozenset(("", "_operator", "builtins", "math", "revcompile", "torch"))
-"""Where functions come from that draw no random numbers but by operators of torch."""
 
 
 def tensor_type(node: fx.Node) -> TensorType | None:
@@ -264,19 +252,3 @@ class Flow:
     def users(self, node: fx.Node) -> list[fx.Node]:
         """Users that read the value itself, not only its size."""
         return [u for u in node.users if u not in self.plain]
-
-
-def draws_random(node: fx.Node) -> bool:
-    """May a function or method draw random numbers?
-
-    torch tags its random operators; of functions from other packages it is assumed that they do.
-    """
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = op_name(node)
-    if name == "scaled_dot_product_attention":
-        rate = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0)
-        return bool(rate != 0)
-    package = str(getattr(node.target, "__module__", None) or "").partition(".")[0]
-    is_foreign = node.op == "call_function" and package not in _KNOWN_PACKAGES
-    return name in _RANDOM_COMPOSITES or is_random_operator(name) or is_foreign

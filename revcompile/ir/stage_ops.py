@@ -17,7 +17,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function
 
@@ -61,6 +60,7 @@ __all__ = [
 ]
 
 _WORD: Final = (1 << 64) - 1
+_engine: Final = torch.autograd.Variable._execution_engine
 _Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
 _seeder: Callable[[int, int], None] | None = None
 
@@ -238,7 +238,10 @@ def _differentiated(
     """
     if has_torch_function((*outputs, *inputs)):
         return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
-    return _engine_run_backward(outputs, seeds, False, False, inputs, True, accumulate_grad=False)
+    grads: tuple[Tensor | None, ...] = _engine.run_backward(
+        outputs, seeds, False, False, inputs, True, accumulate_grad=False
+    )
+    return grads
 
 
 def laid_out_like(value: Tensor, gradient: _Gradient) -> _Gradient:

@@ -8,6 +8,7 @@ Graphs are `torch.fx.Graph`s. Facts about a node are in its `meta`, under the ke
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,6 +134,12 @@ class Signature:
     out_spec: pytree.TreeSpec
     eval_out_spec: pytree.TreeSpec | None = None
     """If the model returns another structure in eval mode, that one."""
+
+    @functools.cached_property
+    def is_positional(self) -> bool:
+        """Does a call consist of tensors as positional arguments, and nothing else?"""
+        call: tuple[Any, Any] = (0,) * len(self.placeholders), {}
+        return bool(self.in_spec == pytree.tree_structure(call))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
         """Immutable; and torch 2.11 warns when a `TreeSpec` is copied."""

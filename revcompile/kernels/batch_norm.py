@@ -9,7 +9,7 @@ again, which would take a pass over memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -40,7 +40,7 @@ class Statistics:
     def record(self) -> AbstractContextManager[None]:
         """Around the first run."""
         self._recorded.clear()
-        return _recording_to(self)
+        return _RecordingTo(self)
 
     @property
     def is_needed(self) -> bool:
@@ -49,7 +49,7 @@ class Statistics:
 
     def replay(self) -> AbstractContextManager[None]:
         """Around a run on the same values."""
-        return _recording_to({norm: iter(each) for norm, each in self._recorded.items()})
+        return _RecordingTo({norm: iter(each) for norm, each in self._recorded.items()})
 
     def append(self, norm: nn.Module, mean: Tensor, scale: Tensor) -> None:
         """Record one call of a layer."""
@@ -61,15 +61,21 @@ _active = ContextVar("_active", default=None)
 """A `Statistics` while one is recorded; iterators over recorded ones while they are replayed."""
 
 
-@contextmanager
-def _recording_to(
-    statistics: Statistics | dict[nn.Module, Iterator[_BatchStatistics]],
-) -> Iterator[None]:
-    token = _active.set(statistics)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+class _RecordingTo(AbstractContextManager[None]):
+    """Not a generator: it is entered for every block."""
+
+    __slots__ = ("_statistics", "_token")
+
+    def __init__(
+        self, statistics: Statistics | dict[nn.Module, Iterator[_BatchStatistics]]
+    ) -> None:
+        self._statistics = statistics
+
+    def __enter__(self) -> None:
+        self._token = _active.set(self._statistics)
+
+    def __exit__(self, *_: Any) -> None:
+        _active.reset(self._token)
 
 
 def bn_relu(

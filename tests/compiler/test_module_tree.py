@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.memory import is_effect
-from revcompile.compiler.dataflow import cuts_gradient, draws_random
+from revcompile.compiler.dataflow import cuts_gradient
 from revcompile.compiler.find import find
 from revcompile.ir.module_tree import TreeReads, called_module, parameters_of
+from revcompile.ir.random_numbers import draws_random, random_reads
 from revcompile.ir.types import TYPE, TensorType
 
 
@@ -110,6 +111,30 @@ def dropout_of_my_own(x: Tensor) -> Tensor:
 )
 def test_random_operations_are_known_by_their_tag(node: fx.Node, expected: bool) -> None:
     assert draws_random(node) is expected
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [
+        (nn.Linear(4, 4), False),
+        (nn.Dropout(0.0), False),
+        (nn.Dropout(0.5), True),
+        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), True),
+        (Noisy(4, 4), True),
+        (nn.Softplus(), True),
+    ],
+)
+def test_layers_that_may_draw_random_numbers(layer: nn.Module, draws: bool) -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_module("layer", (graph.placeholder("x"),)))
+    root = nn.ModuleDict({"layer": layer})
+    assert random_reads(graph, root).may_draw_in_training is draws
+    assert random_reads(graph, root.eval()).may_draw is (draws and type(layer) is not nn.Dropout)
 
 
 @pytest.mark.parametrize(

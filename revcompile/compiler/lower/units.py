@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Final
 
-from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
-
-from revcompile.compiler.dataflow import draws_random
 from revcompile.compiler.partition.cuts import parameter_names
 from revcompile.ir.program import Part, Partition, Unit
+from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Segment
 from revcompile.schedule import Keep
 
 __all__ = ["units_of"]
-
-_DETERMINISTIC: Final = (
-    _BatchNorm,
-    _ConvNd,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.AvgPool2d,
-    nn.Embedding,
-    nn.Flatten,
-    nn.GELU,
-    nn.GroupNorm,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Identity,
-    nn.LayerNorm,
-    nn.LeakyReLU,
-    nn.Linear,
-    nn.MaxPool2d,
-    nn.PReLU,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.Sigmoid,
-    nn.SiLU,
-    nn.Softmax,
-    nn.Tanh,
-)
-"""Layers known to draw no random numbers. All others are assumed to."""
 
 
 def units_of(partition: Partition, part: Part, keep: Keep) -> tuple[Unit, ...]:
@@ -75,19 +42,7 @@ def _unit(partition: Partition, pieces: tuple[Segment, ...], keep: Keep) -> Unit
     names = {id(p): name for name, p in root.named_parameters()}
     graphs = [piece.graph for piece in pieces]
     parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
-    random = tuple(piece.name for piece in pieces if _draws(piece.graph, root))
+    random = tuple(
+        piece.name for piece in pieces if random_reads(piece.graph, root).may_draw_in_training
+    )
     return Unit(pieces, keep, tuple(parameters), random)
-
-
-def _draws(graph: fx.Graph, root: nn.Module) -> bool:
-    """Might the graph draw random numbers? Yes, unless everything in it is known not to."""
-    for node in graph.nodes:
-        if node.op == "call_module":
-            for module in root.get_submodule(str(node.target)).modules():
-                if type(module) is nn.Dropout and module.p == 0:
-                    continue
-                if not isinstance(module, _DETERMINISTIC):
-                    return True
-        elif draws_random(node):
-            return True
-    return False

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import repeat
 from operator import is_
 from typing import Any, Final
 
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import child_path
@@ -29,15 +29,16 @@ from revcompile.runtime.reversible.hooks import (
     replay_hooks,
 )
 
-__all__ = ["Bindings", "Bound", "Watch"]
+__all__ = ["Bindings", "Bound", "Column", "Slot", "Watch"]
 
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module: compared in other ways."""
 _PLAIN: Final = (bool, int, float, str, tuple)
 """Types of settings that are restored. Tensors are not: they would be held until backward."""
 _MEMBERS: Final = ("_modules", "_parameters", "_buffers")
-_Slot = tuple[dict[str, Any], str]
+Slot = tuple[dict[str, Any], str]
 """A dict of a module (`_parameters`, `_buffers`, `__dict__`) and a key."""
+_NOTHING: Final = nullcontext()
 _Edge = tuple[dict[str, Any], str, nn.Module]
 """A member access on the way to a module: where, name, and the module found there."""
 
@@ -57,9 +58,9 @@ class Bindings:
         """Paths of the parameters, in the order of the slots."""
         self._root = root
         self.edges: dict[tuple[int, str], _Edge] = {}
-        self._slots: dict[tuple[int, str], _Slot] = {}
-        self._buffers: dict[tuple[int, str], _Slot] = {}
-        self._settings: dict[tuple[int, str], _Slot] = {}
+        self._slots: dict[tuple[int, str], Slot] = {}
+        self._buffers: dict[tuple[int, str], Slot] = {}
+        self._settings: dict[tuple[int, str], Slot] = {}
         for node in graph.nodes if graph is not None else ():
             path = str(node.target)
             if node.op == "call_module":
@@ -73,10 +74,10 @@ class Bindings:
         self.slots = tuple(self._slots.values())
         """Where the parameters are, in the order of `labels`."""
         buffers, settings = self._buffers.values(), self._settings.values()
-        self.entries = _Column((*self.slots, *buffers, *settings))
+        self.entries = Column((*self.slots, *buffers, *settings))
         """Parameters, then buffers and settings."""
         hooks = ((vars(module), name) for module in self.modules for name in FORWARD_HOOKS)
-        self.hooks = _Column(hooks)
+        self.hooks = Column(hooks)
         self._watch = Watch([self], root)
 
     # -- what the names mean now --------------------------------------------------------------
@@ -158,10 +159,10 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
 
 
-class _Column:
+class Column:
     """Entries of dicts, read without a loop in Python: every block does that in every call."""
 
-    def __init__(self, slots: Iterable[_Slot]) -> None:
+    def __init__(self, slots: Iterable[Slot]) -> None:
         self._slots = tuple(slots)
         self._owners = [owner for owner, _ in self._slots]
         self._names = [name for _, name in self._slots]
@@ -169,12 +170,15 @@ class _Column:
     def read(self) -> list[Any]:
         return list(map(dict.get, self._owners, self._names))
 
-    def different(self, values: Sequence[Any]) -> Sequence[tuple[_Slot, Any]]:
+    def holds(self, values: Sequence[Any]) -> bool:
+        """Are the entries these very objects?"""
+        return all(map(is_, map(dict.get, self._owners, self._names), values))
+
+    def different(self, values: Sequence[Any]) -> Sequence[tuple[Slot, Any]]:
         """The slots that hold something else now, each with its entry of `values`."""
-        now = self.read()
-        if all(map(is_, now, values)):
+        if self.holds(values):
             return ()
-        each = zip(self._slots, now, values, strict=True)
+        each = zip(self._slots, self.read(), values, strict=True)
         return [(slot, value) for slot, current, value in each if current is not value]
 
 
@@ -186,18 +190,22 @@ class Watch:
         for each in bindings:
             watched |= each.enclosing | each.modules
             edges |= each.edges
-        self._root = root
-        self._modules, self._paths = list(watched), list(watched.values())
+        self._root, self._paths = root, watched
+        # Whole columns are compared, without a loop in Python; what differs is found afterwards.
+        self._modules = list(watched)
         self._classes = list(map(type, self._modules))
-        self._dicts = list(map(vars, self._modules))
-        self._members = [own[name] for own in self._dicts for name in _MEMBERS]
-        self._member_counts = list(map(len, self._members))
-        self._hooks = _Column((own, name) for own in self._dicts for name in FORWARD_HOOKS)
+        dicts = list(map(vars, self._modules))
+        members = [own[name] for own in dicts for name in _MEMBERS]
+        self._empty, self._filled = [m for m in members if not m], [m for m in members if m]
+        self._filled_counts = list(map(len, self._filled))
+        self._hooks = Column((own, name) for own in dicts for name in FORWARD_HOOKS)
         self._hook_counts = list(map(len, self._hooks.read()))
-        self._forwards = _Column((own, "forward") for own in self._dicts)
+        self._without_forward = [own for own in dicts if "forward" not in own]
+        self._forwards = Column((own, "forward") for own in dicts if "forward" in own)
         self._own_forwards = self._forwards.read()
-        self._children = _Column((children, name) for children, name, _ in edges.values())
+        self._children = Column((children, name) for children, name, _ in edges.values())
         self._targets = [module for _, _, module in edges.values()]
+        self._before = list(map(_members_and_forward, self._modules))
 
     def change(self, with_hooks: bool = True) -> str | None:
         """The path of a module that was replaced, or is run differently now; None if there is none.
@@ -205,15 +213,16 @@ class Watch:
         Differently: another class, other members, a `forward` of its own, and, `with_hooks`, other
         hooks. Parameters are not compared: those are looked up anew in every run.
         """
-        # Whole columns are compared, without a loop in Python; what differs is found afterwards.
-        if not all(map(is_, self._children.read(), self._targets)):
+        if not self._children.holds(self._targets):
             return self._replaced_path()
-        if (counts := list(map(len, self._members))) != self._member_counts:
-            return self._first_path(counts, self._member_counts)
-        if not all(map(is_, map(type, self._modules), self._classes)):
-            return self._first_path(list(map(type, self._modules)), self._classes)
-        if (forwards := self._forwards.read()) != self._own_forwards:
-            return self._first_path(forwards, self._own_forwards)
+        if (
+            any(self._empty)
+            or list(map(len, self._filled)) != self._filled_counts
+            or list(map(type, self._modules)) != self._classes
+            or any(map(dict.__contains__, self._without_forward, repeat("forward")))
+            or self._forwards.read() != self._own_forwards
+        ):
+            return self._first_path(list(map(_members_and_forward, self._modules)), self._before)
         if with_hooks and (counts := list(map(len, self._hooks.read()))) != self._hook_counts:
             return self._first_path(counts, self._hook_counts)
         return None
@@ -221,7 +230,7 @@ class Watch:
     def _first_path(self, now: Sequence[Any], before: Sequence[Any]) -> str:
         """The path of the first module whose entries in a column differ."""
         entry = next(i for i, (new, old) in enumerate(zip(now, before, strict=True)) if new != old)
-        return self._paths[entry * len(self._paths) // len(now)] or "the model"
+        return self._paths[self._modules[entry * len(self._modules) // len(now)]] or "the model"
 
     def _replaced_path(self) -> str:
         assert self._root is not None
@@ -230,6 +239,11 @@ class Watch:
             if module._modules is children:
                 return child_path(path, name)
         return name
+
+
+def _members_and_forward(module: nn.Module) -> tuple[Any, ...]:
+    own = vars(module)
+    return type(module), *(len(own[name]) for name in _MEMBERS), own.get("forward")
 
 
 class Bound:
@@ -252,12 +266,11 @@ class Bound:
     def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
         hooked = self._bindings.hooked
-        return record_hooks(hooked, self._hooks) if hooked else nullcontext()
+        return record_hooks(hooked, self._hooks) if hooked else _NOTHING
 
     def has_hooks(self) -> bool:
-        """In the second run: are there forward hooks, of a module or global ones?"""
-        own = self._hooks or any(self._bindings.hooks.read())
-        return bool(own or _has_any_global_hook())
+        """Has one of the modules forward hooks, now or in the first run?"""
+        return bool(self._hooks) or any(self._bindings.hooks.read())
 
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated: something was written to or replaced since."""
@@ -293,14 +306,16 @@ class Bound:
         computed = [p for p in self._parameters if p is not None and not p.is_leaf]
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
-    def restored(self, stand_ins: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
+    def restored(
+        self, stand_ins: Mapping[int, Tensor], has_hooks: bool
+    ) -> AbstractContextManager[Any]:
         """Around the second run: parameters, buffers, settings and hooks of the first."""
         bindings, entries = self._bindings, self._entries
         if stand_ins:
             entries = [stand_ins.get(id(entry), entry) for entry in entries]
         replaced = bindings.entries.different(entries)
-        if not replaced and not self._hooks and not any(bindings.hooks.read()):
-            return nullcontext()
+        if not replaced and not has_hooks:
+            return _NOTHING
         hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
         stack = ExitStack()
         stack.enter_context(_filled(replaced))
@@ -316,7 +331,7 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 @contextmanager
-def _filled(slots: Sequence[tuple[_Slot, Any]]) -> Iterator[None]:
+def _filled(slots: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
     before = [(slot, slot[0].get(slot[1])) for slot, _ in slots]
     for (owner, name), value in slots:
         owner[name] = value

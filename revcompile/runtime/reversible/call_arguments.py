@@ -19,6 +19,9 @@ def bind(
     signature: Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The graph's input values from a call of the model."""
+    is_usual = signature.is_positional and not kwargs and len(args) == len(signature.placeholders)
+    if is_usual and all(isinstance(value, Tensor) for value in args):
+        return dict(zip(signature.placeholders, args, strict=True))
     try:
         bound = signature.forward.bind(*args, **kwargs)
     except TypeError as error:

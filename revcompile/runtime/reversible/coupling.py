@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.ir.stage_ops import branch_vjp, laid_out_like, stream_leaf
 from revcompile.kernels.exact_sum import add_or_subtract, grid_for, rounded, subtract
@@ -250,15 +251,17 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
     with call.around.without_autocast_cache():
         for index, block in enumerate(call.chain.blocks):
             tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
-            (b,) = unshard(block.sharded, (b,))
+            if block.sharded:
+                (b,) = unshard(block.sharded, (b,))
             bound = Bound(block.bindings)
             needs = bound.differentiable()
             if is_checked and (needs or any(t.requires_grad for t in (a, b, *tensors))):
                 # The backward pass ends here: blocks before this one have nothing to train.
                 call.first, call.samples = index, check.start(samples_of(a), samples_of(b))
                 is_checked = False
-            a, b, *extras = _Reversible.apply(call, index, sides, bound, a, b, *tensors, *needs)
-            (b,) = reshard(block.sharded, (b,))
+            a, b, *extras = _apply_block(call, index, sides, bound, a, b, *tensors, *needs)
+            if block.sharded:
+                (b,) = reshard(block.sharded, (b,))
     return a, b, *extras
 
 
@@ -342,7 +345,7 @@ class _Reversible(torch.autograd.Function):
         block = call.chain.blocks[index]
         if index == 0:
             a, b = rounded(a, call.grid), rounded(b, call.grid)
-        replay = Replay(block.replay_context, call.around)
+        replay = Replay(block.replay_context, call.around, bool(block.bindings.hooked))
         cast_b, call.cast_copy = call.cast_copy, None
         with replay.record(), bound.recording_hooks():
             b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = _couple(
@@ -353,8 +356,8 @@ class _Reversible(torch.autograd.Function):
         call.addend_dtypes.append(addend_dtype)
         ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.finish()
         used = [sides[i] for i in block.sides]
-        count = sum(isinstance(side, Tensor) for side in used)
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
+        count = ctx.plain_sides.count(None)
         ctx.parameters = rest[count:]
         outputs = (b, y) if block is call.chain.blocks[-1] else ()
         ctx.save_for_backward(*outputs, *rest[:count])
@@ -375,24 +378,28 @@ class _Reversible(torch.autograd.Function):
         known_cast, call.cast_gradient = call.cast_gradient, None
         is_cast = known_cast is not None and known_cast[0] is grad_y
         grads = known_cast[1] if known_cast and is_cast else grad_y, *grad_extras
-        with two_streams(grad_y.device, call.overlaps) as streams:
-            previous = _previous_block(ctx) if call.overlaps else None
-            if previous is not None:
-                with streams.on(1 - rebuilt.stream):
-                    output = _previous_output(ctx, rebuilt)
-                    saved = previous.saved_tensors
-                    call.rebuilt = _rebuild(previous, saved, output, 1 - rebuilt.stream)
-            with streams.backward_on(rebuilt.stream):
-                grad_b, cast_grad_b, other_grads = _differentiate(ctx, rebuilt, grad_b, grads)
-                stream_grads = _before_rearrange(ctx, grad_y, grad_b)
-                if cast_grad_b is not None:
-                    call.cast_gradient = stream_grads[1], _before_rearrange(ctx, cast_grad_b)[0]
+        previous = _previous_block(ctx) if call.overlaps else None
+        if not call.overlaps:
+            results = _differentiate(ctx, rebuilt, grad_b, grad_y, grads)
+        else:
+            with two_streams(grad_y.device) as streams:
+                if previous is not None:
+                    with streams.on(1 - rebuilt.stream):
+                        output = _previous_output(ctx, rebuilt)
+                        saved = previous.saved_tensors
+                        call.rebuilt = _rebuild(previous, saved, output, 1 - rebuilt.stream)
+                with streams.backward_on(rebuilt.stream):
+                    results = _differentiate(ctx, rebuilt, grad_b, grad_y, grads)
         if ctx.index == call.first and call.samples is not None:
             rebuilt_streams = _before_rearrange(ctx, rebuilt.a, rebuilt.b)
             call.chain.check.finish(call.samples, *map(samples_of, rebuilt_streams))
         if ctx.index > 0 and previous is None:
             call.output = _previous_output(ctx, rebuilt)
-        return None, None, None, None, *stream_grads, *other_grads
+        return None, None, None, None, *results
+
+
+# Without the part for `torch.func`, whose transforms never get here (`is_transformed`).
+_apply_block: Final = super(torch.autograd.Function, _Reversible).apply
 
 
 def _previous_block(node: Any) -> Any:
@@ -442,24 +449,38 @@ def _rebuild(
     parameters: Sequence[Tensor] = node.parameters
     if stand_ins:
         parameters = [stand_ins.get(id(p), p) for p in parameters]
-    with bound.restored(stand_ins), node.replay.replay():
+    has_hooks = bound.has_hooks()
+    with bound.restored(stand_ins, has_hooks), node.replay.replay():
         is_read_cast = call.cast is None and block.has_autocast_consumer
-        x = stream_leaf(b, is_read_cast, cast_b, call.cast, is_viewed=bound.has_hooks())
-        with torch.enable_grad():
+        is_viewed = has_hooks or _has_any_global_hook()
+        x = stream_leaf(b, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
+        torch._C._set_grad_enabled(True)
+        try:
             addend, extras = _run_branch(call.root, block, x, used, call.cast)
+        finally:
+            torch._C._set_grad_enabled(False)
         wants_cast = call.wants_cast(node.index, -1)
         a, copy = add_or_subtract(y, addend, call.grid, True, wants_cast)
     return _Rebuilt(node.index, a, b, x, sides, parameters, (addend, *extras), copy, stream)
 
 
 def _differentiate(
-    node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grads: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Differentiate F: the gradient of `b` (also cast, if known), and of sides and parameters."""
+    node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grad_y: Tensor, grads: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Differentiate F: the gradients of the block's streams, of its sides and of its parameters.
+
+    The second stream's is also cast for the previous block, if a kernel wrote it that way.
+
+    Args:
+        grads: Those of what F returned; the first is that of `y`, perhaps in another dtype.
+    """
     inputs = rebuilt.sides, rebuilt.parameters
     with gradient_hooks_silenced(rebuilt.parameters):
         of_b, cast_of_b, *others = branch_vjp(
             rebuilt.x, grad_b, rebuilt.results, grads, *inputs, _previous_dtype(node)
         )
     assert of_b is not None
-    return of_b, cast_of_b, others
+    streams = _before_rearrange(node, grad_y, of_b)
+    if cast_of_b is not None:
+        node.call.cast_gradient = streams[1], _before_rearrange(node, cast_of_b)[0]
+    return *streams, *others

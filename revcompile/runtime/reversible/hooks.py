@@ -230,7 +230,7 @@ class LayerHooks:
     """The hooks of layers that run in forward, and perhaps again in backward."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+        self.layers = layers
         self._forward = [vars(layer)[kind] for layer in layers for kind in FORWARD_HOOKS]
         self._all = [vars(layer)[kind] for layer in layers for kind in MODULE_HOOKS]
 
@@ -240,13 +240,13 @@ class LayerHooks:
 
     def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
         """Around forward; notes in `record` what is to run again."""
-        return record_hooks(self._layers, record) if any(self._forward) else nullcontext()
+        return record_hooks(self.layers, record) if any(self._forward) else nullcontext()
 
     def replayed(self, record: HookRecord | None) -> AbstractContextManager[None]:
         """Around backward, in which the recorded hooks run, or, if None, the present ones."""
         if record is None or not (record or any(self._forward)):
             return nullcontext()
-        return replay_hooks(self._layers, record)
+        return replay_hooks(self.layers, record)
 
 
 def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

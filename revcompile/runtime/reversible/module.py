@@ -15,6 +15,7 @@ from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
 from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_graph, compile_with_modules
+from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
@@ -327,7 +328,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
         bindings=bindings,
         sharded=_sharded(bindings),
-        replay_context=_replay_context(list(bindings.modules)),
+        replay_context=_replay_context(coupling.branch, root, list(bindings.modules)),
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
     )
 
@@ -342,11 +343,13 @@ def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
     return fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
 
 
-def _replay_context(modules: Sequence[nn.Module]) -> ReplayContext:
+def _replay_context(
+    branch: fx.Graph, root: nn.Module, modules: Sequence[nn.Module]
+) -> ReplayContext:
     norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
     others = [m for m in modules if not isinstance(m, _BatchNorm)]
     buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
-    return ReplayContext(norms, StatefulBuffers(buffers))
+    return ReplayContext(norms, random_reads(branch, root), StatefulBuffers(buffers))
 
 
 def _grow_state_dict(

@@ -63,9 +63,9 @@ class Overlap(enum.Enum):
 class TwoStreams:
     """The caller's CUDA stream, number 0, and a side stream, number 1; none on other devices."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._streams: tuple[torch.cuda.Stream, ...] = ()
-        if device is not None and device.type == "cuda":
+        if device.type == "cuda":
             own = torch.cuda.current_stream(device)
             self._streams = own, _side_stream(own)
 
@@ -86,22 +86,16 @@ class TwoStreams:
         return _differentiating_on(self._streams[1])
 
 
-def two_streams(device: torch.device, overlaps: bool = True) -> AbstractContextManager[TwoStreams]:
-    """Two streams that run concurrently inside the context, if `overlaps` and on CUDA.
+@contextmanager
+def two_streams(device: torch.device) -> Iterator[TwoStreams]:
+    """Two streams that run concurrently inside the context, on CUDA.
 
     Before and after it everything is in order on the caller's stream, so whoever sees a gradient
     (accumulation, hooks, DDP, a capture of a CUDA graph) needs not know of the side stream. That
     also makes `Tensor.record_stream` unnecessary: before a stream writes to memory that was freed
     on it, it has waited for the other one, as long as what both read is held to the end.
     """
-    return _concurrent(TwoStreams(device)) if overlaps else _NO_STREAMS
-
-
-_NO_STREAMS: Final = nullcontext(TwoStreams(None))
-
-
-@contextmanager
-def _concurrent(streams: TwoStreams) -> Iterator[TwoStreams]:
+    streams = TwoStreams(device)
     streams.wait(1)
     try:
         yield streams

@@ -13,10 +13,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir import ops
+from revcompile.ir.random_numbers import RandomReads
 from revcompile.kernels.batch_norm import Statistics
 
 __all__ = [
@@ -271,9 +274,10 @@ class _Autocast(NamedTuple):
 
     def enter(self) -> _Autocast | None:
         """Set it; returns the state to `leave` for, or None if autocast is off here and there."""
-        before = self.now([kind for kind, _, _ in self.kinds])
-        if not self.is_on and not before.is_on:
+        kinds = [kind for kind, _, _ in self.kinds]
+        if not self.is_on and not any(map(torch.is_autocast_enabled, kinds)):
             return None
+        before = self.now(kinds)
         torch.autocast_increment_nesting()
         self._apply()
         return before
@@ -294,18 +298,23 @@ class _Autocast(NamedTuple):
 # -- one run of a branch --------------------------------------------------------------------------
 
 
+_UNKNOWN: Final = RandomReads(True, ())
+
+
 @dataclass(frozen=True)
 class ReplayContext:
-    """What a branch touches besides its inputs: batch norms and other stateful buffers."""
+    """What a branch touches besides its inputs: batch norms, other buffers, random numbers."""
 
     norms: tuple[nn.Module, ...] = ()
+    random: RandomReads = _UNKNOWN
     stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers(()))
 
 
 class Surroundings:
     """What the branches of a chain run under in one call: autocast, and the random state.
 
-    Nothing is drawn between two branches, so the state after one is that before the next.
+    Nothing is drawn between two branches, so the state after one is that before the next that may
+    draw.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -313,7 +322,9 @@ class Surroundings:
         kinds = dict.fromkeys(("cpu", device.type))
         self.autocast = _Autocast.now(kind for kind in kinds if kind != "meta")
         self.captures = is_capturing(device)
-        self._random = None if self.captures else _random_state(device)
+        self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
+        """Is there code of others around every operation, which may draw random numbers, too?"""
+        self._random: _RandomState | None = None
 
     @contextmanager
     def without_autocast_cache(self) -> Iterator[None]:
@@ -327,10 +338,14 @@ class Surroundings:
         finally:
             torch.set_autocast_cache_enabled(self.autocast.cache)
 
-    def random_before(self) -> _RandomState | None:
-        """After a run: the random state before it, if it has drawn something."""
+    def before_draws(self) -> None:
+        """Before a run that may draw random numbers."""
         if self._random is None:
-            return None
+            self._random = _random_state(self.device)
+
+    def random_before(self) -> _RandomState | None:
+        """After such a run: the random state before it, if it has drawn something."""
+        assert self._random is not None
         before, now = self._random, _random_state(self.device)
         if _same_state(before, now):
             return None
@@ -344,10 +359,17 @@ class Replay:
     Created before the first run, which happens in `record()`; `finish()` ends it.
     """
 
-    __slots__ = ("_identities", "around", "branch", "buffers", "masks", "random", "statistics")
+    __slots__ = (
+        *("_identities", "_may_draw", "around", "branch", "buffers", "masks", "random"),
+        "statistics",
+    )
 
-    def __init__(self, branch: ReplayContext, around: Surroundings) -> None:
+    def __init__(self, branch: ReplayContext, around: Surroundings, has_hooks: bool = True) -> None:
         self.branch, self.around = branch, around
+        is_observed = has_hooks or around.is_observed
+        self._may_draw = not around.captures and (is_observed or branch.random.may_draw)
+        if self._may_draw:
+            around.before_draws()
         self.masks = Masks() if around.captures else None
         self.random: _RandomState | None = None
         self.buffers: list[BufferSnapshot] = []
@@ -369,7 +391,8 @@ class Replay:
 
     def finish(self) -> Replay:
         """After the first run: save the random state before it if it drew, and needed copies."""
-        self.random = self.around.random_before()
+        if self._may_draw:
+            self.random = self.around.random_before()
         if self._identities:
             self.buffers = self.branch.stateful.changed(self.buffers, self._identities)
             self._identities = []

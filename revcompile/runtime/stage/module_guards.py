@@ -9,18 +9,19 @@ computes is refused, at `net.trainer` and at the next step, flush or evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter, is_
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.ops import attribute
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Rewired
-from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.bindings import Bindings, Column, Slot
 from revcompile.runtime.reversible.hooks import MODULE_HOOKS
 
 __all__ = ["ParameterGuard", "TreeGuard", "parameters_of"]
@@ -37,10 +38,14 @@ class TreeGuard:
         self._own = self._of_root()
         called = set(TreeReads(rewired.graphs, root).modules)
         uncalled = {m: path for path, m in root.named_modules() if m not in called}
-        self._uncalled = list(uncalled.values())
-        """Paths of modules whose hooks never run: their forward is part of the graph, or unused."""
-        self._hooks = [vars(module)[kind] for module in uncalled for kind in MODULE_HOOKS]
-        self._hook_counts = list(map(len, self._hooks))
+        self._hooks = [
+            (path, vars(module)[kind], len(vars(module)[kind]))
+            for module, path in uncalled.items()
+            for kind in MODULE_HOOKS
+        ]
+        """Of modules whose hooks never run: their forward is part of the graph, or unused."""
+        self._no_hooks = [hooks for _, hooks, count in self._hooks if not count]
+        self._some_hooks = [(hooks, count) for _, hooks, count in self._hooks if count]
 
     def _of_root(self) -> tuple[Any, ...]:
         own = vars(self._root)
@@ -58,12 +63,9 @@ class TreeGuard:
                 "other members after petrafy, and its stage would not follow; undo that, or make "
                 "the change before petrafy"
             )
-        counts = list(map(len, self._hooks))
-        if counts == self._hook_counts:
+        if not any(self._no_hooks) and all(len(hooks) == n for hooks, n in self._some_hooks):
             return None
-        pairs = zip(counts, self._hook_counts, strict=True)
-        index = next(i for i, (now, before) in enumerate(pairs) if now != before)
-        path = self._uncalled[index // len(MODULE_HOOKS)]
+        path = next(path for path, hooks, count in self._hooks if len(hooks) != count)
         advice = f", or keep the module whole with petrafy(leaf_modules=[{path!r}])" if path else ""
         return (
             f"a hook of {path or 'the model'} was registered or removed after petrafy, but stages "
@@ -96,37 +98,56 @@ class ParameterGuard:
         bindings = Bindings(program.forward, root)
         replicated = {id(parameters[name]) for name in replicas}
         present = zip(bindings.slots, bindings.labels, bindings.parameters(), strict=True)
-        watched = [entry for entry in present if entry[2] is not None]
+        watched = [entry for entry in present if id(entry[2]) not in replicated]
         for _, label, parameter in watched:
-            if any(_gradient_hooks(parameter)):
+            if parameter is not None and any(_gradient_hooks(parameter)):
                 raise InputError(f"trainer, {self._where}: {_hooked(label)}")
-        watched = [entry for entry in watched if id(entry[2]) not in replicated]
-        self._slots = [slot for slot, _, _ in watched]
-        self._labels = [label for _, label, _ in watched]
-        self._parameters = [parameter for _, _, parameter in watched]
+        self._watch([(slot, label) for slot, label, _ in watched])
+
+    @classmethod
+    def of_all(cls, guards: Iterable[ParameterGuard]) -> ParameterGuard:
+        """One guard for the parameters of several stages."""
+        joined = cls.__new__(cls)
+        joined._where = "the model"
+        joined._watch([entry for guard in guards for entry in guard._watched])
+        return joined
+
+    def _watch(self, watched: Sequence[tuple[Slot, str]]) -> None:
+        self._watched = watched
+        self._slots = Column(slot for slot, _ in watched)
+        self._values = self._slots.read()
+        self._parameters = [value for value in self._values if value is not None]
         self._requires_grad = list(map(_requires_grad, self._parameters))
+        self._handles = -1
+        """How many handles of hooks torch had given out when there were no gradient hooks."""
 
     def problem(self) -> str | None:
         """What has changed and what to do, or None."""
-        present = [owner.get(name) for owner, name in self._slots]
-        if not all(map(is_, present, self._parameters)):
-            pairs = zip(present, self._parameters, strict=True)
-            label = self._labels[next(i for i, (now, old) in enumerate(pairs) if now is not old)]
+        if not self._slots.holds(self._values):
+            slot, _ = self._slots.different(self._values)[0]
+            label = next(label for watched, label in self._watched if watched is slot)
             return (
                 f"{label} was replaced after the trainer was built; build a new trainer (or "
                 "copy the values into the original parameter)"
             )
-        flags = list(map(_requires_grad, present))
+        flags = list(map(_requires_grad, self._parameters))
         if flags != self._requires_grad:
             pairs = zip(flags, self._requires_grad, strict=True)
-            label = self._labels[next(i for i, (now, old) in enumerate(pairs) if now != old)]
+            index = next(i for i, (now, old) in enumerate(pairs) if now != old)
             return (
-                f"requires_grad of {label} was changed after the trainer was built; build a "
-                "new trainer"
+                f"requires_grad of {self._label(index)} was changed after the trainer was built; "
+                "build a new trainer"
             )
-        if any(hooked := list(map(any, map(_gradient_hooks, present)))):
-            return _hooked(self._labels[hooked.index(True)])
+        if self._handles != RemovableHandle.next_id:  # somebody has registered a hook somewhere
+            if any(hooked := list(map(any, map(_gradient_hooks, self._parameters)))):
+                return _hooked(self._label(hooked.index(True)))
+            self._handles = RemovableHandle.next_id
         return None
+
+    def _label(self, index: int) -> str:
+        """The path of one of the parameters."""
+        pairs = zip(self._watched, self._values, strict=True)
+        return [label for (_, label), value in pairs if value is not None][index]
 
     def check(self) -> None:
         """Raise if anything has changed."""

@@ -128,7 +128,6 @@ class LocalTrainer(Trainer):
             )
         if outcome is None:
             return None
-        self.runner.observe((values, target))
         self.loss_head.losses[microbatch] = outcome.loss
         self.loss_head.outputs[microbatch] = outcome.output
         self.metrics = self._metrics(microbatch, self.binder.count_samples(values))

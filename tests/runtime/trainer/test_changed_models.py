@@ -55,6 +55,15 @@ def staged() -> revcompile.StagedModel:
     return fresh(Net, 2)
 
 
+def staged_without_bias() -> revcompile.StagedModel:
+    def made() -> Net:
+        net = Net()
+        net.head = nn.Linear(6, 3, bias=False)
+        return net
+
+    return fresh(made, 2)
+
+
 def give_forward(module: nn.Module) -> None:
     module.forward = types.MethodType(lambda self, x: x, module)  # type: ignore[method-assign]
 
@@ -104,6 +113,16 @@ def test_a_change_that_stages_would_not_follow_is_refused(kind: str) -> None:
         with pytest.raises(InputError, match=said):
             trainer.evaluate(data)
     assert all(torch.equal(now, before) for now, before in weights)
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_a_parameter_where_there_was_none_is_refused(backend: str) -> None:
+    net = staged_without_bias()
+    trainer, data = trainer_of(net, backend=backend), batches(9)
+    feed(trainer, data)
+    net.model.get_submodule("head").bias = nn.Parameter(torch.ones(3))
+    with pytest.raises(InputError, match=r"head\.bias was replaced"):
+        trainer.step(*data[0])
 
 
 def test_after_a_change_is_undone_training_goes_on() -> None:

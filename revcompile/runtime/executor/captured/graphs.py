@@ -20,8 +20,8 @@ class CaptureUnsupported(RevcompileError):
 
 Pass = tuple[int, int]
 """A stage, and a micro-batch counted from the one that enters with the step."""
-RandomKeys = Mapping[Pass, int]
-"""What the random numbers of each pass of a step are seeded with."""
+RandomKeys = Callable[[], Mapping[Pass, int]]
+"""What the random numbers of each pass of a step are seeded with; few steps draw any."""
 
 
 class EagerReplay:
@@ -86,8 +86,9 @@ class CudaGraphReplay(EagerReplay):
         capture = self._captures[kind]
         if capture.graph is None:
             self._capture(capture, step)
+        seeds = keys() if capture.generators else {}
         for generator, seeded, piece in capture.generators:
-            generator.manual_seed(seed_of(keys[seeded], piece))
+            generator.manual_seed(seed_of(seeds[seeded], piece))
         assert capture.graph is not None
         capture.graph.replay()
 
@@ -97,7 +98,7 @@ class CudaGraphReplay(EagerReplay):
 
     def _warm_up(self, step: Callable[[], None], keys: RandomKeys) -> list[tuple[Pass, int] | None]:
         """Call the step. A piece draws random numbers if it advances the generator."""
-        passes = {key: seeded for seeded, key in keys.items()}
+        passes = {key: seeded for seeded, key in keys().items()}
         seeded: list[tuple[Pass, int]] = []
         has_drawn: list[bool] = []
         generator = self._default_generator()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -37,13 +38,14 @@ from revcompile.runtime.executor.captured.found_inf import restore_if
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater, counts_on_device
 
-__all__ = ["CapturedUpdater", "why_not_capturable_optimizer"]
+__all__ = ["CapturedUpdater", "FixedSettings", "why_not_capturable_optimizer"]
 
 _FUSED: Final = (SGD, Adam, AdamW)
 """Their kernels read `found_inf`."""
 _OURS: Final = (DelayAwareSGD, DelayAwareAdamW, DelayAwareMuon)
 _CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, Muon, *_OURS)
 """Their steps do not wait for the device, but know no `found_inf`."""
+_NOT_FIXED: Final = frozenset(("params", "lr", "initial_lr"))
 _PROPORTIONAL: Final = (SGD, Muon)
 """They read the learning rate on the host (SGD unless it is fused); updates are proportional."""
 
@@ -129,14 +131,6 @@ class CapturedUpdater(Updater):
         if self.optimizer is None or self._is_fused:
             return 0
         return sum(t.numel() * t.element_size() for t in self._written(self.parameters))
-
-    def settings(self) -> tuple[Any, ...]:
-        """What a captured step holds fixed: all settings but the learning rate."""
-        groups = tuple(
-            tuple((k, v) for k, v in group.items() if k not in ("params", "lr", "initial_lr"))
-            for group in self._groups
-        )
-        return (*groups, self._delays)
 
     def prepare(self) -> None:
         """Before a step: copy learning rates that have changed to the device."""
@@ -236,6 +230,33 @@ class CapturedUpdater(Updater):
             state = self.optimizer.state[parameters[row]]
             state[COUNTERS[column]] = own.fill_(counts[row][column])
         self._own_counters.clear()
+
+
+class FixedSettings:
+    """What captured steps hold fixed of their optimizers: all settings but learning rates."""
+
+    def __init__(self, updaters: Iterable[CapturedUpdater]) -> None:
+        self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
+        self._members = [member for o in self._optimizers for member in members(o)]
+        names = [[n for n in group if n not in _NOT_FIXED] for group in self._groups()]
+        # One call reads all settings of a group: they are compared before every step.
+        self._read = [itemgetter(*fixed) if fixed else len for fixed in names]
+        self._before = self._now()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _now(self) -> tuple[list[int], list[Any], list[float]]:
+        groups = self._groups()
+        sizes = [len(group) - ("initial_lr" in group) for group in groups]
+        values = [read(group) for read, group in zip(self._read, groups, strict=True)]
+        return sizes, values, [getattr(member, "delay", 0.0) for member in self._members]
+
+    def have_changed(self) -> bool:
+        try:
+            return self._now() != self._before
+        except (KeyError, ValueError):  # other settings, or another number of groups
+            return True
 
 
 def _scale_updates(optimizer: Optimizer) -> Iterator[RemovableHandle]:

@@ -30,13 +30,14 @@ from revcompile.errors import NonFiniteError
 from revcompile.ir.stage_ops import mix
 from revcompile.runtime.executor.captured.found_inf import NonFiniteReports
 from revcompile.runtime.executor.captured.fusion import FusedOps
-from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, RandomKeys
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, Pass
 from revcompile.runtime.executor.captured.in_flight import (
     InFlightState,
     empty_on,
     in_flight,
     missing_memory,
 )
+from revcompile.runtime.executor.captured.optimizers import FixedSettings
 from revcompile.runtime.executor.captured.ring_buffers import (
     RingBuffer,
     RingBuffers,
@@ -45,6 +46,7 @@ from revcompile.runtime.executor.captured.ring_buffers import (
 )
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_buffers import (
+    Flat,
     InPlaceMessages,
     Route,
     StaticBuffers,
@@ -142,7 +144,7 @@ class StaticPipeline:
         self._inputs: StaticBuffers | None = None
         self._rings: dict[int, RingBuffer] = {}
         self._ring_buffers = RingBuffers(self._rings, self._copy_stream)
-        self._fresh: dict[Hashable, dict[int, Any]] = {}
+        self._fresh: dict[Hashable, dict[int, Flat]] = {}
         """By kind of step and stage: where it leaves activations of the entering micro-batch."""
         self._in_place: dict[Hashable, InPlaceMessages] = {}
         """By kind of step: its messages, if it leaves them where they were computed."""
@@ -153,12 +155,12 @@ class StaticPipeline:
         self._result: StaticBuffers | None = None
         self._flags = torch.cat([executor.flag for executor in self.executors])
         self._counts = torch.stack([executor.count for executor in self.executors])
-        self._settings: list[tuple[Any, ...]] = []
+        self._settings: FixedSettings | None = None
         self._transport.buffers.clear()
 
     # -- entering and leaving -----------------------------------------------------------------
 
-    def enter(self, schedule: Schedule, transport: InProcess, batch: Any, alike: int) -> bool:
+    def enter(self, schedule: Schedule, transport: InProcess, batch: Flat, alike: int) -> bool:
         """Move what is in flight into the static buffers.
 
         Args:
@@ -208,7 +210,7 @@ class StaticPipeline:
     def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
         return updates_since_forward(microbatch, entering, accumulated[stage], self._accumulate)
 
-    def _matches(self, state: InFlightState, batch: Any) -> bool:
+    def _matches(self, state: InFlightState, batch: Flat) -> bool:
         if self._inputs is None or not self._inputs.matches(batch):
             return False
         return all(buffers.matches(values) for buffers, values in self._copies(state))
@@ -228,8 +230,8 @@ class StaticPipeline:
             ),
         ]
 
-    def _allocate(self, state: InFlightState, batch: Any) -> None:
-        self._inputs = StaticBuffers(empty_on(self._flags.device, batch))
+    def _allocate(self, state: InFlightState, batch: Flat) -> None:
+        self._inputs = StaticBuffers(empty_on(self._flags.device, batch.value))
         read_slots = 1 if self._copy_stream is None else 2
         for stage, by_microbatch in state.activations.items():
             like = next(iter(by_microbatch.values()))
@@ -259,7 +261,7 @@ class StaticPipeline:
             eager.stage.in_flight.clear()
             eager.stage.gradients, eager.contributed = {}, 0
             captured.updater.enter()
-        self._settings = self._current_settings()
+        self._settings = FixedSettings(executor.updater for executor in self.executors)
         self._last_in_place, self._parity = None, 0 if self._alternates else 1
         self.is_active = True
 
@@ -312,7 +314,7 @@ class StaticPipeline:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def accepts(self, batch: Any) -> bool:
+    def accepts(self, batch: Flat) -> bool:
         """Can the next step be run here?"""
         matches = self._inputs is not None and self._inputs.matches(batch)
         return self.is_active and matches and not self.is_outdated
@@ -320,12 +322,9 @@ class StaticPipeline:
     @property
     def is_outdated(self) -> bool:
         """Have optimizer settings other than learning rates changed since `enter`?"""
-        return bool(self._settings) and self._settings != self._current_settings()
+        return self._settings is not None and self._settings.have_changed()
 
-    def _current_settings(self) -> list[tuple[Any, ...]]:
-        return [executor.updater.settings() for executor in self.executors]
-
-    def step(self, schedule: Schedule, batch: Any) -> StepResult:
+    def step(self, schedule: Schedule, batch: Flat) -> StepResult:
         """The step in which a micro-batch enters.
 
         Raises:
@@ -334,11 +333,8 @@ class StaticPipeline:
         assert self._inputs is not None
         entering, accumulated = schedule.injected, schedule.accumulated
         due = {j: entering - w + 1 for j, w in enumerate(self._windows)}
-        outstanding = schedule.outstanding
         kind = (accumulated, entering % self._period, self._parity)
-        # A step that turns out not to be capturable must not have advanced the schedule.
-        trial = schedule if self._replay.is_captured(kind) else schedule.copy()
-        lists = trial.inject()
+        is_replay = self._replay.is_captured(kind)
         self._inputs.copy_(batch)
         self._ring_buffers.before_step(entering, self._parity)
         for executor in self.executors:
@@ -347,22 +343,23 @@ class StaticPipeline:
 
         def perform() -> None:
             with self._cudnn_benchmark():
-                self._load_executors(entering, due, outstanding, accumulated)
-                rest = self._scheduler.forward(lists)
+                self._load_executors(entering, due, schedule.outstanding, accumulated)
+                # A step that turns out not to be capturable must not advance the schedule.
+                rest = self._scheduler.forward(schedule.copy().inject())
                 self._scheduler.finish(rest, first_to_last=self._is_continuous)
                 if self._streams is not None:
                     self._streams.join()
                 self._store_results(entering, kind)
 
         try:
-            self._replay.run(kind, perform, self._random_keys(entering, due))
+            self._replay.run(kind, perform, lambda: self._random_keys(entering, due))
         except CaptureUnsupported:
             self._clear_executors()
             if self._streams is not None:
                 self._streams.clear()
             raise
-        if trial is not schedule:
-            schedule.inject()
+        schedule.inject()
+        if not is_replay:
             for executor in self.executors:
                 executor.stage.cast_weights.mark_fresh()
         self._ring_buffers.after_step(entering, self._parity, self._fresh[kind])
@@ -374,7 +371,7 @@ class StaticPipeline:
         if self._check_finite:
             self._reports.submit(self._flags, due)
         assert self._result is not None
-        return StepResult(*pooled_copy(self._results, self._result.value))
+        return StepResult(*pooled_copy(self._results, self._result))
 
     def failures(self, wait: bool = False) -> list[NonFiniteError]:
         """Bad micro-batches that have become known since the last call."""
@@ -390,7 +387,7 @@ class StaticPipeline:
         finally:
             torch.backends.cudnn.benchmark = before
 
-    def _random_keys(self, entering: int, due: Mapping[int, int]) -> RandomKeys:
+    def _random_keys(self, entering: int, due: Mapping[int, int]) -> dict[Pass, int]:
         return {
             (executor.index, microbatch - entering): mix(executor.stage.seed, microbatch)
             for executor in self.executors
@@ -448,7 +445,7 @@ class StaticPipeline:
         overwritten = self._inputs.tensors if self._copy_stream is not None and self._inputs else ()
         for index in self._rings:
             activations = self.executors[index].stage.in_flight[entering].kept
-            self._fresh[kind][index] = clone_where_in(overwritten, activations)
+            self._fresh[kind][index] = Flat.of(clone_where_in(overwritten, activations))
         for index, executor in enumerate(self.executors):
             if gradients := executor.stage.gradients:
                 self._gradient_buffers(index, gradients).copy_(gradients)

@@ -57,7 +57,7 @@ class RingBuffer:
 
     def prefetch(self, entering: int, parity: int) -> None:
         """Copy to the read slot what the step of micro-batch `entering` reads."""
-        self.read_slot(parity).copy_(self.slot(self.oldest(entering)).value)
+        self.read_slot(parity).copy_(self.slot(self.oldest(entering)))
 
 
 class RingBuffers:

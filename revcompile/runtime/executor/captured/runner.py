@@ -20,10 +20,12 @@ from revcompile.runtime.executor.captured.graphs import (
 from revcompile.runtime.executor.captured.in_flight import empty_on
 from revcompile.runtime.executor.captured.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline, StepResult
-from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.executor.captured.static_buffers import Flat
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess
+from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.schedule import Keep, Order, Schedule, window
 
 __all__ = ["Backend", "GraphRunner", "backend_of", "why_not_capturable"]
@@ -125,12 +127,15 @@ class GraphRunner:
         self._executors, self._loss_head = executors, loss_head
         self._check_finite = check_finite
         self._device = executors[0].stage._device()
+        stages = [executor.stage for executor in executors]
+        self._parameters = ParameterGuard.of_all(stage.parameter_guard for stage in stages)
+        self._hooks = LayerHooks(tuple(layer for stage in stages for layer in stage.hooks.layers))
         self._backend = backend
         if backend is Backend.AUTO:
             on_gpu = self._device.type == "cuda"
             self._backend = Backend.CUDAGRAPHS if on_gpu else Backend.EAGER
         self._pipeline: StaticPipeline | None = None
-        self._last_batch: StaticBuffers | None = None
+        self._last_batch: Flat | None = None
         """Structure, shapes and types of the last micro-batch, on the meta device."""
         self._alike = self._changes = self._failures = 0
         self._has_warned_of_hooks = False
@@ -172,18 +177,18 @@ class GraphRunner:
             allowed: False if a probe or a trace needs to see single actions.
         """
         # Not before the first updates: they show what stages and optimizers do.
-        if not self.is_on or min(schedule.updates) <= schedule.synchronous:
+        if not self.is_on or (not self.is_active and min(schedule.updates) <= schedule.synchronous):
             return None
+        batch = Flat.of(batch)
+        is_same = self.is_active
         if self._pipeline is None:
             self._pipeline = self._build(schedule)
         pipeline = self._pipeline
         if pipeline is None:
             return None
         # Running action by action raises an error that names the parameter that was replaced.
-        allowed = allowed and not any(
-            executor.stage.parameter_guard.problem() for executor in self._executors
-        )
-        if any(executor.stage.hooks for executor in self._executors):
+        allowed = allowed and self._parameters.problem() is None
+        if self._hooks:
             allowed = False
             self._warn_of_hooks()
         if pipeline.is_active and not (allowed and pipeline.accepts(batch)):
@@ -197,11 +202,12 @@ class GraphRunner:
             return None
         try:
             if not pipeline.is_active:
-                is_like_last = self._last_batch is not None and self._last_batch.matches(batch)
+                is_like_last = self._last_batch is not None and self._last_batch.is_alike(batch)
                 alike = self._alike if is_like_last else 0
+                is_same = False
                 if not allowed or not pipeline.enter(schedule, transport, batch, alike):
                     return None
-            return pipeline.step(schedule, batch)
+            result = pipeline.step(schedule, batch)
         except CaptureUnsupported as error:
             pipeline.leave(schedule, transport)
             pipeline.clear()
@@ -209,6 +215,11 @@ class GraphRunner:
             if self._failures >= _MOST_FAILURES:
                 self._give_up(str(error))
             return None
+        if is_same:  # as the last one: `accepts`
+            self._alike += 1
+        else:
+            self.observe(batch)
+        return result
 
     def _build(self, schedule: Schedule) -> StaticPipeline | None:
         stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
@@ -226,11 +237,12 @@ class GraphRunner:
         )
 
     def observe(self, batch: Any) -> None:
-        """Count a micro-batch that has entered, here or action by action."""
+        """Count a micro-batch that has entered, action by action."""
         if not self.is_on:
             return
-        if self._last_batch is None or not self._last_batch.matches(batch):
-            self._last_batch = StaticBuffers(empty_on(torch.device("meta"), batch))
+        batch = Flat.of(batch)
+        if self._last_batch is None or not self._last_batch.is_alike(batch):
+            self._last_batch = Flat.of(empty_on(torch.device("meta"), batch.value))
             self._alike = 0
         self._alike += 1
 

@@ -19,6 +19,7 @@ from revcompile.runtime.executor.transport import InProcess, Message, MessageKin
 from revcompile.runtime.stage.buffer_pool import BufferPool
 
 __all__ = [
+    "Flat",
     "InPlaceMessages",
     "StaticBuffers",
     "StaticTransport",
@@ -35,7 +36,27 @@ _SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
 
 
-class StaticBuffers:
+class Flat:
+    """A pytree, flattened: whatever takes values to copy or compare takes this, too."""
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self.leaves, self._spec = leaves, spec
+
+    @classmethod
+    def of(cls, tree: Any) -> Flat:
+        return tree if isinstance(tree, Flat) else Flat(*pytree.tree_flatten(tree))
+
+    @property
+    def value(self) -> Any:
+        """The tree itself."""
+        return pytree.tree_unflatten(self.leaves, self._spec)
+
+    def is_alike(self, other: Flat) -> bool:
+        """The same structure, shapes and types? Devices may differ."""
+        return other._spec == self._spec and all(map(_is_alike, self.leaves, other.leaves))
+
+
+class StaticBuffers(Flat):
     """A pytree whose tensors stay where they are; new values are copied into them.
 
     >>> buffers = StaticBuffers({"x": torch.zeros(2), "size": 3})
@@ -50,13 +71,9 @@ class StaticBuffers:
     """
 
     def __init__(self, like: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(like)
-        self.leaves = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    @property
-    def value(self) -> Any:
-        """The values, with the buffers themselves as tensors."""
-        return pytree.tree_unflatten(self.leaves, self._spec)
+        flat = Flat.of(like)
+        leaves = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
+        super().__init__(leaves, flat._spec)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -64,12 +81,11 @@ class StaticBuffers:
 
     def matches(self, tree: Any) -> bool:
         """Can these values be copied in? They may be on another device."""
-        leaves, spec = pytree.tree_flatten(tree)
-        return spec == self._spec and all(map(_is_alike, self.leaves, leaves))
+        return self.is_alike(Flat.of(tree))
 
     def pairs(self, tree: Any) -> list[tuple[Tensor, Tensor]]:
         """Each buffer with the tensor that is to be copied into it."""
-        pairs = zip(self.leaves, pytree.tree_leaves(tree), strict=True)
+        pairs = zip(self.leaves, Flat.of(tree).leaves, strict=True)
         return [(buffer, leaf) for buffer, leaf in pairs if isinstance(buffer, Tensor)]
 
     def copy_(self, tree: Any) -> None:
@@ -91,10 +107,10 @@ def pooled_copy(pool: BufferPool, tree: Any) -> Any:
         kind = leaf.shape, leaf.stride(), leaf.dtype, leaf.device
         return pool.take(kind, lambda: _empty_like(leaf))
 
-    leaves, spec = pytree.tree_flatten(tree)
-    copies = [buffer(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    _copy([(a, b) for a, b in zip(copies, leaves, strict=True) if isinstance(a, Tensor)])
-    return pytree.tree_unflatten(copies, spec)
+    flat = Flat.of(tree)
+    copies = [buffer(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
+    _copy([(a, b) for a, b in zip(copies, flat.leaves, strict=True) if isinstance(a, Tensor)])
+    return Flat(copies, flat._spec).value
 
 
 def clone_where_in(memory: Iterable[Tensor], tree: Any) -> Any:

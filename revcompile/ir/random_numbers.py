@@ -1,0 +1,105 @@
+"""What may draw random numbers: what runs twice has to draw the same ones again."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from revcompile.ir.ops import is_random_operator, op_name
+from revcompile.kernels.layer_norm import is_layer_norm
+
+__all__ = ["RandomReads", "draws_random", "random_reads"]
+
+_RANDOM_COMPOSITES: Final = frozenset(
+    (
+        *("dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "multi_head_attention_forward"),
+        *("_fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
+        *("_fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
+    )
+)
+"""Functions of torch.nn.functional that call random operators."""
+
+_KNOWN_PACKAGES: Final = frozenset(("", "_operator", "builtins", "math", "revcompile", "torch"))
+"""Where functions come from that draw no random numbers but by operators of torch."""
+
+_DETERMINISTIC: Final = (
+    _BatchNorm,
+    _ConvNd,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.AvgPool2d,
+    nn.Embedding,
+    nn.Flatten,
+    nn.GELU,
+    nn.GroupNorm,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.LeakyReLU,
+    nn.Linear,
+    nn.MaxPool2d,
+    nn.PReLU,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Sigmoid,
+    nn.SiLU,
+    nn.Softmax,
+    nn.Tanh,
+)
+"""Layers of torch known to draw no random numbers. All others are assumed to."""
+
+
+class RandomReads(NamedTuple):
+    """What of a graph may draw random numbers."""
+
+    is_unknown: bool
+    """Is there anything besides layers that are known not to, and dropouts?"""
+    dropouts: tuple[nn.Dropout, ...]
+    """These draw in training, unless their rate is 0."""
+
+    @property
+    def may_draw(self) -> bool:
+        """In the present modes."""
+        return self.is_unknown or any(layer.p and layer.training for layer in self.dropouts)
+
+    @property
+    def may_draw_in_training(self) -> bool:
+        return self.is_unknown or any(layer.p for layer in self.dropouts)
+
+
+def random_reads(graph: fx.Graph, root: nn.Module) -> RandomReads:
+    """What of a graph may draw random numbers, hooks of its layers aside."""
+    called = [root.get_submodule(str(n.target)) for n in graph.nodes if n.op == "call_module"]
+    layers = [layer for module in called for layer in module.modules()]
+    dropouts = tuple(layer for layer in layers if type(layer) is nn.Dropout)
+    is_known = all(type(layer) is nn.Dropout or _is_deterministic(layer) for layer in layers)
+    return RandomReads(not is_known or any(map(draws_random, graph.nodes)), dropouts)
+
+
+def _is_deterministic(layer: nn.Module) -> bool:
+    """A subclass from elsewhere may override anything: a noisy linear layer is an `nn.Linear`."""
+    if is_layer_norm(layer):
+        return True
+    is_own_forward = "forward" in vars(layer) or not type(layer).__module__.startswith("torch.")
+    return not is_own_forward and isinstance(layer, _DETERMINISTIC)
+
+
+def draws_random(node: fx.Node) -> bool:
+    """May a function or method draw random numbers?
+
+    torch tags its random operators; of functions from other packages it is assumed that they do.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = op_name(node)
+    if name == "scaled_dot_product_attention":
+        rate = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0)
+        return bool(rate != 0)
+    package = str(getattr(node.target, "__module__", None) or "").partition(".")[0]
+    is_foreign = node.op == "call_function" and package not in _KNOWN_PACKAGES
+    return name in _RANDOM_COMPOSITES or is_random_operator(name) or is_foreign
