@@ -97,8 +97,13 @@ def paper_rate(samples: int) -> float:
 
 def small_resnet18(classes: int) -> nn.Module:
     """A ResNet-18 with a quarter of the channels, and a stem of three 3x3 convolutions."""
-    width = {"channels": (16, 32, 64, 128), "stem_type": "deep", "stem_width": 8}
-    model: nn.Module = timm.create_model("resnet18", num_classes=classes, **width)
+    model: nn.Module = timm.create_model(
+        "resnet18",
+        num_classes=classes,
+        channels=(16, 32, 64, 128),
+        stem_type="deep",
+        stem_width=8,
+    )
     return model
 
 

@@ -22,8 +22,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -98,7 +99,7 @@ def train(
     done, accuracy_ = trainer.schedule.injected, 0.0
     with report.progress(done):
         for epoch in range(done // steps, args.epochs):
-            loader = trainer.loader(
+            loader: Iterable[Any] = trainer.loader(
                 data.train, args.batch_size, epoch=epoch, skip=done - epoch * steps, **options
             )
             report.begin(epoch)
