@@ -13,6 +13,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 from torchvision import datasets
 from torchvision.transforms import v2 as transforms
 
+from revcompile.errors import InputError
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -24,18 +26,19 @@ class Images:
     test: Dataset[Any]
     classes: int
     size: int
+    batch_size: int = 64
 
 
 def digits(folder: Path | None, size: int | None) -> Images:
     """scikit-learn's 1,797 grey 8x8 digits, enlarged and in three colours: nothing to download."""
-    size = size or 32
+    size = size or 16
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1)
     images = F.interpolate(images, size=size, mode="bilinear")
     images = ((images - images.mean()) / images.std()).expand(-1, 3, -1, -1)
     data = TensorDataset(images, torch.tensor(raw.target))
     train, test = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
-    return Images(train, test, classes=10, size=size)
+    return Images(train, test, classes=10, size=size, batch_size=32)
 
 
 def cifar10(folder: Path | None, size: int | None) -> Images:
@@ -50,19 +53,23 @@ def cifar100(folder: Path | None, size: int | None) -> Images:
 
 def imagefolder(folder: Path | None, size: int | None) -> Images:
     """A folder a class, under `train/` and `val/`: ImageNet's layout."""
-    root, size = _needed(folder, "imagefolder"), size or 224
+    root, size = _needed(folder), size or 224
     grow = transforms.RandomResizedCrop(size, antialias=True)
     fit = [transforms.Resize(size * 8 // 7, antialias=True), transforms.CenterCrop(size)]
-    train = datasets.ImageFolder(root / "train", _steps(grow, transforms.RandomHorizontalFlip()))
-    test = datasets.ImageFolder(root / "val", _steps(*fit))
+    flip = transforms.RandomHorizontalFlip()
+    train = datasets.ImageFolder(root / "train", _steps(grow, flip), loader=_opened)
+    test = datasets.ImageFolder(root / "val", _steps(*fit), loader=_opened)
+    if train.classes != test.classes:
+        names = sorted({*train.classes} ^ {*test.classes})
+        raise InputError(f"train/ and val/ differ in their classes: {', '.join(names[:3])}")
     return Images(train, test, classes=len(train.classes), size=size)
 
 
 def fake(folder: Path | None, size: int | None) -> Images:
     """Noise with labels: for trying things out."""
     size = size or 32
-    data = datasets.FakeData(640, (3, size, size), 10, transform=_steps())
-    return Images(Subset(data, range(512)), Subset(data, range(512, 640)), classes=10, size=size)
+    data = datasets.FakeData(160, (3, size, size), 10, transform=_steps())
+    return Images(Subset(data, range(128)), Subset(data, range(128, 160)), classes=10, size=size)
 
 
 DATASETS: dict[str, Callable[[Path | None, int | None], Images]] = {
@@ -71,7 +78,7 @@ DATASETS: dict[str, Callable[[Path | None, int | None], Images]] = {
 
 
 def _cifar(kind: Any, classes: int, folder: Path | None, size: int | None) -> Images:
-    root, size = _needed(folder, kind.__name__.lower()), size or 32
+    root, size = _needed(folder), size or 32
     resize = [transforms.Resize(size, antialias=True)] if size != 32 else []
     augment = (transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip())
     train = kind(root, train=True, transform=_steps(*augment, *resize), download=True)
@@ -87,7 +94,14 @@ def _steps(*steps: Any) -> Callable[[Any], Tensor]:
     return pipeline
 
 
-def _needed(folder: Path | None, name: str) -> Path:
+def _opened(path: str) -> Any:
+    try:
+        return datasets.folder.default_loader(path)
+    except OSError as error:
+        raise InputError(f"{path} is not an image that can be read ({error})") from error
+
+
+def _needed(folder: Path | None) -> Path:
     if folder is None:
-        raise SystemExit(f"--data {name} needs --data-dir, the folder it is in (or is put into)")
+        raise InputError("needs --data-dir, the folder it is in (or is put into)")
     return folder.expanduser()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import timm
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -92,6 +93,18 @@ def paper_rate(samples: int) -> float:
     0.05
     """
     return 0.1 * samples / 256
+
+
+def small_resnet18(classes: int) -> nn.Module:
+    """A ResNet-18 with a quarter of the channels, and a stem of three 3x3 convolutions."""
+    model: nn.Module = timm.create_model(
+        "resnet18",
+        num_classes=classes,
+        channels=(16, 32, 64, 128),
+        stem_type="deep",
+        stem_width=8,
+    )
+    return model
 
 
 def small_stem(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import csv
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -102,8 +102,8 @@ class Report:
         if self.shown and (self.folder / "log.csv").exists():
             self.epochs = read_log(self.folder)
 
-    def finish(self) -> None:
-        """Write the result and draw the curves."""
+    def finish(self, what_next: Sequence[tuple[str, str]] = ()) -> None:
+        """Write the result, draw the curves, and print what to try next: (why, command)."""
         if not (self.shown and self.epochs):
             return
         last = self.epochs[-1]
@@ -111,8 +111,15 @@ class Report:
         result = {"options": dict(self.options), "result": asdict(last), "seconds": seconds}
         (self.folder / "run.json").write_text(json.dumps(result, indent=2, default=str) + "\n")
         drawn = draw_curves({"": self.epochs}, self.folder / "curves.svg")
-        files = f"log.csv, run.json{', curves.svg' if drawn else ''}"
-        self.console.print(f"test accuracy {last.test_accuracy:.1%} ({self.folder}: {files})")
+        self.console.print(
+            f"test accuracy {last.test_accuracy:.1%} after {seconds:.0f} s", style="bold"
+        )
+        files = ["model.safetensors", "log.csv", "run.json", *(["curves.svg"] if drawn else [])]
+        self.console.print(f"saved in {self.folder}: {', '.join(files)}", soft_wrap=True)
+        if what_next:
+            self.console.print("what to try next:")
+        for why, command in what_next:
+            self.console.print(f"  {why}:\n    {command}", highlight=False, soft_wrap=True)
 
     def _show(self, loss: float, accuracy: float, speed: float) -> None:
         status = f"loss {loss:.3f}  accuracy {accuracy:5.1%}  {speed:,.0f} images/s"

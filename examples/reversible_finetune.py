@@ -10,9 +10,9 @@ as it is. Two streams do not compute quite what one did; a little fine-tuning ma
 import argparse
 from collections.abc import Sequence
 
-import timm
 import torch
 from images import Images, digits
+from recipe import small_resnet18
 from rich.progress import track
 from torch import nn
 from torch.nn import functional as F
@@ -24,21 +24,18 @@ import revcompile
 def main(argv: Sequence[str] | None = None) -> float:
     """Train, rewire, fine-tune; returns the last test accuracy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="resnet18", help="name of a timm model")
     parser.add_argument("--epochs", type=int, default=2, help="of training, and of fine-tuning")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    data = digits(None, 32)
+    data = digits(None, None)
 
-    original = timm.create_model(args.model, num_classes=data.classes)
+    original = small_resnet18(data.classes)
     fit(original, data, args.epochs, lr=0.02, what="training the original")
     state = original.state_dict()
     print(f"the original:                {test(original, data):.1%}")
 
     example = torch.randn(8, 3, data.size, data.size)
-    net = revcompile.reversify(
-        timm.create_model(args.model, num_classes=data.classes), example, policy="pretrained"
-    )
+    net = revcompile.reversify(small_resnet18(data.classes), example, policy="pretrained")
     net.load_state_dict(state)  # strictly: the names and shapes are the original's
     print(net.summary())
     print(f"rewired, not yet fine-tuned: {test(net, data):.1%}")
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> float:
 
 def fit(model: nn.Module, data: Images, epochs: int, lr: float, what: str) -> None:
     """A plain training loop."""
-    loader = DataLoader(data.train, 64, shuffle=True)
+    loader = DataLoader(data.train, data.batch_size, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     model.train()
     for _ in range(epochs):

@@ -2,35 +2,42 @@
 
 `petrafy` rewires the model's residual blocks into reversible couplings, cuts it into balanced
 stages and generates each stage's programs; the trainer runs them, all in one process or, started by
-torchrun, on several. Without options: ResNet-18 in four stages on scikit-learn's digits, nothing to
-download, under a minute on two CPU cores.
+torchrun, on several. Without options: a ResNet-18 a quarter as wide, in four stages, on
+scikit-learn's digits; nothing to download, under a minute on two CPU cores.
 
     python examples/train_compiled.py
     python examples/train_compiled.py --method 1f1b --accumulate 4
-    python examples/train_compiled.py --data cifar10 --data-dir data --stages 10 --epochs 30
-    torchrun --nproc-per-node 4 examples/train_compiled.py --checkpoint
+    python examples/train_compiled.py --data cifar10 --data-dir data --model resnet18 --stages 10
+    torchrun --nproc-per-node 4 examples/train_compiled.py
 """
+
+import interrupts  # isort: skip
+
+if __name__ == "__main__":
+    interrupts.quiet_on_ctrl_c()
 
 import argparse
 import math
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
 import torchvision
 from images import DATASETS, Images
-from recipe import OPTIMIZERS, SCHEDULES, paper_recipe, small_stem
+from recipe import OPTIMIZERS, SCHEDULES, paper_recipe, small_resnet18, small_stem
 from report import Report
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import revcompile
-from revcompile.errors import InputError
+from revcompile.errors import InputError, RevcompileError
 from revcompile.runtime.trainer.core import Trainer
 
 
@@ -38,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     """Compile, train and test; returns the test accuracy."""
     args = parse_args(argv)
     torch.manual_seed(args.seed)
-    data = DATASETS[args.data](args.data_dir, args.size)
+    data = load_data(args)
+    args.batch_size = args.batch_size or data.batch_size
     model = create_model(args, data)
     example = torch.randn(8, 3, data.size, data.size, device=args.device)
     net = revcompile.petrafy(model, args.stages, example_inputs=example, policy=args.policy)
@@ -72,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> float:
     if report.shown:
         net.method = trainer.schedule.method
         print(net.summary(args.batch_size))
-    return train(trainer, data, steps, report, args)
+    accuracy = train(trainer, data, steps, report, args)
+    net.export(args.out / "model.safetensors")  # every rank calls it
+    report.finish(what_next())
+    return accuracy
 
 
 def train(
@@ -88,12 +99,14 @@ def train(
     done, accuracy_ = trainer.schedule.injected, 0.0
     with report.progress(done):
         for epoch in range(done // steps, args.epochs):
-            loader = trainer.loader(
+            loader: Iterable[Any] = trainer.loader(
                 data.train, args.batch_size, epoch=epoch, skip=done - epoch * steps, **options
             )
             report.begin(epoch)
             start = time.perf_counter()
-            for x, y in trainer.save_on_signal(saved, loader) if args.checkpoint else loader:
+            if args.checkpoint:
+                loader = interrupts.as_termination(trainer.save_on_signal(saved, loader))
+            for x, y in loader:
                 metrics = trainer.step(x, y)
                 if report.shown:
                     report.step(metrics.loss_tensor, metrics.output, y)
@@ -105,15 +118,44 @@ def train(
             report.end(result.loss, accuracy_, seconds)
             if args.checkpoint:
                 trainer.save(saved)
-    report.finish()
+                interrupts.advice = resumes(args)
     return accuracy_
+
+
+def load_data(args: argparse.Namespace) -> Images:
+    """The dataset of the command line; what is wrong with it becomes one line."""
+    try:
+        return DATASETS[args.data](args.data_dir, args.size)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"--data {args.data}: {error}") from error
+
+
+def resumes(args: argparse.Namespace) -> str:
+    """How to go on with a run that has been saved."""
+    return f"the same command with --resume goes on from {args.out}"
+
+
+def what_next() -> list[tuple[str, str]]:
+    """Commands to try after this one, each with what it shows."""
+    python = Path(sys.executable)
+    beside = f"{python.relative_to(Path.cwd())}" if python.is_relative_to(Path.cwd()) else "python"
+    train = "examples/train_compiled.py"
+    return [
+        ("another method", f"{beside} {train} --method 1f1b --accumulate 4"),
+        ("on two processes", f"{beside} -m torch.distributed.run --nproc-per-node 2 {train}"),
+        ("what the compiler did", f"{beside} examples/inspect_stages.py"),
+        ("real data", f"{beside} {train} --data cifar10 --data-dir data --model resnet18"),
+        ("your own model", "docs/start.md"),
+    ]
 
 
 def create_model(args: argparse.Namespace, data: Images) -> nn.Module:
     """A model of timm or torchvision for images of this size."""
     model: nn.Module
     library, _, name = args.model.rpartition(":")
-    if library != "torchvision" and timm.is_model(name):
+    if name == small_resnet18.__name__:
+        model = small_resnet18(data.classes)
+    elif library != "torchvision" and timm.is_model(name):
         model = timm.create_model(name, num_classes=data.classes)
         if resize := getattr(model, "set_input_size", None):  # transformers are built for one size
             resize(img_size=data.size)
@@ -145,9 +187,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--model", default="resnet18", help="name of a timm or torchvision (torchvision:NAME) model"
-    )
+    names = "a timm or torchvision (torchvision:NAME) model; small_resnet18 is a quarter as wide"
+    add("--model", default=small_resnet18.__name__, help=names)
     add("--policy", default="paper", help="how to rewire it: paper or pretrained")
     add("--stem", choices=("auto", "small", "own"), default="auto", help="small: ResNets at 32 px")
     add("--stages", type=int, default=4, help="how many stages to cut it into")
@@ -159,7 +200,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data", choices=DATASETS, default="digits")
     add("--data-dir", type=Path, help="where the dataset is (or is downloaded to)")
     add("--size", type=int, help="side of the images in pixels; the dataset's own without it")
-    add("--batch-size", type=int, default=64)
+    add("--batch-size", type=int, help="a micro-batch; 64, and 32 for digits, without it")
     add("--workers", type=int, default=0, help="processes that read images")
     add = parser.add_argument_group("recipe").add_argument
     add("--epochs", type=int, default=4)
@@ -173,24 +214,34 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=float, help="epochs; a sixth of all, 5 at most, without it")
     add("--weight-decay", type=float, default=5e-4)
     add("--autocast", action="store_true", help="compute branches in bfloat16")
-    add("--channels-last", action="store_true")
+    add("--channels-last", action=argparse.BooleanOptionalAction, default=True)
     add("--backend", default="auto", help="auto, eager, cudagraphs or inductor")
     add("--seed", type=int, default=0)
     add = parser.add_argument_group("run").add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, help="folder for log, picture, checkpoints; runs/... without it")
-    add("--checkpoint", action="store_true", help="save after every epoch, and on SIGTERM")
+    often = "save after every epoch, and on Ctrl-C and SIGTERM"
+    add("--checkpoint", action=argparse.BooleanOptionalAction, default=True, help=often)
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     args = parser.parse_args(argv)
-    args.checkpoint |= args.resume
     args.out = (
         args.out or Path("runs") / f"{args.data}-{args.model.replace(':', '-')}-{args.method}"
     )
     return args
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The script: errors are a line each, and so is Ctrl-C."""
     try:
         main()
-    except InputError as error:
-        sys.exit(str(error))
+    except RevcompileError as error:
+        sys.exit(f"{Path(__file__).name}: {error}")
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGTERM:  # saved after a signal
+            interrupts.advice = resumes(parse_args(None))
+            interrupts.say_stopped()
+        raise
+
+
+if __name__ == "__main__":
+    run()

@@ -42,7 +42,7 @@ __all__ = [
     "reversify",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {"RevcompileError": "errors", "capture": "compiler.capture"} | dict.fromkeys(
     ("Enter", "Fuse", "Policy"), "ir.policy"

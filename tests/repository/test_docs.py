@@ -1,24 +1,81 @@
-"""The documents name files, folders and pages that exist."""
+"""The documents name files, pages and commands that exist, and their code runs as it stands."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from paths import ROOT
+from safetensors.torch import load_file
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+import revcompile
+from benchmarks.__main__ import options_of
+from benchmarks.registry import entry
+from revcompile import cli
 
 PACKAGE = ROOT / "revcompile"
-PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CHANGELOG", "CONTRIBUTING")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a language, each with the number of the line before it."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: block.start(1)].count("\n"), block.group(1)) for block in found]
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+# -- links and names ------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as MkDocs and GitHub write them in addresses."""
+    lines = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", lines, re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
+    return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8"))
-    missing = [k for k in links if "://" not in k and not (page.parent / k).exists()]
-    assert not missing
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in links:
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", settings, re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1300
 
 
 def test_files_named_in_the_architecture_exist() -> None:
@@ -35,3 +92,112 @@ def test_every_folder_of_the_package_is_in_the_architecture() -> None:
     names = [folder.name for folder in folders if (folder / "__init__.py").exists()]
     assert len(names) > 15
     assert [name for name in names if f"  {name}/ " not in listing] == []
+
+
+def test_the_newest_release_in_the_changelog_is_the_version() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", changes, re.MULTILINE)
+    assert releases[0] == revcompile.__version__
+    assert releases == sorted(set(releases), reverse=True)
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_the_code_of_a_page_runs_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = blocks(page, "python")
+    if any("import transformers" in code or "from transformers" in code for _, code in found):
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for line, code in found:
+        # The empty lines make a traceback name the page's own line.
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_script_for_ranks_gives_the_weights_of_one_process(ranks: int, tmp_path: Path) -> None:
+    (_, script), *_ = blocks(ROOT / "docs/guides/machines.md", "python")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    weights = []
+    for command in (torchrun, [sys.executable]):
+        subprocess.run([*command, "train.py"], cwd=tmp_path, check=True)
+        weights.append(load_file(tmp_path / "model.safetensors"))
+    same = all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert same == (ranks == 2)  # four ranks are two replicas, which see other batches
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[Path, str]]:
+    """Every command of every page, once."""
+    seen: set[str] = set()
+    for page in PAGES:
+        for _, block in blocks(page, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = shlex.join(shlex.split(line, comments=True))
+                if command and command not in seen:
+                    seen.add(command)
+                    yield page, command
+
+
+def check_make(page: Path, words: list[str]) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert words[1] in targets
+
+
+def check_pip(page: Path, words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert words[1] == "install"
+    for extra in re.findall(r"[\w-]+", words[-1]):
+        assert extra in extras["optional-dependencies"]
+
+
+def check_revcompile(page: Path, words: list[str]) -> None:
+    assert cli.main(words[1:]) == 0
+
+
+def check_python(page: Path, words: list[str]) -> None:
+    if words[1:4] == ["-m", "benchmarks", "run"]:
+        chosen = entry(words[4])
+        options_of(chosen, chosen.load(), words[5:])
+    elif words[1] == "train.py":
+        assert "Saved as `train.py`" in page.read_text(encoding="utf-8")
+    else:
+        assert (ROOT / words[1]).exists()
+        parse = getattr(importlib.import_module(Path(words[1]).stem), "parse_args", None)
+        if parse is not None:
+            parse(words[2:])
+
+
+def check_torchrun(page: Path, words: list[str]) -> None:
+    args = torchrun_parser().parse_args(words[1:])
+    check_python(page, ["python", args.training_script, *args.training_script_args])
+
+
+CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_python,
+    "revcompile": check_revcompile,
+    "torchrun": check_torchrun,
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), [pytest.param(*found, id=found[1]) for found in commands()]
+)
+def test_a_command_can_be_given(
+    page: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the package run; of scripts and trainings, names and options are checked."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)
+    CHECKS[words[0]](page, words)

@@ -6,6 +6,9 @@ import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from paths import ROOT
+from safetensors.torch import load_file
+
+from revcompile.errors import InputError
 
 EXAMPLES = ROOT / "examples"
 
@@ -27,21 +33,23 @@ def example(name: str) -> ModuleType:
 
 
 def test_train_compiled_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--model", "test_resnet", "--epochs", "2", "--out", str(tmp_path)]
+    options = ["--epochs", "1", "--schedule", "cosine", "--out", str(tmp_path)]
     assert example("train_compiled").main(options) > 0.5
     printed = capsys.readouterr().out
     assert "ResNet: 4 stages, petra" in printed and "test accuracy" in printed
+    assert "what to try next" in printed
     log = (tmp_path / "log.csv").read_text().splitlines()
-    assert len(log) == 3 and log[0].startswith("epoch,train_loss")
-    assert json.loads((tmp_path / "run.json").read_text())["result"]["epoch"] == 2
+    assert len(log) == 2 and log[0].startswith("epoch,train_loss")
+    assert json.loads((tmp_path / "run.json").read_text())["result"]["epoch"] == 1
     assert (tmp_path / "curves.svg").exists()
+    assert load_file(tmp_path / "model.safetensors").keys()
 
 
 def test_a_training_goes_on_from_the_middle_of_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = example("train_compiled")
-    common = ["--data", "fake", "--model", "test_resnet", "--batch-size", "256", "--stages", "2"]
+    common = ["--data", "fake", "--model", "test_resnet", "--batch-size", "64", "--stages", "2"]
     common += ["--method", "backprop", "--epochs", "2", "--size", "16"]
 
     def test_losses(*options: str) -> list[str]:
@@ -49,7 +57,8 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
         rows = (Path(options[1]) / "log.csv").read_text().splitlines()[1:]
         return [row.split(",")[3] for row in rows]
 
-    whole = test_losses("--out", str(tmp_path / "whole"))
+    whole, stopped_in = test_losses("--out", str(tmp_path / "whole")), tmp_path / "stopped"
+    goes_on = "the same command with --resume goes on from"
     step = module.Report.step
 
     def taken_away(report: Any, *values: Any) -> None:
@@ -59,20 +68,71 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
 
     with monkeypatch.context() as patched:
         patched.setattr(module.Report, "step", taken_away)
+        patched.setattr("sys.argv", ["train_compiled.py", *common, "--out", str(stopped_in)])
         with pytest.raises(SystemExit) as stopped:
-            test_losses("--out", str(tmp_path / "stopped"), "--checkpoint")
+            module.run()
     assert stopped.value.code == 128 + signal.SIGTERM
-    assert test_losses("--out", str(tmp_path / "stopped"), "--resume") == whole
+    assert capsys.readouterr().err == f"stopped; {goes_on} {stopped_in}\n"
+    assert test_losses("--out", str(stopped_in), "--resume") == whole
 
 
-def test_a_dataset_that_needs_a_folder_says_so() -> None:
-    with pytest.raises(SystemExit, match="--data cifar10 needs --data-dir"):
-        example("train_compiled").main(["--data", "cifar10"])
+def test_ctrl_c_in_the_middle_of_an_epoch_is_a_termination() -> None:
+    """`save_on_signal` listens to SIGTERM from the first batch on; a second one stops at once."""
+    received = []
+
+    def batches() -> Iterator[int]:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+        yield from range(3)
+        signal.signal(signal.SIGTERM, before)
+
+    ours = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        for batch in example("interrupts").as_termination(batches()):
+            if batch > 0:
+                os.kill(os.getpid(), signal.SIGINT)
+    assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is ours
+
+
+def test_ctrl_c_elsewhere_is_a_line() -> None:
+    script = "import interrupts; interrupts.quiet_on_ctrl_c(); raise KeyboardInterrupt"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=EXAMPLES, capture_output=True)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr == b"stopped; nothing has been saved yet\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "--data imagefolder: needs --data-dir"),
+        (["--data-dir", "nowhere"], "--data imagefolder: .*No such file or directory"),
+        (["--data-dir", "."], "train/ and val/ differ in their classes: b"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_a_line(
+    data: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("train/a", "train/b", "val/a"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "image.png").write_bytes(b"")
+    argv = ["train_compiled.py", "--data", "imagefolder", *data]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit, match=rf"^train_compiled.py: .*{message}[^\n]*$"):
+        example("train_compiled").run()
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    for folder in ("train/a", "val/a"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "image.png").write_bytes(b"text")
+    images = example("images").imagefolder(tmp_path, 8)
+    with pytest.raises(InputError, match=r"image.png is not an image that can be read"):
+        images.train[0]
 
 
 def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
     options = ["--methods", "petra", "petra:paper", "--data", "fake", "--model", "test_resnet"]
-    options += ["--epochs", "1", "--stages", "3", "--batch-size", "256", "--size", "16"]
+    options += ["--epochs", "1", "--stages", "3", "--batch-size", "64", "--size", "16"]
     options += ["--out", str(tmp_path)]
     found = example("compare_methods").main(options)
     assert found.keys() == {"petra", "petra:paper"}
@@ -80,7 +140,7 @@ def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
 
 
 def test_reversible_finetune_carries_weights_over() -> None:
-    assert example("reversible_finetune").main(["--model", "test_resnet", "--epochs", "2"]) > 0.6
+    assert example("reversible_finetune").main(["--epochs", "1"]) > 0.6
 
 
 def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:
