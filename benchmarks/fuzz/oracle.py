@@ -536,6 +536,20 @@ class Recorder:
         ]
 
 
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Without torch's fused encoder layer for inference.
+
+    It ignores autocast on the CPU: a layer's results have another dtype with gradients than
+    without.
+    """
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 def _ignore_warnings() -> None:
     """All but the one that says that gradients are inexact: it counts as a refusal."""
     warnings.simplefilter("ignore")
@@ -563,7 +577,7 @@ def programs(net: Net) -> str:
 def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = PHASES) -> Report:
     """All checks of one net, or those of some phases."""
     one = Examination(net, methods)
-    with warnings.catch_warnings(), torch.random.fork_rng():
+    with warnings.catch_warnings(), torch.random.fork_rng(), _no_fast_path():
         _ignore_warnings()
         try:
             one.look()

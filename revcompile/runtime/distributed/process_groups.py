@@ -43,9 +43,10 @@ def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta
         # When a peer is gone NCCL must stop waiting, but not kill this process: the trainer reports
         # which rank is gone.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        # Nor must its monitor delay the end of the process: after a failure it sleeps for minutes,
-        # and the process waits for it. Ranks that hang are found by the trainer.
+        # Nor must its monitor delay the end of the process: after a failure it writes a dump and
+        # sleeps for a minute, and the process waits for it. The trainer finds ranks that hang.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # As many hardware queues as a GPU has, so that no communicator waits behind another.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         store, rank, world = _rendezvous(timeout)

@@ -155,6 +155,7 @@ def _recorded_bytes(choice: str, depth: int) -> int:
     """What recording a step of this depth takes, without gradients."""
     sizes = Sizes(depth, width=128, side=196, batch=128)
     net = _stack("transformer", choice, depth)
+    torch._C._cuda_clearCublasWorkspaces()  # of other streams; new ones are allocated again
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     replay = _captured(net, *batch_of("transformer", sizes, torch.device("cuda")))
