@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.errors import InputError
+from revcompile.runtime.reversible.replay import StatefulBuffers
 
 
 class Net(nn.Module):
@@ -237,3 +238,15 @@ def test_parameters_written_by_the_forward_pass_are_refused_in_stages() -> None:
     assert net.scale.grad is not None and net.scale.max() == 1.0
     with pytest.raises(InputError, match="writes into its parameter scale"):
         revcompile.petrafy(model, 2, batches[0])
+
+
+def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None:
+    """The second assignment may reuse the address of what the first one has freed."""
+    module = nn.Module()
+    module.register_buffer("average", torch.ones(6))
+    buffers = StatefulBuffers([(module, "average")])
+    for _ in range(20):
+        snapshots, identities = buffers.snapshot(), buffers.identities()
+        for _ in range(2):
+            module.average.data = 0.9 * module.average.data
+        assert len(buffers.changed(snapshots, identities)) == 1

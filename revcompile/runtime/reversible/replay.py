@@ -165,8 +165,11 @@ class BufferSnapshot:
         return None if buffer is None else cls(module, name, buffer, buffer.detach().clone())
 
 
-_Identity = tuple[Tensor | None, int, int]
-"""A buffer, its version, and its storage: `buffer.data = ...` changes only the last."""
+_Identity = tuple[Tensor | None, int, torch.UntypedStorage | None]
+"""A buffer, its version, and its storage: `buffer.data = ...` changes only the last.
+
+The storage is held: a new one could otherwise have the address of one that was freed.
+"""
 
 
 class StatefulBuffers:
@@ -204,7 +207,7 @@ class StatefulBuffers:
             return []
         self._modes_seen.add(self._modes())
         pairs = enumerate(zip(identities, self.identities(), strict=True))
-        changed = [p for p, (old, new) in pairs if old[0] is not new[0] or old[1:] != new[1:]]
+        changed = [position for position, (old, new) in pairs if not _is_same(old, new)]
         self._changing.update(changed)
         known = {(snapshot.module, snapshot.name): snapshot for snapshot in snapshots}
         for module, name in (self._candidates[position] for position in changed):
@@ -245,9 +248,14 @@ class StatefulBuffers:
 
 def _identity(buffer: Tensor | None) -> _Identity:
     if buffer is None:
-        return None, 0, 0
-    storage = buffer.untyped_storage()._cdata if buffer.layout is torch.strided else 0
+        return None, 0, None
+    storage = buffer.untyped_storage() if buffer.layout is torch.strided else None
     return buffer, 0 if buffer.is_inference() else buffer._version, storage
+
+
+def _is_same(old: _Identity, new: _Identity) -> bool:
+    storages = [None if identity[2] is None else identity[2]._cdata for identity in (old, new)]
+    return old[0] is new[0] and old[1] == new[1] and storages[0] == storages[1]
 
 
 # -- autocast --------------------------------------------------------------------------------------
