@@ -247,6 +247,7 @@ def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None
     buffers = StatefulBuffers([(module, "average")])
     for _ in range(20):
         snapshots, identities = buffers.snapshot(), buffers.identities()
+        assert isinstance(identities[0][2], torch.UntypedStorage)  # held, so not reused
         for _ in range(2):
             module.average.data = 0.9 * module.average.data
         assert len(buffers.changed(snapshots, identities)) == 1
