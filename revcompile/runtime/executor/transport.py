@@ -55,7 +55,6 @@ class Message:
             "gradients": copy(dict(self.gradients)),
             "void": self.void,
             "scale": self.scale,
-            "is_exact": self.is_exact,
         }
 
     @classmethod
@@ -66,7 +65,6 @@ class Message:
             clone_tree(dict(state["gradients"])),
             state["void"],
             scale=state.get("scale"),
-            is_exact=state.get("is_exact", False),
         )
 
 

@@ -153,9 +153,8 @@ def test_a_step_recorded_by_the_user(choice: str) -> None:
 
 def _recorded_bytes(choice: str, depth: int) -> int:
     """What recording a step of this depth takes, without gradients."""
-    sizes = Sizes(depth, width=128, side=196, batch=128)
+    sizes = Sizes(depth, width=128, side=196, batch=512)
     net = _stack("transformer", choice, depth)
-    torch._C._cuda_clearCublasWorkspaces()  # of other streams; new ones are allocated again
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     replay = _captured(net, *batch_of("transformer", sizes, torch.device("cuda")))
@@ -167,8 +166,10 @@ def _recorded_bytes(choice: str, depth: int) -> int:
 
 @pytest.mark.parametrize("choice", ["on", "off"])
 def test_a_recorded_step_does_not_grow_with_depth(choice: str) -> None:
-    _recorded_bytes(choice, 6)  # workspaces of libraries are allocated in the first step
-    assert _recorded_bytes(choice, 12) < 1.05 * _recorded_bytes(choice, 6)
+    # A stream of every block would be 300 MB more. Workspaces of cuBLAS are 70 MB more or less:
+    # there is one for each stream and thread that it has seen.
+    _recorded_bytes(choice, 6)
+    assert _recorded_bytes(choice, 12) < 1.1 * _recorded_bytes(choice, 6)
 
 
 def _vit(**options: Any) -> nn.Module:
