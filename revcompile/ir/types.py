@@ -396,6 +396,10 @@ class Body:
     result: tuple[Any, ...]
     types: Mapping[str, Any]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Body:
+        """Immutable: whoever rewrites a graph copies it first. Copying all of them is slow."""
+        return self
+
 
 @dataclass(frozen=True)
 class Rewired:

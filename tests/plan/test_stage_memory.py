@@ -44,13 +44,18 @@ def vgg() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
+def wide() -> nn.Module:
+    model: nn.Module = timm.create_model("resnet18", num_classes=10)
+    return model
+
+
 MODELS = {"resnet": (resnet, 5), "vit": (vit, 3), "vgg": (vgg, 3)}
 
 
 @functools.cache
 def staged(name: str) -> StagedModel:
     torch.manual_seed(0)
-    make, stages = MODELS[name]
+    make, stages = {**MODELS, "wide": (wide, 4)}[name]
     return revcompile.petrafy(make(), stages, torch.randn(2, 3, SIZE, SIZE), check="off")
 
 
@@ -110,11 +115,8 @@ def test_it_does_with_another_optimizer_and_with_gradients_that_accumulate(
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "delayed"])
 def test_it_does_where_weights_are_most_of_it(method: str, accumulate: int) -> None:
     """Copies of them count: versions, sums of gradients, gradients on their way into sums."""
-    torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=10)
-    net = revcompile.petrafy(model, 4, torch.randn(2, 3, SIZE, SIZE), check="off")
     setting = Setting(2, method, accumulate=accumulate)
-    found = measure(net, setting, images(2, SIZE, CPU))
+    found = measure(staged("wide"), setting, images(2, SIZE, CPU))
     assert found.ratio == pytest.approx(1, abs=BAR / 3), found
 
 
