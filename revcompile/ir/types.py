@@ -397,8 +397,9 @@ class Body:
     types: Mapping[str, Any]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Body:
-        """Immutable: whoever rewrites a graph copies it first. Copying all of them is slow."""
-        return self
+        """A body of its own (plans go by its identity) over the same segments, as graphs are
+        immutable: whoever rewrites one copies it first."""
+        return Body(self.segments, self.result, self.types)
 
 
 @dataclass(frozen=True)
