@@ -11,7 +11,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -229,13 +228,11 @@ class LiveStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._watch(leaf, "", counts=False)
+        for tensor in _tensors((*args, *kwargs.values())):
+            self._watch(tensor, "", counts=False)
         out = func(*args, **kwargs)
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._watch(leaf, f"{func} {tuple(leaf.shape)}", counts=True)
+        for tensor in _tensors((out,)):
+            self._watch(tensor, f"{func} {tuple(tensor.shape)}", counts=True)
         if self.live > self.peak:
             self.peak = self.live
             self._at_peak = [entry for entry in self._known.values() if entry[1]]
@@ -254,6 +251,15 @@ class LiveStorages(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         _, size = self._known.pop(key)
         self.live -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors among an operator's arguments or results, which may be lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def slope(depths: Sequence[float], values: Sequence[float]) -> float:

@@ -10,7 +10,6 @@ models are left out by counting operations, never by a clock, so that the result
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.cost import node_flops
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
+from revcompile.ir.module_tree import copy_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import Rewired
@@ -147,7 +147,7 @@ def _in_double(
 ) -> list[str] | None:
     """What differs in float64, where rounding errors are negligible; None if it cannot run."""
     try:
-        twin = copy.deepcopy(net).double()
+        twin = copy_module(net).double()
         given = _converted((args, kwargs))
         stored, rebuilt = (
             _module_gradients(twin, *given, reversible=reversible) for reversible in (False, True)
@@ -165,7 +165,7 @@ def _module_gradients(
     net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, reversible: bool
 ) -> Gradients:
     """Of every parameter and every floating input; nothing if the model has no gradients."""
-    twin = copy.deepcopy(net)
+    twin = copy_module(net)
     set_mode(twin, net, training=True)
     twin.reversible = reversible
     given, inputs = _fresh((args, kwargs))
@@ -243,7 +243,7 @@ def _staged_gradients(
     net: Reversible, partition: Partition, programs: Sequence[StageProgram], compared: Compared
 ) -> Gradients:
     """One micro-batch forward through all stages, and back."""
-    twin = copy.deepcopy(net)
+    twin = copy_module(net)
     set_mode(twin, net, training=True)
     stages = [Stage(program, twin, check_finite=False) for program in programs]
     loss_head = LossHead(partition.rewired, _staged_loss, None, len(stages) - 1)
@@ -281,7 +281,7 @@ def _is_deterministic(
     """
     if not any(unit.random for program in programs for unit in program.units):
         return True
-    twin = set_mode(copy.deepcopy(net), net, training=True)
+    twin = set_mode(copy_module(net), net, training=True)
     given, _ = _fresh((compared.args, dict(compared.kwargs)))
     seed_all(0)
     before = rng_state()

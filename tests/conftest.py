@@ -1,22 +1,34 @@
 """What every test runs under: few threads, a fixed seed, deterministic kernels on the CPU."""
 
-import random
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from revcompile.compiler.capture.isolation import seed_all
 from revcompile.ir import ops
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now out of garbage collection: most of its work, and for nothing.
+
+    Graphs are full of cycles, so that collections are frequent.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seed the generators: 0 unless a test says `parametrize("seed", [...], indirect=True)`."""
     value: int = getattr(request, "param", 0)
-    random.seed(value)
-    torch.manual_seed(value)
+    seed_all(value)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(value)  # `seed_all` leaves out devices that are not in use yet
     return value
 
 

@@ -75,16 +75,24 @@ def fixed_randomness(model: nn.Module) -> None:
 
 
 def examine(
-    name: str, stages: int, steps: int, double: float, device: str = "cpu"
+    name: str,
+    stages: int,
+    steps: int,
+    double: float,
+    device: str = "cpu",
+    side: int | None = None,
 ) -> dict[str, Any]:
-    """Petrafy a model, train some steps at rate 0, compare."""
+    """Petrafy a model, train some steps at rate 0, compare; `side` of images: the model's own."""
     torch.manual_seed(0)
     model: Any = timm.create_model(name)
+    if side is not None and hasattr(model, "set_input_size"):  # transformers are built for one
+        model.set_input_size(img_size=side)
     fixed_randomness(model)
     size = sum(p.numel() for p in model.parameters())
     dtype = torch.float64 if size <= double * 1e6 else torch.float32
     model = model.to(device, dtype)
     shape = model.default_cfg.get("input_size", (3, 224, 224))
+    shape = shape if side is None else (shape[0], side, side)
     batches = [
         torch.randn(2 if i < steps - 1 else 3, *shape).to(device, dtype) for i in range(steps)
     ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from revcompile.ir.stage_ops import seed_torch
 from revcompile.runtime.reversible import coupling
 
 __all__ = [
@@ -105,7 +106,7 @@ def observe(
             [t * 1 if t.requires_grad else t for t in inputs], spec
         )
         module.zero_grad()
-        torch.manual_seed(call.seed)
+        seed_torch(call.seed)
         with autocasting(precision), torch.set_grad_enabled(module.training):
             output = (run or module)(*args, **kwargs)
         outputs = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import benchmarks.fuzz.parts  # noqa: F401 - fills the catalogue
 from benchmarks.fuzz.net import Net, write_part
 from benchmarks.fuzz.writer import CONDITION, PRELUDE, WIDTH, Writer
+from revcompile.ir.stage_ops import seed_torch
 
 __all__ = ["BATCHES", "LENGTH", "Sizes", "arguments", "build", "source", "weight_dtype", "written"]
 
@@ -84,7 +85,7 @@ def build(net: Net) -> nn.Module:
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     scope: dict[str, Any] = {"__name__": "fuzzed_net"}
     exec(compile(text, name, "exec"), scope)
-    torch.manual_seed(net.seed)
+    seed_torch(net.seed)
     module: nn.Module = scope["Net"]()
     module.to(weight_dtype(net))
     with torch.no_grad():

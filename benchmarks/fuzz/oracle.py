@@ -39,6 +39,8 @@ from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.compiler.capture.random_draws import draws_left_out
 from revcompile.errors import InputError, RevcompileError, RevcompileWarning, VerificationError
+from revcompile.ir.module_tree import copy_module
+from revcompile.ir.stage_ops import seed_torch
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 
@@ -173,8 +175,8 @@ class Examination:
     def rounding(self, stored: nn.Module, calls: Sequence[Call], rate: float = 0.0) -> float:
         """The largest error that rounding alone makes in the gradients of these calls."""
         precision = self.net.precision
-        exact = observe(copy.deepcopy(stored), calls, precision, rate=rate)
-        other = copy.deepcopy(stored)
+        exact = observe(copy_module(stored), calls, precision, rate=rate)
+        other = copy_module(stored)
         with rounded_outputs(other):
             rounded = observe(other, calls, precision, rate=rate)
         pairs = zip(exact, rounded, strict=True)
@@ -202,7 +204,7 @@ class Examination:
             model, call = build(self.net), self.calls[0]
             one = observe(model, [call, call], precision)
             drawn = torch.get_rng_state()
-            torch.manual_seed(call.seed)
+            seed_torch(call.seed)
         except Exception as error:
             self.report.discarded = f"{type(error).__name__}: {normalised(str(error))}"
             raise _Stop from None
@@ -232,7 +234,7 @@ class Examination:
             self.original = self.observe_original(build(self.net), self.calls)
         for mode, expected in (("training", self.original), ("eval", self.evaluated)):
             with self.watched(f"capture, {mode}", stop=False):
-                root = copy.deepcopy(captured.root)
+                root = copy_module(captured.root)
                 root.train(mode == "training") if mode == "eval" else None
                 run = graph_of(captured, root)
                 calls = meant_for(captured, root, self.calls)
@@ -256,9 +258,9 @@ class Examination:
                 net = revcompile.reversify(model, call.args, call.kwargs)
         self._same_modes(model, net)
         self._like_original(net)
-        stored, chained = copy.deepcopy(net), copy.deepcopy(net)
+        stored, chained = copy_module(net), copy_module(net)
         stored.reversible = False
-        start = copy.deepcopy(stored)
+        start = copy_module(stored)
 
         def rounding() -> float:
             return self.rounding(start, self.calls, RATE)
@@ -284,7 +286,7 @@ class Examination:
         """What rewiring must leave as it was: all of a net without reversible blocks; otherwise
         which parameters have a gradient, which buffers move, and how far counters count."""
         with self.watched("rewired", stop=False):
-            have = observe(copy.deepcopy(net), self.calls, self.net.precision)
+            have = observe(copy_module(net), self.calls, self.net.precision)
             for want, got in zip(self.original, have, strict=True):
                 if not net.rewired.couplings:  # type: ignore[union-attr]
                     self.compare("rewired, no blocks", want, got)
@@ -351,7 +353,7 @@ class Examination:
         # The graph is for the sizes of the example alone: calling the net must not run it.
         check = f"other {name.split()[0]}"
         with self.watched(check, stop=False):
-            changed = copy.deepcopy(net)
+            changed = copy_module(net)
             change(changed)
             have = observe(changed, [call], precision)[0]
             again = build(self.net)
@@ -368,7 +370,7 @@ class Examination:
         change: Callable[[nn.Module], None],
     ) -> bool:
         try:
-            root = copy.deepcopy(captured.root)
+            root = copy_module(captured.root)
             change(root)
             have = observe(root, [call], self.net.precision, run=graph_of(captured, root))[0]
         except Exception:
@@ -405,12 +407,12 @@ class Examination:
 
     def petrafy(self, staged: revcompile.StagedModel) -> None:
         """Gradients of every micro-batch, at learning rate 0, against autograd."""
-        start = copy.deepcopy(staged.model)
+        start = copy_module(staged.model)
         fed = [self.call((batch, LENGTH), seed) for seed, batch in enumerate((3, 3, 3, 4))]
         reference = None
         module = staged.module()
         module.reversible = False  # type: ignore[assignment]
-        stored = copy.deepcopy(module)
+        stored = copy_module(module)
 
         def rounding() -> float:
             return self.rounding(stored, fed)

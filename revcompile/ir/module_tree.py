@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -193,7 +194,9 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     memo = {} if memo is None else memo
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
+            if type(value) is OrderedDict and not value:  # ten of hooks, and slow to copy
+                memo.setdefault(id(value), OrderedDict())
+            elif isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
     return copy.deepcopy(model, memo)
 

@@ -50,6 +50,7 @@ __all__ = [
     "recording",
     "reseed",
     "seed_of",
+    "seed_torch",
     "seeding",
     "stream_leaf",
     "total",
@@ -334,10 +335,23 @@ def seed_of(key: int, place: int) -> int:
     return mix(key, place) >> 1
 
 
+def seed_torch(seed: int) -> None:
+    """`torch.manual_seed`, but quick where no accelerator is in use.
+
+    For each kind of device without a context torch formats the stack, to report it should seeding
+    fail later: that takes longer than many a layer.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None or (device.type == "cuda" and not torch.cuda.is_initialized()):
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def reseed(key: int, place: int) -> None:
     """Seed the random numbers of one piece, the same in forward and backward."""
     if _seeder is None:
-        torch.manual_seed(seed_of(key, place))
+        seed_torch(seed_of(key, place))
     else:
         _seeder(key, place)
 

@@ -396,6 +396,11 @@ class Body:
     result: tuple[Any, ...]
     types: Mapping[str, Any]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Body:
+        """A body of its own (plans go by its identity) over the same segments, as graphs are
+        immutable: whoever rewrites one copies it first."""
+        return Body(self.segments, self.result, self.types)
+
 
 @dataclass(frozen=True)
 class Rewired:

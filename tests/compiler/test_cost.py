@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -104,20 +105,26 @@ def test_frozen_modules_stay_in_eval_mode() -> None:
     assert found.saved == WORD * 5 * (8 + 8)
 
 
+@functools.cache
+def on_meta(name: str) -> revcompile.ReversibleModule:
+    options: dict[str, Any] = {"vit_tiny_patch16_224": {"depth": 4}}.get(name, {})
+    with torch.device("meta"):
+        return revcompile.reversify(timm.create_model(name, **options), check="off")
+
+
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
 def test_flops_are_those_torch_counts(name: str) -> None:
-    net = revcompile.reversify(timm.create_model(name), check="off")
+    net = on_meta(name)
     x = torch.empty(2, 3, 224, 224, device="meta")
     kernel = torch.nn.attention.SDPBackend.MATH  # its products have formulas on every device
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(kernel):
-        net.to("meta")(x)
+        net(x)
     assert sum(cost.flops for cost in segment_costs(net.rewired)) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
 def test_estimates_from_shapes_are_near_the_counted_flops(name: str) -> None:
-    with torch.device("meta"):
-        rewired = rewired_of(timm.create_model(name))
+    rewired = on_meta(name).rewired
     nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
     estimate = sum(node_flops(node, rewired.root) for node in nodes)
     assert estimate == pytest.approx(sum(c.flops for c in segment_costs(rewired)), rel=0.2)
@@ -187,15 +194,21 @@ def run_segment(net: nn.Module, segment: Segment, live: dict[str, Any]) -> tuple
     return b, a + fx.Interpreter(net, graph=segment.branch).run(b, *sides)
 
 
+@functools.cache
+def on_cpu(name: str) -> revcompile.ReversibleModule:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "vit":
+            model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=3, num_classes=10)
+        else:
+            model = timm.create_model(name, num_classes=10)
+        return revcompile.reversify(model, torch.randn(2, 3, 128, 128), check="off")
+
+
 @pytest.mark.parametrize("batch", [2, 5])
 @pytest.mark.parametrize("name", ["resnet18", "vit"])
 def test_saved_bytes_are_those_of_a_real_run(name: str, batch: int) -> None:
-    if name == "vit":
-        model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=3, num_classes=10)
-    else:
-        model = timm.create_model(name, num_classes=10)
-    example = torch.randn(2, 3, 128, 128)
-    net = revcompile.reversify(model, example, check="off")
+    net = on_cpu(name)
     *each, whole = really_saved(net.train(), net.rewired, batch)
     found = segment_costs(net.rewired)
     for segment, cost, real in zip(net.rewired.body.segments, found, each, strict=True):
@@ -230,7 +243,8 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("how, device", HOW)
 @pytest.mark.parametrize("training", [True, False])
 def test_measuring_changes_nothing(training: bool, how: str, device: str) -> None:
-    model = timm.create_model("resnet18", num_classes=3, drop_path_rate=0.2).to(device)
+    narrow = {"channels": (8, 16, 32, 64), "drop_path_rate": 0.2}
+    model = timm.create_model("resnet18", num_classes=3, **narrow).to(device)
     example = torch.randn(2, 3, 32, 32, device=device)
     net = revcompile.reversify(model, example, check="off").train(training)
     rewired = net.rewired

@@ -24,5 +24,5 @@ MODELS = [
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_four_stages_equal_autograd(name: str) -> None:
-    row = examine(name, stages=4, steps=3, double=60)
+    row = examine(name, stages=4, steps=3, double=60, side=64)
     assert row["dtype"] == "float64" and row["error"] < 1e-10

@@ -259,9 +259,9 @@ def test_costs_by_name_by_function_and_measured() -> None:
     ("name", "options", "size"),
     [
         ("resnet50", {}, 64),
-        ("vit_base_patch16_224", {"img_size": 96}, 96),
-        ("swin_tiny_patch4_window7_224", {"img_size": 112}, 112),
-        ("convnext_tiny", {}, 64),
+        ("vit_base_patch16_224", {"img_size": 96, "depth": 8}, 96),
+        ("swin_tiny_patch4_window7_224", {"img_size": 112, "depths": (2, 2, 4, 2)}, 112),
+        ("convnext_tiny", {"depths": (2, 2, 6, 2)}, 64),
     ],
 )
 def test_known_models_are_cut_evenly(name: str, options: dict[str, Any], size: int) -> None:

@@ -42,6 +42,15 @@ def test_parameters_and_segments_of_the_paper(name: str, library: str) -> None:
     assert net.rewired.body.segments[-1].name == "head"
 
 
+def small_resnet(name: str = "resnet50", **options: Any) -> nn.Module:
+    """All kinds of blocks that timm's model has, but fewer and narrower."""
+    sizes = {"channels": (64, 64, 64, 64)} if "v2" not in name else {}  # the stem has 64
+    model: nn.Module = timm.create_model(
+        name, num_classes=9, layers=(2, 2, 1, 1), **sizes, **options
+    )
+    return model
+
+
 def _rewire(model: nn.Module, x: Tensor, policy: str | Policy = "paper") -> Rewired:
     captured = capture(model, x)
     return rewire(captured, find(captured), Policy.named(policy))
@@ -50,8 +59,8 @@ def _rewire(model: nn.Module, x: Tensor, policy: str | Policy = "paper") -> Rewi
 def test_a_transition_reuses_the_first_layer_or_copies_the_shortcut() -> None:
     with torch.device("meta"):
         x = torch.randn(2, 3, 64, 64)
-        basic = revcompile.reversify(timm.create_model("resnet18"), x).rewired
-        bottleneck = revcompile.reversify(timm.create_model("resnet50"), x).rewired
+        basic = revcompile.reversify(small_resnet("resnet18"), x).rewired
+        bottleneck = revcompile.reversify(small_resnet("resnet50"), x).rewired
     assert not any(how is WeightExpansion.COPY for _, how in basic.weight_expansions.values())
     copies = {
         name
@@ -63,7 +72,7 @@ def test_a_transition_reuses_the_first_layer_or_copies_the_shortcut() -> None:
 
 def test_a_state_dict_of_the_original_loads_strictly() -> None:
     x = torch.randn(2, 3, 64, 64)
-    first, second = (timm.create_model("resnet50", num_classes=9) for _ in range(2))
+    first, second = (small_resnet() for _ in range(2))
     net, want = revcompile.reversify(first, x), revcompile.reversify(second, x)
     net.load_state_dict(second.state_dict(), strict=True)
     for (name, have), (_, expected) in zip(
@@ -76,7 +85,8 @@ def test_a_state_dict_of_the_original_loads_strictly() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "seresnet50", "regnety_002"])
 def test_blocks_that_start_as_their_shortcuts_train(name: str) -> None:
     """timm starts the last norm of a branch as 0; a ReLU that moves behind it is flat there."""
-    model = timm.create_model(name, num_classes=9)
+    is_resnet = "resnet" in name
+    model = small_resnet(name) if is_resnet else timm.create_model(name, num_classes=9)
     x = torch.randn(4, 3, 64, 64)
     net = revcompile.reversify(model, x)
     net(x).square().sum().backward()
@@ -95,7 +105,7 @@ def test_blocks_that_start_as_their_shortcuts_train(name: str) -> None:
 
 def test_a_state_dict_with_norms_at_zero_wakes_them() -> None:
     x = torch.randn(2, 3, 64, 64)
-    first, second = (timm.create_model("resnet18", num_classes=9) for _ in range(2))
+    first, second = (small_resnet("resnet18") for _ in range(2))
     net = revcompile.reversify(first, x)
     net.load_state_dict(second.state_dict())
     assert net.get_parameter("layer1.1.bn2.weight").eq(1).all()
@@ -107,8 +117,8 @@ def test_a_state_dict_with_norms_at_zero_wakes_them() -> None:
 
 def test_norms_are_left_alone_where_something_reaches_them() -> None:
     x = torch.randn(2, 3, 64, 64)
-    trained = timm.create_model("resnet18", num_classes=9, zero_init_last=False)
-    before_the_sum = timm.create_model("resnetv2_50", num_classes=9)
+    trained = small_resnet("resnet18", zero_init_last=False)
+    before_the_sum = small_resnet("resnetv2_50", channels=(32, 64, 128, 256))
     for model in (trained, before_the_sum):
         weight_expansions = revcompile.reversify(model, x).rewired.weight_expansions
         assert not any(
@@ -164,7 +174,7 @@ def test_a_pretrained_head_means_the_same_under_every_policy(policy: Policy) -> 
 
 
 def test_the_pretrained_preset_adds_no_parameter() -> None:
-    model = timm.create_model("resnet18", num_classes=9)
+    model = small_resnet("resnet18")
     net = revcompile.reversify(model, torch.randn(2, 3, 64, 64), policy="pretrained")
     assert {n: p.shape for n, p in net.named_parameters()} == {
         n: p.shape for n, p in model.named_parameters()
@@ -172,9 +182,10 @@ def test_the_pretrained_preset_adds_no_parameter() -> None:
 
 
 def test_models_without_shortcuts_compile_to_one_opaque_segment() -> None:
-    for name in ("vgg11", "densenet121"):
+    for name, options in (("vgg11", {}), ("densenet121", {"block_config": (3, 3, 2, 2)})):
         with torch.device("meta"):
-            net = revcompile.reversify(timm.create_model(name), torch.randn(2, 3, 64, 64))
+            model = timm.create_model(name, **options)
+            net = revcompile.reversify(model, torch.randn(2, 3, 64, 64))
         (segment,) = net.rewired.body.segments
         assert isinstance(segment, Opaque)
 

@@ -10,7 +10,7 @@ from benchmarks.one_device.memory import step_memory
 from benchmarks.stacks import KINDS, Sizes, batch_of
 
 CPU = torch.device("cpu")
-DEPTHS = (4, 12)
+DEPTHS = (2, 6)
 SIZES = {
     "transformer": Sizes(depth=0, width=32, side=32, batch=8),
     "conv": Sizes(depth=0, width=8, side=16, batch=4),

@@ -199,7 +199,7 @@ def _run(
         results |= {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}
         if not trial.deep:
             return results
-        torch.manual_seed(trial.seed)
+        seed_all(trial.seed)
         weighted = [(t * torch.randn_like(t)).sum() for t in flat if t.requires_grad]
         torch.autograd.backward([w.real if w.is_complex() else w for w in weighted])
     for label, tensor in zip(example.labels, inputs, strict=True):

@@ -21,6 +21,7 @@ from torch import nn
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError
 from revcompile.ir.module_tree import copy_module
+from revcompile.ir.stage_ops import seed_torch
 
 __all__ = [
     "copy_model",
@@ -88,7 +89,7 @@ def rng_state() -> tuple[Any, ...]:
 
 
 def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

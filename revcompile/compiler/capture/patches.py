@@ -78,7 +78,7 @@ def _seen_instance(is_instance: Callable[..., bool], tracer: ShapedTracer) -> Ca
 
     def seen(value: Any, classes: Any) -> bool:
         result = is_instance(value, classes)
-        if is_instance(value, nn.Module):
+        if not tracer.evaluating and is_instance(value, nn.Module):
             tracer.note_class(value, classes, result)
         if result:
             return True

@@ -418,8 +418,11 @@ class Tracer(ShapedTracer):
         node.meta[NO_GRAD] = not is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
+                with self.log.pause():
+                    layer = called_module(node, self.root)
                 with watch_memory(node, self.values):
-                    self._learn(node, self._evaluate(node, 0), self._evaluate(node, 1))
+                    first, second = (self._evaluate(node, layer, which) for which in (0, 1))
+                    self._learn(node, first, second)
                 self._refuse_hidden_write(node)
                 refuse_hidden_tensors(node, self.values[node].first)
                 self._keep_buffer_writer(node)
@@ -439,9 +442,10 @@ class Tracer(ShapedTracer):
     def _keep_buffer_writer(self, node: fx.Node) -> None:
         """A childless module that writes to a buffer becomes a leaf module."""
         for source in node.all_input_nodes if self._path else ():
+            if source.op != "get_attr" or not source.meta[STORAGES] & node.meta[WRITES]:
+                continue
             module = self.root.get_submodule(self._path)
-            is_written = source.op == "get_attr" and source.meta[STORAGES] & node.meta[WRITES]
-            if is_written and not any(module.children()):
+            if not any(module.children()):
                 name = str(source.target).rpartition(".")[2]
                 raise UntracedEffect(f"the forward pass writes into its buffer {name!r}", module)
 
@@ -451,15 +455,14 @@ class Tracer(ShapedTracer):
         node.meta[VALUE] = size_of_values(first, second)
         node.meta[STRUCTURE] = structure_of(first)
 
-    def _evaluate(self, node: fx.Node, which: int) -> Any:
-        """The node's value on fake tensors, at the first or the second batch size."""
+    def _evaluate(self, node: fx.Node, layer: nn.Module | None, which: int) -> Any:
+        """The value of a node, or of its layer, at the first or the second batch size."""
 
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda source: self.values[source][which]
         )
         target: Any = node.target
         watch: AbstractContextManager[Any] = nullcontext()
-        layer = called_module(node, self.root)
         if layer is not None and not which and not is_leaf(layer):
             watch = DecisionWatch()
         self.evaluating = True

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from revcompile.ir.module_tree import child_path
+from revcompile.ir.module_tree import child_path, copy_module
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 
 __all__ = ["ModuleEditor", "own_copy"]
@@ -22,7 +22,8 @@ __all__ = ["ModuleEditor", "own_copy"]
 def own_copy(root: nn.Module) -> nn.Module:
     """A copy of the module tree that shares its tensors with the original."""
     shared = {id(t): t for t in (*root.parameters(), *root.buffers())}
-    return copy.deepcopy(root, dict[int, Any](shared))
+    twin: nn.Module = copy_module(root, dict[int, Any](shared))
+    return twin
 
 
 class ModuleEditor:
