@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from revcompile.inspect.drawing.figures import save_figure
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -172,6 +174,5 @@ def draw_curves(runs: Mapping[str, list[Epoch]], file: Path) -> bool:
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
+    save_figure(figure, file)
     return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -11,6 +11,8 @@ from typing import Any, Final
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from revcompile.inspect.drawing.figures import save_figure
 
 Log = Sequence[Mapping[str, Any]]
 
@@ -20,8 +22,9 @@ def draw_curves(settings: Mapping[str, Sequence[Mapping[str, Any]]], file: Path)
 
     Lines are means over seeds, with all seeds within the band around them.
     """
-    factors = sorted({results[0]["experiment"]["accumulate"] for results in settings.values()})
-    kinds = _kinds(settings)
+    experiments = {setting: results[0]["experiment"] for setting, results in settings.items()}
+    factors = _columns(experiments)
+    kinds = _labels(experiments, "" if len(factors) > 1 else "accumulate")
     shades = {kind: index for index, kind in enumerate(dict.fromkeys(kinds.values()))}
     figure = Figure(figsize=(1.5 + 2.6 * max(2, len(factors)), 6.5), layout="constrained")
     grid = figure.subplots(2, len(factors), sharex=True, sharey="row", squeeze=False)
@@ -29,7 +32,7 @@ def draw_curves(settings: Mapping[str, Sequence[Mapping[str, Any]]], file: Path)
         experiment, kind = results[0]["experiment"], kinds[setting]
         dashes = "--" if experiment["method"] in _WITHOUT_DELAY else "-"
         colour = colormaps["tab10"](shades[kind] % 10)
-        column = factors.index(experiment["accumulate"])
+        column = factors.index(experiment["accumulate"]) if len(factors) > 1 else 0
         for axes, measure in zip(grid[:, column], _MEASURES.values(), strict=True):
             seeds = [[measure(line) for line in result["log"]] for result in results]
             values = list(zip(*seeds, strict=False))
@@ -44,20 +47,22 @@ def draw_curves(settings: Mapping[str, Sequence[Mapping[str, Any]]], file: Path)
         row[0].yaxis.set_minor_formatter(NullFormatter())
         for axes in row:
             _plain(axes)
-    for axes, factor in zip(grid[0], factors, strict=True):
-        axes.set_title(f"k = {factor}", fontsize="medium")
+    if len(factors) > 1:
+        for axes, factor in zip(grid[0], factors, strict=True):
+            axes.set_title(f"an update every {_micro_batches(factor)}", fontsize="medium")
     for axes in grid[-1]:
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     lines = {line.get_label(): line for axes in grid[0] for line in axes.lines}
+    longest = max(map(len, lines))
     figure.legend(
         lines.values(),
         lines.keys(),
         loc="outside lower center",
-        ncols=max(2, len(factors)),
+        ncols=max(1, int(figure.get_figwidth() * 11 // (longest + 6))),
         frameon=False,
     )
-    figure.savefig(file)
+    save_figure(figure, file)
 
 
 _WITHOUT_DELAY: Final = ("backprop", "reversible_backprop", "plain")
@@ -68,31 +73,84 @@ _MEASURES: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
 }
 
 
-def _kinds(settings: Iterable[str]) -> dict[str, str]:
-    """The part of a setting's name in which it differs from others, accumulation left out."""
-    parts = {setting: setting.split("-") for setting in settings}
-    shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
-    return {
-        setting: "-".join(p for p in own if p not in shared and not re.fullmatch(r"k\d+", p))
-        or setting
-        for setting, own in parts.items()
-    }
+def _columns(experiments: Mapping[str, Mapping[str, Any]]) -> list[int]:
+    """A column for each accumulation factor, if every one of them has something to compare."""
+    counts = Counter(experiment["accumulate"] for experiment in experiments.values())
+    return sorted(counts) if min(counts.values()) > 1 else [max(counts)]
+
+
+def _labels(experiments: Mapping[str, Mapping[str, Any]], besides: str = "") -> dict[str, str]:
+    """What a reader calls each setting: its method, and what differs between settings.
+
+    >>> usual = {"order": None, "optimizer": "adamw", "stages": 8, "batch": 64}
+    >>> _labels({"a": {"method": "petra", **usual}, "b": {"method": "backprop", **usual}})
+    {'a': 'PETRA', 'b': 'backprop'}
+    >>> _labels({"a": {"method": "petra", **usual}, "b": {"method": "petra", **usual, "stages": 4}})
+    {'a': 'PETRA, 8 stages', 'b': 'PETRA, 4 stages'}
+    """
+    delayed = [e for e in experiments.values() if e["method"] not in _WITHOUT_DELAY]
+    differing = []
+    for name in (*_WORDS, besides):
+        among = delayed if name in _OF_DELAY else list(experiments.values())
+        if len({experiment.get(name) for experiment in among}) > 1:
+            differing.append(name)
+    labels = {}
+    for setting, experiment in experiments.items():
+        names = [n for n in differing if experiment in delayed or n not in _OF_DELAY]
+        words = [_WORDS[name](experiment[name]) for name in names if name in _WORDS]
+        if besides in names:
+            words.append(f"k = {experiment[besides]}")
+        method = _METHODS.get(experiment["method"], experiment["method"])
+        labels[setting] = ", ".join([method, *filter(None, words)])
+    return labels
+
+
+def _micro_batches(count: int) -> str:
+    return "micro-batch" if count == 1 else f"{count} micro-batches"
+
+
+_METHODS: Final = {
+    "petra": "PETRA",
+    "petra_stashed": "PETRA with stashed weights",
+    "reversible_backprop": "reversible backprop",
+    "plain": "backprop, not rewired",
+    "delayed": "inputs and weights kept",
+    "dsp": "inputs kept",
+    "params-buffer": "weights kept",
+}
+_OPTIMIZERS: Final = {
+    "sgd": "SGD",
+    "adamw": "AdamW",
+    "nadam": "NAdam",
+    "delay-aware-sgd": "DelayAwareSGD",
+    "delay-aware-adamw": "DelayAwareAdamW",
+}
+_WORDS: Final[Mapping[str, Callable[[Any], str]]] = {
+    "order": lambda order: {"1f1b": "1F1B order", "paper": "the paper's order"}.get(order, ""),
+    "optimizer": lambda optimizer: _OPTIMIZERS.get(optimizer, optimizer),
+    "stages": lambda stages: f"{stages} stages",
+    "batch": lambda batch: f"batches of {batch}",
+    "recipe": str,
+}
+"""How a field of an experiment is told."""
+_OF_DELAY: Final = ("order", "stages", "batch", "recipe", "accumulate")
+"""Fields that matter only where gradients are late."""
 
 
 def draw_gradients(log: Log, file: Path) -> None:
     """PETRA's Figure 5: cosine similarity and norm ratio by epoch, a line a stage."""
     lines = [line for line in log if line.get("gradients")]
     pairs = {
-        "method_vs_delayed": "PETRA vs delayed",
-        "method_vs_end_to_end": "PETRA vs end-to-end",
-        "delayed_vs_end_to_end": "delayed vs end-to-end",
+        "method_vs_delayed": "PETRA and the delayed gradient",
+        "method_vs_end_to_end": "PETRA and backprop",
+        "delayed_vs_end_to_end": "the delayed gradient and backprop",
     }
     figure = Figure(figsize=(11, 6), layout="constrained")
     grid = figure.subplots(2, len(pairs), sharex=True, sharey="row")
     stages = len(lines[0]["gradients"])
     for column, (pair, title) in enumerate(pairs.items()):
         for row, (measure, label) in enumerate(
-            (("cosine", "cosine similarity"), ("norm_ratio", "norm ratio"))
+            (("cosine", "cosine of their angle"), ("norm_ratio", "ratio of their norms"))
         ):
             axes = grid[row][column]
             for stage in range(stages):
@@ -110,7 +168,7 @@ def draw_gradients(log: Log, file: Path) -> None:
                 axes.set_ylabel(label)
             _plain(axes)
     grid[0][0].legend(title="stage", frameon=False, fontsize="x-small", ncols=2)
-    figure.savefig(file)
+    save_figure(figure, file)
 
 
 def _colour(shade: float) -> Any:
@@ -131,9 +189,11 @@ def draw_stability(
     for index, (kind, values) in enumerate(largest.items()):
         colour = _colour(0.9 * index / max(1, len(largest) - 1))
         axes.plot(delays, values, marker="o", ms=4, color=colour, label=kind)
-    axes.set(xlabel="delay in updates", ylabel="largest stable curvature", yscale="log")
+    axes.set(
+        xlabel="delay in updates", ylabel="largest stable curvature × effective step", yscale="log"
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.legend(frameon=False, fontsize="small")
     _plain(axes)
-    figure.savefig(file)
+    save_figure(figure, file)

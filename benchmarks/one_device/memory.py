@@ -1,4 +1,4 @@
-"""Activation memory of plain training and of `reversify`: against depth, or of one timm model.
+"""Activation memory: plain, checkpointed and by `reversify`, against depth or of one timm model.
 
     python -m benchmarks run memory                                # two stacks, 2 to 32 blocks, CPU
     python -m benchmarks run memory --device cuda
@@ -55,13 +55,15 @@ def against_depth(
     dtype: str,
     **options: Any,
 ) -> dict[str, list[Memory]]:
-    """The memory of one stack, plain and reversible, at every depth. `options` of `reversify`."""
+    """The memory of one stack by each means at every depth. `options` of `reversify`."""
     x, y = batch_of(kind, sizes, device)
-    memory: dict[str, list[Memory]] = {"plain": [], "reversify": []}
+    memory: dict[str, list[Memory]] = {"plain": [], "checkpointing": [], "reversify": []}
     for depth in depths:
         plain = KINDS[kind](depth, sizes.width).to(device)
         net = revcompile.reversify(plain, x[:2], check="off", **options)
         memory["plain"].append(step_memory(plain, x, y, device, dtype))
+        plain.checkpointed = True
+        memory["checkpointing"].append(step_memory(plain, x, y, device, dtype))
         memory["reversify"].append(step_memory(net, x, y, device, dtype))
     return memory
 
@@ -80,16 +82,14 @@ def report_depths(
     side = f"{sizes.side}" if kind == "transformer" else f"{sizes.side}x{sizes.side}"
     rows: list[list[object]] = []
     for index, depth in enumerate(depths):
-        plain, ours = memory["plain"][index], memory["reversify"][index]
-        figures = (plain.held, ours.held, plain.peak, ours.peak)
-        rows.append([depth, *map(mib, figures), f"{plain.peak / ours.peak:.1f}x"])
+        peaks = [memory[name][index].peak for name in memory]
+        held = [memory[name][index].held for name in ("plain", "reversify")]
+        rows.append([depth, *map(mib, (*held, *peaks)), f"{peaks[0] / peaks[-1]:.1f}x"])
     shares = {of: slope_share(depths, memory, of) for of in ("held", "peak")}
-    held, peak = (
-        [slope(depths, [getattr(m, of) for m in memory[name]]) for name in ("plain", "reversify")]
-        for of in ("held", "peak")
-    )
-    rows.append(["per block", mib(held[0]), mib(held[1]), mib(peak[0]), mib(peak[1]), ""])
-    columns = ("blocks", "held: plain", "held: reversify", "peak: plain", "peak: reversify", "less")
+    grown = [slope(depths, [m.held for m in memory[name]]) for name in ("plain", "reversify")]
+    grown += [slope(depths, [m.peak for m in measured]) for measured in memory.values()]
+    rows.append(["per block", *map(mib, grown), ""])
+    columns = ("blocks", "held: plain", "held: reversify", *(f"peak: {n}" for n in memory), "less")
     show(f"{kind}: width {sizes.width}, {side} {what}, batch {sizes.batch}", columns, rows)
     verdict = "meets" if shares["peak"] < SLOPE_BAR else "MISSES"
     print(

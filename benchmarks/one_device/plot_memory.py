@@ -11,44 +11,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from benchmarks.record import read
 from benchmarks.registry import Benchmark, Row
+from revcompile.inspect.drawing.figures import save_figure
 
-PLAIN, OURS = "#b0574f", "#2f6f8f"
+LINES = {"plain": "#b0574f", "checkpointing": "#8a6d1f", "reversify": "#2f6f8f"}
 
 
 def draw(rows: list[dict[str, Any]], target: Path) -> None:
-    """One panel a stack: what training holds at its peak, plain and reversible."""
+    """One panel a stack: what training holds at its peak, by each means that was measured."""
     stacks = {row["kind"]: row for row in rows}
-    pyplot.rcParams.update({"font.size": 10, "svg.fonttype": "none", "font.family": "sans-serif"})
-    figure, panels = pyplot.subplots(
-        1, len(stacks), figsize=(8.4, 3.1), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(8.4, 3.1), layout="constrained")
+    panels = figure.subplots(1, len(stacks), squeeze=False)
     for panel, (kind, stack) in zip(panels[0], stacks.items(), strict=True):
         depths = stack["depths"]
-        for name, colour in (("plain", PLAIN), ("reversify", OURS)):
+        for name, colour in LINES.items():
+            if name not in stack["memory"]:
+                continue
             gigabytes = [entry["peak"] / 2**30 for entry in stack["memory"][name]]
-            panel.plot(depths, gigabytes, marker="o", color=colour, linewidth=2, markersize=4)
-            label = f"{name} {gigabytes[-1]:.1f} GiB"
-            panel.annotate(
-                label, (depths[-1], gigabytes[-1]), (-6, 7), textcoords="offset points",
-                color=colour, ha="right",
-            )  # fmt: skip
-        panel.set_title(f"{kind} blocks", loc="left")
-        panel.set_xlabel("depth")
+            label = f"{name}: {gigabytes[-1]:.1f} GiB"
+            panel.plot(depths, gigabytes, "o-", color=colour, lw=2, ms=4, label=label)
+        panel.set_title({"conv": "convolutions"}.get(kind, kind), loc="left")
+        panel.set_xlabel("depth, in blocks")
         panel.set_xticks(depths)
         panel.set_ylim(bottom=0)
-        panel.margins(y=0.15)
+        panel.legend(title=f"at {depths[-1]} blocks", frameon=False, loc="upper left")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.25)
     panels[0][0].set_ylabel("peak activation memory, GiB")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, metadata={"Date": None})
+    save_figure(figure, target)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Final
 
 from revcompile.cli import coverage, draw, inspect, plan
+from revcompile.cli.output import spinner
 from revcompile.errors import InputError, RevcompileError
 
 __all__ = ["main"]
@@ -43,13 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        code: int = _COMMANDS[args.command].run(args)
+        with spinner(f"{args.command} {args.model}"):
+            code: int = _COMMANDS[args.command].run(args)
         sys.stdout.flush()
         return code
     except RevcompileError as error:
         sys.stderr.write(f"revcompile {args.command}: {error}\n")
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
+        sys.stderr.write(f"revcompile {args.command}: stopped\n")
         return 130
     except BrokenPipeError:  # the reader of the pipe is gone: `revcompile ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

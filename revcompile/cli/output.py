@@ -1,23 +1,71 @@
-"""Printing results: text, or JSON."""
+"""Printing results: text, or JSON; on a terminal in colour, with a spinner until they are there."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["say", "say_json"]
+if TYPE_CHECKING:
+    from rich.status import Status
+
+__all__ = ["say", "say_json", "spinner"]
+
+_COLOURS: Final = {
+    r"^[^\n]*: \d+ (stages|segments)[^\n]*": "bold",
+    r"\breversible\b|\byes$": "green",
+    r"\bopaque \(\w+\)|\bno \([\w,]+\)": "yellow",
+    r"\(too much\)|^not rewired": "red",
+    r"^─+$": "dim",
+}
+"""What is coloured in results, by regular expressions that are matched line by line."""
+
+_spinning: list[Status] = []
 
 
 def say(text: object) -> None:
-    """Write a result to stdout."""
-    sys.stdout.write(f"{text}\n")
+    """Write a result to stdout, in colour if that is a terminal (and NO_COLOR is not set)."""
+    _stop_spinning()
+    if not sys.stdout.isatty():
+        sys.stdout.write(f"{text}\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(str(text))
+    for pattern, style in _COLOURS.items():
+        shown.highlight_regex(f"(?m){pattern}", style)
+    Console(file=sys.stdout, force_jupyter=False).print(shown, soft_wrap=True)
 
 
 def say_json(value: Any) -> None:
     """Write a result as JSON; infinities and NaN, which JSON has not, become null."""
-    say(json.dumps(_finite(value), indent=2))
+    _stop_spinning()
+    sys.stdout.write(f"{json.dumps(_finite(value), indent=2)}\n")
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Show that something goes on until the first result, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, force_jupyter=False).status(text) as status:
+        _spinning.append(status)
+        try:
+            yield
+        finally:
+            _spinning.remove(status)
+
+
+def _stop_spinning() -> None:
+    for status in _spinning:
+        status.stop()
 
 
 def _finite(value: Any) -> Any:

@@ -139,14 +139,15 @@ def _table(name: str, args: argparse.Namespace, forecasts: Sequence[Forecast]) -
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
     )
     columns = ("samples/s", "busy", "memory", "delay", "alpha", "accumulate", "bottleneck")
-    table.add_column("method")
+    table.add_column("method", min_width=len("zero-bubble"))
     for column in columns:
         is_text = column == "bottleneck"
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "memory")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for forecast in forecasts:
-        fits = {None: "", True: "", False: " (too much)"}[forecast.fits]
+        fits = {None: "", True: "", False: "\n(too much)"}[forecast.fits]
         table.add_row(
             forecast.method,
             formatting.amount(forecast.throughput),
@@ -158,7 +159,7 @@ def _table(name: str, args: argparse.Namespace, forecasts: Sequence[Forecast]) -
             forecast.bottleneck,
         )
     idle = [f"{args.devices - used} devices stay idle"] if used < args.devices else []
-    return render(table, *idle, *_advice(forecasts))
+    return render(table, "", *idle, *_advice(forecasts))
 
 
 def _advice(forecasts: Sequence[Forecast]) -> list[str]:

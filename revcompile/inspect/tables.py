@@ -25,7 +25,7 @@ from revcompile.inspect.formatting import (
 )
 from revcompile.inspect.views import refusals_by_reason, stage_views
 from revcompile.ir.program import Partition, StageMemory, StageProgram
-from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
+from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion
 
 __all__ = [
@@ -60,38 +60,47 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
     """The segments of a rewired model: how much they compute, and why some are not reversible."""
     flops = max(sum(cost.flops for cost in costs), 1)
     parameters = max(sum(cost.parameters for cost in costs), 1)
-    title = f"{rewired.name}: {len(rewired.body.segments)} segments"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    table = _table(f"{rewired.name}: {len(rewired.body.segments)} segments")
     for column, side in _SEGMENT_COLUMNS:
-        table.add_column(column, justify=side, overflow="fold", no_wrap=column != "how or why")
+        table.add_column(column, justify=side, overflow="fold", no_wrap=column != "segment")
     inside = Cost(0, 0)
+    opaque = [(s.name, s.reason) for s in rewired.body.segments if isinstance(s, Opaque)]
+    letters = _letters(opaque)
     for segment, cost in zip(rewired.body.segments, costs, strict=True):
         reversible = isinstance(segment, Coupling)
         if reversible:
             inside = Cost(inside.flops + cost.flops, inside.parameters + cost.parameters)
         table.add_row(
             segment.name,
-            "reversible" if reversible else "opaque",
-            f"{cost.parameters:,}",
             f"{100 * cost.flops / flops:.1f} %",
+            amount(cost.parameters),
             _shape(rewired, segment),
-            segment.kind.value if isinstance(segment, Coupling) else segment.reason,
+            f"opaque ({letters[segment.reason]})" if isinstance(segment, Opaque) else "reversible",
         )
     totals = (
         f"reversible: {len(rewired.couplings)} blocks with "
-        f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters and "
-        f"{100 * inside.flops / flops:.1f} % of the forward FLOPs"
+        f"{100 * inside.flops / flops:.1f} % of the forward FLOPs and "
+        f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters"
     )
-    return render(table, totals, *refusals(rewired), *rewired.notes)
+    return render(table, "", totals, *_reasons(opaque, letters), *refusals(rewired), *rewired.notes)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
 
 
 _SEGMENT_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
     ("segment", "left"),
-    ("kind", "left"),
-    ("parameters", "right"),
     ("FLOPs", "right"),
+    ("parameters", "right"),
     ("gives", "left"),
-    ("how or why", "left"),
+    ("kind", "left"),
 )
 
 
@@ -197,9 +206,8 @@ def _total(numbers: Iterable[float]) -> float:
 
 _STAGE_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
     ("#", "right"),
-    ("holds", "left"),
-    ("reversible", "left"),
-    ("parameters\nof FLOPs", "right"),
+    ("holds\nreversible", "left"),
+    ("of FLOPs\nparameters", "right"),
     ("sends\nbytes", "left"),
     ("in flight\ndelay", "right"),
     ("kept\nworking", "right"),
@@ -215,30 +223,39 @@ def stage_table(
 
     `plain` is the memory of training the whole model on one device by backpropagation.
     """
-    letters = _letters(facts)
+    letters = _letters([entry for stage in facts for entry in stage.opaque])
     batch = facts[0].batch
     title = f"{partition.rewired.name}: {len(facts)} stages, {method}, micro-batches of {batch}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    table = _table(title)
     for column, side in _STAGE_COLUMNS:
-        table.add_column(column, justify=side, no_wrap=column != "holds", overflow="fold")
+        names = column.startswith("holds")
+        table.add_column(column, justify=side, no_wrap=not names, overflow="fold")
     for stage in facts:
         kept = size(stage.buffers) if stage.buffers else "nothing"
         table.add_row(
             str(stage.index),
-            _holds(stage),
-            _kind(stage, letters),
-            f"{amount(stage.parameters)}\n{100 * stage.flops_share:.1f} %",
+            f"{_holds(stage)}\n{_kind(stage, letters)}",
+            f"{100 * stage.flops_share:.1f} %\n{amount(stage.parameters)}",
             _sends(stage),
             f"{stage.window}\n{stage.delay}",
             f"{kept}\n{size(stage.working)}",
         )
-    return render(table, *_below(partition, facts, letters, plain))
+    return render(table, "", *_below(partition, facts, letters, plain))
 
 
-def _letters(facts: Sequence[StageFacts]) -> dict[str, str]:
-    """A letter for every reason, in the order the stages give them."""
-    reasons = dict.fromkeys(reason for stage in facts for _, reason in stage.opaque)
+def _letters(opaque: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """A letter for every reason, in the order in which they come."""
+    reasons = dict.fromkeys(reason for _, reason in opaque)
     return {reason: _letter(number) for number, reason in enumerate(reasons)}
+
+
+def _reasons(opaque: Sequence[tuple[str, str]], letters: dict[str, str]) -> list[str]:
+    """What the letters mean, and what they stand at."""
+    lines = []
+    for reason, letter in letters.items():
+        where = [short_range([name]) for name, why in opaque if why == reason]
+        lines.append(f"({letter}) {reason}: {first_few(where)}")
+    return lines
 
 
 def _letter(number: int) -> str:
@@ -293,10 +310,7 @@ def _below(
     plain: StageMemory | None,
 ) -> list[str]:
     """Why stages are not reversible, the balance, the totals, notes."""
-    lines = []
-    for reason, letter in letters.items():
-        where = [short_range([n]) for stage in facts for n, why in stage.opaque if why == reason]
-        lines.append(f"({letter}) {reason}: {first_few(where)}")
+    lines = _reasons([entry for stage in facts for entry in stage.opaque], letters)
     lines += [_balance(facts), *_totals(partition, facts, plain)]
     for tie, names in partition.ties.items():
         lines.append(f"stages {tie.owner} and {tie.holder} share {', '.join(names)}")

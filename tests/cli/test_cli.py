@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,6 +141,39 @@ def test_what_cannot_be_done_is_reported_on_stderr_without_a_traceback(
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
     assert err.splitlines()[-1].startswith("revcompile")
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_results_are_coloured_on_a_terminal_unless_no_color_is_set(
+    no_color: str, coloured: bool, called: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    plain = called("coverage", MODEL)[1]
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    _, out, err = called("coverage", MODEL)
+    assert ("\x1b[32m" in out) == coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", out).splitlines() == plain.splitlines()
+    assert f"coverage {MODEL}" in err  # the spinner
+
+
+def test_ctrl_c_is_a_line(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("revcompile.cli.coverage.run", interrupted)
+    assert called("coverage", MODEL) == (130, "", "revcompile coverage: stopped\n")
+
+
+@pytest.mark.parametrize("command", ["inspect", "coverage", "plan"])
+def test_tables_fit_80_columns(
+    command: str, called: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    options = {"inspect": ["--stages", "9"], "plan": ["--devices", "64", "--memory-budget", "9B"]}
+    out = called(command, "resnet18", *options.get(command, []))[1]
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
 
 
 # -- inspect --------------------------------------------------------------------------------------

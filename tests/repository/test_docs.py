@@ -201,3 +201,8 @@ def test_a_command_can_be_given(
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     CHECKS[words[0]](page, words)
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name_of)
+def test_pictures_follow_a_dark_page(picture: Path) -> None:
+    assert "prefers-color-scheme" in picture.read_text(encoding="utf-8")

@@ -140,7 +140,7 @@ def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
 
 
 def test_reversible_finetune_carries_weights_over() -> None:
-    assert example("reversible_finetune").main(["--epochs", "1"]) > 0.6
+    assert example("reversible_finetune").main(["--model", "test_resnet", "--epochs", "1"]) > 0.6
 
 
 def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:

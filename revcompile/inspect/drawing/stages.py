@@ -167,7 +167,8 @@ class StageFigures:
 
     def _facts(self, stage: StageView) -> tuple[str, str, str]:
         kept = f"keeps {size(stage.kept)}" if stage.kept else "keeps nothing"
-        return share(stage.work, self.picture.work), f"delay {stage.delay}", kept
+        late = {0: "no delay", 1: "1 update late"}.get(stage.delay, f"{stage.delay} updates late")
+        return f"{share(stage.work, self.picture.work)} of work", late, kept
 
     def _footer_width(self, stage: StageView) -> float:
         return max(width_of(line, SMALL) for line in self._facts(stage)) + 2 * _PAD - 4

@@ -1,0 +1,32 @@
+"""Matplotlib's figures as SVG files that follow the page: light, or dark where the reader's is.
+
+Our own drawings have two palettes (`theme`). A figure has one, of which the lightness is inverted.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["save_figure"]
+
+_DARK: Final = (
+    "<style>@media (prefers-color-scheme:dark){svg{filter:invert(.92) hue-rotate(180deg)}}</style>"
+)
+_SETTINGS: Final = {"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "figure"}
+"""Letters stay text, which is small and can be searched; files are the same at every run."""
+
+
+def save_figure(figure: Any, file: str | Path) -> Path:
+    """Write a `matplotlib.figure.Figure` as SVG, legible on light and on dark pages."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context(_SETTINGS):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    head, defs, rest = text.getvalue().partition("<defs>")
+    file.write_text(f"{head}{_DARK}\n {defs}{rest}", encoding="utf-8")
+    return file
