@@ -43,7 +43,7 @@ class Sided(nn.Module):
 def sided() -> revcompile.StagedModel:
     torch.manual_seed(0)
     inputs = torch.randn(4, 5), torch.rand(4, 1)
-    return revcompile.petrafy(Sided(), 5, inputs, check="off", policy="pretrained")
+    return revcompile.petrafy(Sided(), 5, inputs, check="off", policy="same_parameters")
 
 
 def programs(method: str) -> tuple[StageProgram, ...]:
@@ -223,7 +223,7 @@ def test_statistics_move_once_a_micro_batch(method: str, stages: int) -> None:
     torch.manual_seed(0)
     model = Normed().double()
     example = torch.randn(4, 5, dtype=torch.float64)
-    net = revcompile.petrafy(model, stages, example, check="off", policy="pretrained")
+    net = revcompile.petrafy(model, stages, example, check="off", policy="same_parameters")
     reference = net.module()
     trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.0), F.cross_entropy, method=method)
     for size in (4, 4, 3, 4, 4, 4, 2):
