@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import revcompile
 from benchmarks.compiler.architectures import ARCHITECTURES
-from revcompile.errors import InputError
+from revcompile.errors import InputError, OriginalMethodError
 
 VISION: dict[str, tuple[str, dict[str, Any], int]] = {
     "vit": ("vit_tiny_patch16_224", {"img_size": 32, "patch_size": 8, "depth": 4}, 32),
@@ -90,3 +91,19 @@ def test_stages_of_a_model_that_returns_its_own_loss() -> None:
     assert trainer.evaluate([kwargs]).loss != want
     trained = net.module(original=True).eval()
     assert trainer.evaluate([kwargs]).loss == trained(**kwargs).loss.item()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_methods_of_the_original_work_in_eval_mode(tmp_path: Path) -> None:
+    built, _, kwargs = _built("gpt2")
+    model: Any = built.eval()
+    net: Any = revcompile.reversify(model, None, kwargs, policy="pretrained", check="off")
+    ids = kwargs["input_ids"]
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
+    with pytest.raises(OriginalMethodError, match=r"or call net.eval\(\) first"):
+        net.train().generate(ids, **options)
+    assert torch.equal(net.eval().generate(ids, **options), model.generate(ids, **options))
+    net.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**kwargs).logits, net(**kwargs).logits)

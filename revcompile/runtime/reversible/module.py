@@ -55,6 +55,9 @@ _RESERVED = frozenset(
         "_cases",
         "_plans",
         "_inlined",
+        "_has_class_forward",
+        "computes_original",
+        "keeps_function",
     }
 )
 
@@ -129,6 +132,7 @@ class Reversible(OriginalSurface):
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
         self.__dict__["_inlined"] = Inlined(rewired, self)
+        self.__dict__["_has_class_forward"] = "forward" not in vars(root)
         self.__dict__["_cases"] = Cases(self.rewired)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
@@ -142,6 +146,8 @@ class Reversible(OriginalSurface):
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, _Plan]
+    _has_class_forward: bool
+    """Is the original's forward that of its class?"""
     _inlined: Inlined
     _cases: Cases
 
@@ -172,8 +178,17 @@ class Reversible(OriginalSurface):
             self._run(rewired.body, values, errors)
         return errors
 
+    @property
+    def keeps_function(self) -> bool:
+        return self.rewired.policy.averaged and self._has_class_forward
+
     def rewired_tensors(self) -> dict[int, str]:
-        """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name."""
+        """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
+
+        None while the original's function is computed.
+        """
+        if self.computes_original:
+            return {}
         bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
         branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
         names = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
