@@ -40,6 +40,7 @@ from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_no
 from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Rewired, TensorType
+from revcompile.kernels.fixed_point import STREAM_RANGE
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
@@ -51,6 +52,7 @@ from revcompile.staged import (
     Metrics,
     StagedModel,
     Trainer,
+    original_model,
 )
 from revcompile.units import parse_memory_budget
 
@@ -85,6 +87,16 @@ class ReversibleModule(Reversible):
         """A table of the segments: what became reversible, what did not, and why."""
         return summary_text(self.rewired, segment_costs(self.rewired))
 
+    def to_original(self) -> nn.Module:
+        """A model of the original's own class with copies of these weights, to save and serve.
+
+        Only for `policy="pretrained"`, under which both compute the same function.
+
+        Raises:
+            InputError: The rewired model computes another function than the original.
+        """
+        return original_model(self, self)
+
 
 def reversify(
     model: nn.Module,
@@ -104,8 +116,10 @@ def reversify(
         example_inputs: A tensor, or a tuple of positional arguments, with a batch of two or more.
             timm models need none.
         example_kwargs: Keyword arguments of the example.
-        policy: How streams begin and end. "paper": as PETRA's RevNets, with a wider stem and head;
-            "pretrained": without new parameters; or a `Policy`.
+        policy: How two streams are made of one, and one of two. "paper": as PETRA's RevNets, with a
+            wider stem and head; "pretrained": in eval mode the result computes what the original
+            does, in training with noise that averages out; "same_parameters": another function
+            with the original's parameters, to train from scratch; or a `Policy`.
         check: What is compared with the original on the example before the result is returned.
             "full": outputs, gradients and buffers; "fast": outputs, and gradients only where that
             takes no longer than compiling (the summary says if they were left out); "off": nothing.
@@ -257,7 +271,7 @@ def petrafy(
     )
     _refuse_state_in_python(net.rewired)
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
-    method = choose("petra")
+    method = choose("petra_stashed" if net.rewired.policy.averaged else "petra")
     workload = Workload(
         dataclasses.replace(method, keep=expected_keep),
         batch_size or _example_batch(net),
@@ -267,7 +281,8 @@ def petrafy(
     verify_partition(cut)
     staged = StagedModel(net, cut, method)
     if compared is not None:
-        programs = {name: staged._programs(choose(name)) for name in ("backprop", "petra")}
+        methods = choose("backprop"), method
+        programs = {method.name: staged._programs(method) for method in methods}
         compare_stages(net, cut, programs, compared)
     return staged
 
@@ -406,6 +421,13 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
         report = _inversion_report(net, args, kwargs, net.tolerance)
     if not report.ok:
         name, error = report.worst
+        if net.rewired.policy.averaged and error == float("inf"):
+            raise InversionError(
+                f"{caller}: in the chain of {name} numbers are not finite, or grow to more than "
+                f"{STREAM_RANGE} times the chain's input, which is all that the fixed-point "
+                "streams of an averaged coupling can hold; keep the blocks that do it as one "
+                "piece with leaf_modules=[...], or use float64"
+            )
         raise InversionError(
             f"{caller}: {name} reconstructs its input only to {error:.1e} "
             f"(tolerance {report.tolerance:.1e}), so gradients behind it would be wrong. "

@@ -22,6 +22,7 @@ from revcompile.arguments import (
 )
 from revcompile.compiler.cost import Workload
 from revcompile.compiler.partition import assign_contiguous
+from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Partition
@@ -63,7 +64,28 @@ __all__ = [
     "Metrics",
     "StagedModel",
     "Trainer",
+    "original_model",
 ]
+
+
+def original_model(model: Reversible, weights: nn.Module) -> nn.Module:
+    """The original architecture of a rewired model, with copies of the weights of a twin of it.
+
+    Raises:
+        InputError: the rewired model computes another function, or the original is not at hand.
+    """
+    rewired, recompiler = model.rewired, model._cases.recapture
+    if rewired.couplings and not rewired.policy.averaged:
+        raise InputError(
+            f"original: {rewired.name} was rewired to another function than the original's, in "
+            'which these weights mean something else; policy="pretrained" keeps the function'
+        )
+    if not isinstance(recompiler, Recompiler):
+        raise InputError(
+            "original: a copy or an unpickled module does not know the original's class, which "
+            "cannot be imported by its name; create the original model, and load_state_dict"
+        )
+    return recompiler.original(weights)
 
 
 class StagedModel(StageReport):
@@ -86,6 +108,7 @@ class StagedModel(StageReport):
 
     def __init__(self, model: Reversible, partition: Partition, method: Method) -> None:
         super().__init__(partition, method)
+        self._default_method = method
         self.model = model
         """The rewired module, which owns the parameters under their original names."""
         self._tree = TreeGuard(partition.rewired, model)
@@ -96,12 +119,18 @@ class StagedModel(StageReport):
         if problem is not None:
             raise InputError(f"{caller}: {problem}")
 
-    def module(self) -> nn.Module:
+    def module(self, original: bool = False) -> nn.Module:
         """A plain module with the current weights: a copy to evaluate, save and deploy.
 
         While several ranks train, each of them calls this: the weights come from all of them.
+
+        Args:
+            original: The original architecture, which only `policy="pretrained"` leaves the same
+                function, instead of the rewired one.
         """
         module = whole_model(self.model)
+        if original:
+            return original_model(self.model, module)
         for parameter in module.parameters():
             parameter.grad = None
         return module
@@ -167,7 +196,7 @@ class StagedModel(StageReport):
     def trainer(
         self,
         optimizer: OptimizerFactory,
-        loss: Loss,
+        loss: Loss | None,
         *,
         # method
         method: MethodName | Method = "petra",
@@ -209,7 +238,8 @@ class StagedModel(StageReport):
                 several (Muon for matrices, AdamW for the rest), called once for each stage. Those
                 of `revcompile.optim` compensate for the stage's delay. With several,
                 `lr_schedule` is given one optimizer that has the parameter groups of all.
-            loss: Function of the model's output and the target to a scalar.
+            loss: Function of the model's output and the target to a scalar; None for a model that
+                returns its own loss, as a scalar or as `output.loss` (`trainer.step(inputs)`).
 
         Args: method
             method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
@@ -220,7 +250,7 @@ class StagedModel(StageReport):
                 copies, so one (as PipeDream-2BW) with accumulate >= J-1. "predicted": forward uses
                 `y - t u`, where u is the last update, and backward y; one copy at any delay, and
                 optimizers of `revcompile.optim` then leave the delay to it.
-                Default: as the method says.
+                Default: as the method says; "stashed" for policy="pretrained".
             accumulate: Micro-batches to an update (the paper's k).
             synchronous: Start with so many updates without delay: the pipeline is drained before
                 each of them, as with "1f1b". For methods that otherwise never drain.
@@ -299,6 +329,8 @@ class StagedModel(StageReport):
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
         )
+        if method == "petra" and weights is None:  # what suits the policy, unless weights= says
+            method = self._default_method
         chosen = choose(method, order=order, alpha=alpha, weights=weights)
         check_schedule(chosen, self.num_stages, accumulate, self.partition.ties, synchronous)
         plan = None

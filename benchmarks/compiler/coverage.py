@@ -4,7 +4,8 @@
     python -m benchmarks run coverage --check full       # compare every capture with its original
     python -m benchmarks run coverage resnet convnext_atto         # some, by family or name
 
-Shares are of the original model's parameters and forward FLOPs (policy "pretrained", which adds
+Shares are of the original model's parameters and forward FLOPs (policy
+"same_parameters", which adds
 none). timm's `test_*` toys are passed over. `--torchvision` does torchvision's classifiers.
 """
 
@@ -77,7 +78,7 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
     start = time.perf_counter()
     captured = capture(model, example, check=check)
     found = find(captured)
-    rewired = rewire(captured, found, revcompile.Policy.named("pretrained"))
+    rewired = rewire(captured, found, revcompile.Policy.named("same_parameters"))
     verify_rewired(captured, rewired)
     spent = time.perf_counter() - start
     cost = list(zip(rewired.body.segments, segment_costs(rewired), strict=True))

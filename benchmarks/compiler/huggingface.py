@@ -122,7 +122,7 @@ def reversified_error(model: nn.Module, architecture: Architecture) -> float:
 def _as_module(model: nn.Module, example: Mapping[str, Any]) -> nn.Module:
     """The captured graph as a module: no sum is rewired."""
     captured = capture(model, None, example)
-    plain = rewire(captured, Found((), ()), revcompile.Policy.named("pretrained"))
+    plain = rewire(captured, Found((), ()), revcompile.Policy.named("same_parameters"))
     return Reversible(plain)
 
 

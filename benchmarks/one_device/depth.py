@@ -47,7 +47,7 @@ def measure(depth: int, sizes: Sizes, args: argparse.Namespace) -> Point:
         model = transformer_stack(depth, sizes.width)
         x, y = batch_of("transformer", sizes, device)
     net: nn.Module = revcompile.reversify(
-        model, x[:2], policy="pretrained", check="off", overlap=args.overlap
+        model, x[:2], policy="same_parameters", check="off", overlap=args.overlap
     ).train()
     del model
     optimizer = torch.optim.AdamW(net.parameters(), foreach=True)

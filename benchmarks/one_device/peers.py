@@ -71,7 +71,9 @@ class Setting:
     def staged(self) -> StagedModel:
         """The model in stages, with the same weights each time."""
         x, _ = replace(self.case, batch=2).data(self.device)
-        return revcompile.petrafy(self.model(), self.stages, x, policy="pretrained", check="off")
+        return revcompile.petrafy(
+            self.model(), self.stages, x, policy="same_parameters", check="off"
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def checkpointed_whole(setting: Setting) -> Peer:
 def reversified(setting: Setting) -> Peer:
     """`revcompile.reversify`."""
     x, _ = replace(setting.case, batch=2).data(setting.device)
-    net = revcompile.reversify(setting.model(), x, policy="pretrained", check="off")
+    net = revcompile.reversify(setting.model(), x, policy="same_parameters", check="off")
     return module_peer(net, setting)
 
 

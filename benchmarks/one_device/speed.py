@@ -93,7 +93,9 @@ def build(
     plain = KINDS[kind](sizes.depth, sizes.width).to(x.device).train()
     checkpointed = copy.deepcopy(plain)
     checkpointed.checkpointed = True
-    ours = revcompile.reversify(plain, x[:2], policy="pretrained", check="off", tolerance=tolerance)
+    ours = revcompile.reversify(
+        plain, x[:2], policy="same_parameters", check="off", tolerance=tolerance
+    )
     stored = copy.deepcopy(ours)
     stored.reversible = False
     nets: dict[str, nn.Module] = {

@@ -64,7 +64,7 @@ def variants(name: str, device: torch.device) -> dict[str, nn.Module]:
     if hasattr(plain, "set_grad_checkpointing"):
         nets["checkpoint"] = copy.deepcopy(plain)
         nets["checkpoint"].set_grad_checkpointing(True)  # type: ignore[operator]
-    ours = revcompile.reversify(plain, policy="pretrained", check="off")
+    ours = revcompile.reversify(plain, policy="same_parameters", check="off")
     for variant, overlap in ((OFF, Overlap.OFF), (ON, Overlap.ON)):
         nets[variant] = copy.deepcopy(ours)
         nets[variant].overlap = overlap  # type: ignore[assignment]

@@ -47,7 +47,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="shape of one sample (default: the model's own, 3,224,224 for torchvision)",
     )
     parser.add_argument(
-        "--policy", default="paper", help='how to rewire: "paper" (default) or "pretrained"'
+        "--policy",
+        default="paper",
+        help='how to rewire: "paper" (default), "pretrained" or "same_parameters"',
     )
 
 

@@ -77,6 +77,37 @@ class Recompiler:
         _refuse_other_parameters(net, rewired.root)
         return rewired
 
+    def original(self, net: nn.Module) -> nn.Module:
+        """The original architecture with copies of a running model's parameters and buffers.
+
+        Raises:
+            InputError: the running model has other parameters.
+        """
+        state = {**_named_parameters(net), **dict(net.named_buffers(remove_duplicate=False))}
+        own = _named_parameters(self._skeleton)
+        for name in (*own, *_named_parameters(net)):
+            if name not in own or name not in state or state[name].shape != own[name].shape:
+                raise InputError(
+                    f"original: {name} is not the same parameter as in the original model; take "
+                    "adapters (LoRA) and parametrizations back first, by merging them"
+                )
+        memo: dict[int, Any] = {}
+        for name, tensor in (*own.items(), *self._skeleton.named_buffers(remove_duplicate=False)):
+            if id(tensor) not in memo:
+                twin = state[name].detach().clone()
+                is_parameter = isinstance(tensor, nn.Parameter)
+                requires_grad = state[name].requires_grad
+                memo[id(tensor)] = nn.Parameter(twin, requires_grad) if is_parameter else twin
+        model = copy_model(self._skeleton, memo)
+        modules = dict(net.named_modules(remove_duplicate=False))
+        for path, module in model.named_modules():
+            module.training = modules[path].training if path in modules else net.training
+            for name, value in vars(module).items():
+                held = state.get(f"{path}.{name}" if path else name)
+                if isinstance(value, torch.Tensor) and held is not None:
+                    vars(module)[name] = held.detach().clone()
+        return model
+
     def _capture(
         self,
         model: nn.Module,
@@ -125,6 +156,10 @@ class Recompiler:
         return model
 
 
+def _named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
 def _set_plain(module: nn.Module, name: str, value: Any) -> None:
     """Give a module a copy of a plain attribute; the value may be a buffer of the running model."""
     own = vars(module)
@@ -168,5 +203,5 @@ def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:
         if have.get(name) != need.get(name):
             raise InputError(
                 f"rewired for this case, {name} has the shape {need.get(name)}, and had "
-                f"{have.get(name)}; policy='pretrained' adds and widens no parameters"
+                f"{have.get(name)}; policy='same_parameters' adds and widens no parameters"
             )

@@ -184,17 +184,20 @@ class _Explainer:
 
     def _rewired(self) -> Iterator[str]:
         piece, block = self.piece, self.block
-        if isinstance(piece, Coupling):
+        if isinstance(piece, Coupling) and piece.averaged:
+            yield "averaged coupling: (a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))"
+            yield "gamma = ±½ for each sample in training, 0 in eval mode: the original block"
+        elif isinstance(piece, Coupling):
             yield "reversible coupling: (a, b) -> (b, a + F(b)), back by (b, y) -> (y - F(b), b)"
             if piece.kind is ResidualKind.POST_ACTIVATION:
                 yield "the activation behind the sum moved into F"
-            if piece.rearrange is not None:
-                yield "both streams are rearranged first, and back in the inverse"
         elif block is not None and block.is_projected:
             yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
             yield f"not reversible: {piece.reason}"
         else:
             yield f"unchanged, not reversible: {piece.reason}"
+        if isinstance(piece, Coupling) and piece.rearrange is not None:
+            yield "both streams are rearranged first, and back in the inverse"
         modules = modules_of(self.piece)
         for name, (original, expansion) in self.rewired.weight_expansions.items():
             owner = name.rpartition(".")[0]

@@ -174,8 +174,8 @@ class SourceText:
                 return f"d{hint}" if hint in ("a", "b") else f"d_{hint}"
             case "leaf" | "graph":
                 return f"{hint}_{value.role}"
-            case "shapes":
-                return "shapes"
+            case "shapes" | "sign" | "lost":
+                return value.role
             case "branch":
                 return "f"
         return hint

@@ -30,19 +30,31 @@ class Fuse(enum.Enum):
 
     MEAN = "mean"
     CONCAT = "concat"
+    SECOND = "second"
+    """The second stream alone, which in an averaged coupling is the original's value."""
 
 
 @dataclass(frozen=True)
 class Policy:
     """The free choices of rewiring. Where one is impossible, the other is taken, with a note.
 
-    `Policy.named("paper")` builds PETRA's RevNets; `Policy.named("pretrained")` adds no parameter
-    and does not change the head's weights.
+    - `"paper"` builds PETRA's RevNets.
+    - `"pretrained"` starts as the function that the model is: in eval mode the result computes what
+      the original computes, and training adds noise that averages out.
+    - `"same_parameters"` adds no parameter and leaves the head's weights alone, but is another
+      function, `x + ½ΣF`, in which attention and MLP read different streams. A trained model loses
+      what it has learnt; this is for training from scratch.
 
     Args:
         enter: how one value becomes two streams.
         fuse: how two streams become one value inside the model.
         leave: how the last two streams reach the head.
+        averaged: whether couplings are `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))`, with
+            gamma = ±½ at random for each sample and block in training and 0 in eval mode, instead
+            of `(b, a + F(b))`. Such streams enter as copies and leave by the second.
+
+    Raises:
+        PolicyError: averaged streams are to enter or leave in another way.
 
     >>> Policy.named("paper").leave.value
     'concat'
@@ -51,15 +63,32 @@ class Policy:
     enter: Enter = Enter.WIDEN
     fuse: Fuse = Fuse.MEAN
     leave: Fuse = Fuse.CONCAT
+    averaged: bool = False
+
+    def __post_init__(self) -> None:
+        ends = self.enter, self.fuse, self.leave
+        if self.averaged and ends != (Enter.DUPLICATE, Fuse.SECOND, Fuse.SECOND):
+            raise PolicyError(
+                "policy: averaged couplings keep the original's function only if streams enter as "
+                "copies and leave by the second; write Policy(Enter.DUPLICATE, Fuse.SECOND, "
+                'Fuse.SECOND, averaged=True), which is policy="pretrained"'
+            )
+        if not self.averaged and Fuse.SECOND in ends:
+            raise PolicyError(
+                "policy: Fuse.SECOND drops the first stream, and with it half of what blocks have "
+                "computed; use Fuse.MEAN, or averaged=True"
+            )
 
     @staticmethod
     def named(name: str | Policy) -> Policy:
         """Look up a preset, or pass a `Policy` through."""
         if isinstance(name, Policy):
             return name
+        second = Fuse.SECOND
         presets = {
             "paper": Policy(),
-            "pretrained": Policy(enter=Enter.DUPLICATE, fuse=Fuse.MEAN, leave=Fuse.MEAN),
+            "pretrained": Policy(Enter.DUPLICATE, second, second, averaged=True),
+            "same_parameters": Policy(Enter.DUPLICATE, Fuse.MEAN, Fuse.MEAN),
         }
         if not isinstance(name, str) or name not in presets:
             known = ", ".join(repr(p) for p in presets)

@@ -40,19 +40,33 @@ HELPERS: Final = frozenset([*ops.__all__, *stage_ops.__all__])
 """Functions that printed code calls by these names: no variable may have one."""
 _WITHOUT_EFFECT: Final = frozenset(
     [
+        stage_ops.couple_average,
         stage_ops.detached,
+        stage_ops.enter_average,
         stage_ops.enter_chain,
         stage_ops.leaf,
         stage_ops.minus,
         stage_ops.plus,
         stage_ops.total,
+        stage_ops.uncouple_average,
         stage_ops.zeros_if_none,
     ]
 )
 
 
 ValueRole = Literal[
-    "", "kept", "returned", "entered", "arranged", "branch", "leaf", "graph", "gradient", "shapes"
+    "",
+    "kept",
+    "returned",
+    "entered",
+    "arranged",
+    "branch",
+    "leaf",
+    "graph",
+    "gradient",
+    "shapes",
+    "sign",
+    "lost",
 ]
 FunctionRole = Literal["run", "again", "arrange", "restore"]
 
@@ -73,7 +87,7 @@ class Value:
         """The name under which forward keeps it for backward."""
         if self.role == "leaf":  # each unit that keeps its graph has leaves of its own
             return f"{self.name} leaf {self.number}"
-        return f"{self.name} {self.role}" if self.role in ("graph", "shapes") else self.name
+        return f"{self.name} {self.role}" if self.role in ("graph", "shapes", "lost") else self.name
 
 
 KEY: Final = Value("key")

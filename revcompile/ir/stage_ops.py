@@ -25,15 +25,26 @@ from revcompile.ir.module_tree import is_cast
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.exact_sum import add, add_or_subtract, grid_for, rounded, subtract
+from revcompile.kernels.fixed_point import (
+    average_gradients,
+    couple_average,
+    draw_sign,
+    enter_average,
+    uncouple_average,
+)
 from revcompile.kernels.gradient_sum import GradientSum, add_gradients
 
 __all__ = [
     "accumulate_vjp",
+    "average_gradients",
     "branch_vjp",
     "call_bn_relu",
     "call_norm",
     "cast_gradient",
+    "couple_average",
     "detached",
+    "draw_sign",
+    "enter_average",
     "enter_chain",
     "is_seeded_elsewhere",
     "laid_out_like",
@@ -55,6 +66,7 @@ __all__ = [
     "stream_leaf",
     "total",
     "uncouple",
+    "uncouple_average",
     "vjp",
     "wide",
     "zeros_if_none",
@@ -429,6 +441,7 @@ def uncouple(
     grads: dict[str, Tensor],
     *sides: Any,
     extras: Sequence[Tensor | None] = (),
+    averaged: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:
     """Undo `a, b = b, a + F(b)` and pull the gradient back, with one autograd graph of F.
 
@@ -448,6 +461,7 @@ def uncouple(
         grads: Gradients of parameters, to which F's are added.
         sides: F's further arguments; those made by `leaf` get gradients.
         extras: Gradients of F's further results.
+        averaged: Of a `couple_average`: the signs and the lost bits.
 
     Returns:
         `a, b, da, db` before the coupling, then a gradient (or None) for each side.
@@ -455,7 +469,15 @@ def uncouple(
     x, parameters = stream_leaf(a), dict(model.named_parameters())
     outputs = record(branch, model, x, *sides)
     outputs = outputs if extras else (outputs,)
-    rebuilt = minus(b, outputs[0], grid)
-    of_x, _, *results = branch_vjp(x, da, outputs, (db, *extras), sides, list(parameters.values()))
+    of_branch = db
+    if averaged is None:
+        rebuilt = minus(b, outputs[0], grid)
+    else:
+        assert grid is not None
+        rebuilt = uncouple_average(b, a, outputs[0], averaged[0], grid, averaged[1])
+        if db is not None:
+            db, da, of_branch = average_gradients(da, db, averaged[0])
+    given = of_branch, *extras
+    of_x, _, *results = branch_vjp(x, da, outputs, given, sides, list(parameters.values()))
     _accumulate(parameters, results[len(sides) :], grads)
     return rebuilt, a, db, of_x, *results[: len(sides)]

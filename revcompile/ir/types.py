@@ -90,6 +90,11 @@ class TensorType:
         grown = batch - self.batch
         return tuple(n + s * grown for n, s in zip(self.shape, self.per_sample, strict=True))
 
+    @property
+    def batch_dim(self) -> int | None:
+        """The first dimension that grows with the batch."""
+        return next((dim for dim, step in enumerate(self.per_sample) if step), None)
+
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
@@ -307,6 +312,8 @@ class Coupling(_Segment):
     extras: tuple[str, ...] = ()
     grid: str | None = None
     opens: bool = False
+    averaged: bool = False
+    """Is it `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))` (see `Policy`)?"""
 
     @property
     def graph(self) -> fx.Graph:

@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any, Final
 
-__all__ = ["MIN_ELEMENTS", "batch_norm_kernels", "stream_kernels"]
+__all__ = ["MIN_ELEMENTS", "average_kernels", "batch_norm_kernels", "stream_kernels"]
 
 MIN_ELEMENTS: Final = 2**20
 """A kernel takes longer to launch than to run on fewer."""
@@ -15,6 +15,11 @@ MIN_ELEMENTS: Final = 2**20
 @functools.cache
 def stream_kernels() -> Any:
     return importlib.import_module("revcompile.kernels.triton_kernels")
+
+
+@functools.cache
+def average_kernels() -> Any:
+    return importlib.import_module("revcompile.kernels.triton_average")
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def pieces_of(rewired: Rewired) -> tuple[Segment, ...]:
 
 
 def small(batch: int = 5) -> tuple[Rewired, dict[str, Cost]]:
-    rewired = rewired_of(Small(), torch.randn(batch, 3), policy="pretrained")
+    rewired = rewired_of(Small(), torch.randn(batch, 3), policy="same_parameters")
     names = [segment.name for segment in rewired.body.segments]
     return rewired, dict(zip(names, segment_costs(rewired), strict=True))
 
@@ -85,7 +85,7 @@ def test_a_piece_without_flops_is_not_free() -> None:
 def test_a_frozen_parameter_is_held_but_not_trained() -> None:
     model = Small()
     model.f.weight.requires_grad_(False)
-    rewired = rewired_of(model, torch.randn(5, 3), policy="pretrained")
+    rewired = rewired_of(model, torch.randn(5, 3), policy="same_parameters")
     found = segment_costs(rewired)[1]
     assert (found.weights, found.trained) == (WORD * (64 + 8), WORD * 8)
 
@@ -93,7 +93,7 @@ def test_a_frozen_parameter_is_held_but_not_trained() -> None:
 def test_a_tied_parameter_counts_once() -> None:
     model = Small()
     model.g.weight = model.f.weight
-    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))
+    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="same_parameters"))
     assert [cost.parameters for cost in found] == [32, 72, 16, 18]
 
 
@@ -101,7 +101,7 @@ def test_frozen_modules_stay_in_eval_mode() -> None:
     """Batch norm saves batch statistics only if it computes them."""
     model = Small()
     model.norm.eval()
-    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="pretrained"))[2]
+    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="same_parameters"))[2]
     assert found.saved == WORD * 5 * (8 + 8)
 
 

@@ -63,7 +63,7 @@ class Mixture(nn.Module):
 def test_routers_full_of_ties_train_as_with_stored_activations(router: type[nn.Module]) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 8)
-    net = revcompile.reversify(Mixture(router), x, policy="pretrained")
+    net = revcompile.reversify(Mixture(router), x, policy="same_parameters")
     reference = copy.deepcopy(net)
     reference.reversible = False
     reasons = [r.reason for r in net.rewired.refusals]

@@ -49,7 +49,7 @@ class Noisy(nn.Module):
 
 def test_a_parameter_that_loses_its_path_in_rewiring_is_named() -> None:
     captured = capture(Noisy(), torch.randn(5, 8))
-    rewired = rewire(captured, find(captured), Policy.named("pretrained"))
+    rewired = rewire(captured, find(captured), Policy.named("same_parameters"))
     verify_rewired(captured, rewired)
     side = rewired.couplings[-1].sides[0]
     types = {**rewired.body.types, side: (rewired.body.types[side],)}

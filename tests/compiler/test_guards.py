@@ -101,7 +101,7 @@ STEERED = [
 
 
 def _expected(model: nn.Module, x: Tensor) -> nn.Module:
-    return revcompile.reversify(model, x, policy="pretrained", check="off")
+    return revcompile.reversify(model, x, policy="same_parameters", check="off")
 
 
 @pytest.mark.parametrize("steer", STEERED)
@@ -110,7 +110,7 @@ def test_a_size_that_steers_python_is_captured_anew(steer: Any) -> None:
     model = Blocks(steer).double()
     short, long = (torch.randn(3, n, WIDTH, dtype=torch.float64) for n in (6, 11))
     net = _expected(model, short)
-    reference = revcompile.reversify(model, long, policy="pretrained", check="fast")
+    reference = revcompile.reversify(model, long, policy="same_parameters", check="fast")
     assert worst(gradients(reference, long), gradients(net, long))[0] < 1e-10
     assert torch.equal(net(long), reference(long))
     assert net(short).shape == model(short).shape
@@ -163,7 +163,7 @@ class Inner(nn.Module):
 def test_attributes_set_afterwards_are_noticed() -> None:
     x = torch.randn(3, 4, WIDTH)
     model = nn.Sequential(Blocks(scaled), Inner(), Inner()).eval()
-    net = revcompile.reversify(model, x, policy="pretrained").eval()
+    net = revcompile.reversify(model, x, policy="same_parameters").eval()
     for change in (
         lambda m: setattr(m[0], "alpha", 2.0),
         lambda m: setattr(m[2], "scale", 3.0),
@@ -176,7 +176,7 @@ def test_attributes_set_afterwards_are_noticed() -> None:
 def test_an_attribute_of_the_whole_model_set_afterwards_is_noticed() -> None:
     x = torch.randn(3, 4, WIDTH)
     model = Blocks(scaled)
-    net = revcompile.reversify(model, x, policy="pretrained")
+    net = revcompile.reversify(model, x, policy="same_parameters")
     net.alpha = model.alpha = 2.0
     assert torch.equal(net(x), _expected(model, x)(x))
     trainer = revcompile.petrafy(model, 2, x).trainer(lambda p: torch.optim.SGD(p, 0.1), F.mse_loss)
@@ -188,7 +188,7 @@ def test_an_attribute_of_the_whole_model_set_afterwards_is_noticed() -> None:
 def test_a_submodule_follows_its_own_mode() -> None:
     x = torch.randn(3, 4, WIDTH)
     model = nn.Sequential(Inner(), Inner(), Inner())
-    net = revcompile.reversify(model, x, policy="pretrained").train()
+    net = revcompile.reversify(model, x, policy="same_parameters").train()
     first, second, third = net.children()
     first.p = second.p = third.p = 0.5
     for block in (first, second, third):
@@ -258,8 +258,10 @@ class Asks(nn.Module):
 def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:
     x = torch.randn(3, 3, WIDTH)
     model, other = Asks(question), call(x)
-    net = revcompile.reversify(model, x, policy="pretrained", check="off").to(other.dtype)
-    reference = revcompile.reversify(model.to(other.dtype), other, policy="pretrained", check="off")
+    net = revcompile.reversify(model, x, policy="same_parameters", check="off").to(other.dtype)
+    reference = revcompile.reversify(
+        model.to(other.dtype), other, policy="same_parameters", check="off"
+    )
     assert question(x) != question(other)
     assert torch.equal(net(other), reference(other))
 
@@ -292,7 +294,7 @@ def test_grad_mode_that_steers_is_refused() -> None:
 
 def test_a_graph_without_conditions_has_no_guards_on_sizes() -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, norm_first=True, batch_first=True)
-    net = revcompile.reversify(layer, torch.randn(2, 5, WIDTH), policy="pretrained")
+    net = revcompile.reversify(layer, torch.randn(2, 5, WIDTH), policy="same_parameters")
     for shape in ((2, 5), (3, 5), (2, 9)):
         net(torch.randn(*shape, WIDTH))
     assert len(net._cases._cases) == 1
@@ -337,7 +339,7 @@ def test_an_export_is_made_anew_too() -> None:
 
     def exported(length: int) -> Reversible:
         captured = revcompile.capture(model, inputs(length), frontend=Frontend.EXPORT)
-        policy = Policy.named("pretrained")
+        policy = Policy.named("same_parameters")
         net = Reversible(rewire(captured, find(captured), policy))
         net.on_new_case(Recompiler(model, captured, policy))
         return net.eval()
@@ -393,7 +395,7 @@ def test_one_line_may_draw_numbers_that_decide_and_numbers_that_do_not() -> None
 
 
 def test_layer_drop_switched_on_afterwards_is_refused() -> None:
-    net = revcompile.reversify(LayerDrop(0.0), torch.randn(3, WIDTH), policy="pretrained")
+    net = revcompile.reversify(LayerDrop(0.0), torch.randn(3, WIDTH), policy="same_parameters")
     assert len(net.rewired.couplings) == 3
     net.layerdrop = 0.5
     with pytest.raises(GuardError, match=r"layerdrop was 0\.0 .* is 0\.5 now"):
@@ -448,7 +450,7 @@ def test_arguments_that_do_not_match_are_named(example: Any, call: Any, message:
 def test_guards_and_their_cases_travel_with_copies() -> None:
     model, x = Blocks(on_length), torch.randn(3, 6, WIDTH)
     long = torch.randn(3, 9, WIDTH)
-    net = revcompile.reversify(model, x, policy="pretrained", check="off")
+    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
     expected = net(long)
     assert torch.equal(copy.deepcopy(net)(long), expected)
 
@@ -496,7 +498,7 @@ class ManyConfigured(nn.Module):
 def configured() -> tuple[nn.Module, Any, Tensor]:
     torch.manual_seed(0)
     model, x = ManyConfigured().double(), torch.randn(3, 4).double()
-    return model, revcompile.reversify(model, x, policy="pretrained"), x
+    return model, revcompile.reversify(model, x, policy="same_parameters"), x
 
 
 def change_act(config: Any) -> None:
@@ -514,7 +516,7 @@ def test_a_changed_field_is_captured_anew(change: Callable[[Any], None]) -> None
     change(net.config)
     assert not torch.allclose(net(x), before)
     change(model.config)
-    anew = revcompile.reversify(model, x, policy="pretrained")
+    anew = revcompile.reversify(model, x, policy="same_parameters")
     assert torch.equal(net(x), anew(x))
     net.config.unread = 7  # nobody reads it
     assert torch.equal(net(x), anew(x))
@@ -545,9 +547,9 @@ def on_batch_of_one(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
 
 def test_an_example_with_one_sample_serves_one_sample_and_many() -> None:
     model, x = Blocks(on_batch_of_one), torch.randn(4, 6, WIDTH)
-    net = revcompile.reversify(model, x[:1], policy="pretrained")
+    net = revcompile.reversify(model, x[:1], policy="same_parameters")
     for batch in (x[:1], x, x[1:2], x[:3]):
-        anew = revcompile.reversify(model, batch.repeat(2, 1, 1), policy="pretrained")
+        anew = revcompile.reversify(model, batch.repeat(2, 1, 1), policy="same_parameters")
         if len(batch) > 1:
             assert torch.equal(net(batch), anew(batch))
         else:
@@ -563,6 +565,6 @@ def test_sizes_inside_are_checked_under_autocast_whatever_the_modules_hold() -> 
     torch.nn.utils.weight_norm(model.layers[0])  # leaves a computed tensor in the module
     model.table = [torch.ones(2)]
     x = torch.randn(2, 6, WIDTH)
-    net = revcompile.reversify(model, x, policy="pretrained")
+    net = revcompile.reversify(model, x, policy="same_parameters")
     with torch.autocast("cpu", torch.bfloat16):
         assert net(x).isfinite().all()

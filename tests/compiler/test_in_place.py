@@ -260,7 +260,7 @@ class Blocks(nn.Module):
 def test_reversible_blocks_with_in_place_layers() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 8, dtype=torch.float64)
-    net = revcompile.reversify(Blocks().double(), x, policy="pretrained")
+    net = revcompile.reversify(Blocks().double(), x, policy="same_parameters")
     reference = copy.deepcopy(net)
     reference.reversible = False
     assert len(net.rewired.couplings) == 3
@@ -307,7 +307,7 @@ class Plain(nn.Module):
         return self.head(h)
 
 
-@pytest.mark.parametrize("policy", ["paper", "pretrained"])
+@pytest.mark.parametrize("policy", ["paper", "same_parameters"])
 def test_model_that_is_not_rewired_stays_what_it_is(policy: str) -> None:
     torch.manual_seed(0)
     x, model = torch.randn(3, 8, dtype=torch.float64), Plain().double()

@@ -43,7 +43,7 @@ class Sided(nn.Module):
 def sided() -> revcompile.StagedModel:
     torch.manual_seed(0)
     inputs = torch.randn(4, 5), torch.rand(4, 1)
-    return revcompile.petrafy(Sided(), 5, inputs, check="off", policy="pretrained")
+    return revcompile.petrafy(Sided(), 5, inputs, check="off", policy="same_parameters")
 
 
 def programs(method: str) -> tuple[StageProgram, ...]:
@@ -221,7 +221,7 @@ def normed(stages: int) -> revcompile.StagedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, example = Normed().double(), torch.randn(4, 5, dtype=torch.float64)
-    return revcompile.petrafy(model, stages, example, check="off", policy="pretrained")
+    return revcompile.petrafy(model, stages, example, check="off", policy="same_parameters")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -203,7 +203,7 @@ def check(net: revcompile.StagedModel, inputs: list[Any], method: str) -> None:
 
 NETS: dict[str, tuple[Callable[[], revcompile.StagedModel], Callable[[], list[Any]]]] = {
     "gated": (
-        lambda: gated(num_stages=4, policy="pretrained"),
+        lambda: gated(num_stages=4, policy="same_parameters"),
         lambda: [torch.randn(3, 5), torch.rand(3, 1)],
     ),
     "gated in one": (lambda: gated(num_stages=1), lambda: [torch.randn(3, 5), torch.rand(3, 1)]),

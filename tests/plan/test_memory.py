@@ -25,7 +25,9 @@ def growth(memories: dict[int, Memory], of: str) -> float:
     return slope(list(memories), [getattr(memory, of) for memory in memories.values()])
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("transformer", "paper"), ("conv", "pretrained")])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("transformer", "paper"), ("conv", "same_parameters")]
+)
 def test_a_block_adds_nothing(kind: str, policy: str) -> None:
     """Not even its parameters' gradients, which once waited in backward for the chain's end."""
     x, y = batch_of(kind, SIZES[kind], CPU)

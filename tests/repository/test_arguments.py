@@ -89,7 +89,10 @@ def test_what_is_no_model(model: Any, said: str) -> None:
         ({"cost": "mesured"}, r"cost: expected .* got 'mesured'; did you mean 'measured'\?"),
         ({"cost": lambda name: "a"}, "cost: stem='a'; work is a number from 0 on"),
         ({"keep": "graphs"}, r"keep='graphs'; use one of: .*; did you mean 'graph'\?"),
-        ({"policy": "papers"}, "policy: expected 'paper', 'pretrained' or a revcompile.Policy"),
+        (
+            {"policy": "papers"},
+            "policy: expected 'paper', 'pretrained', 'same_parameters' or a revcompile.Policy",
+        ),
         ({"policy": ["paper"]}, r"policy: expected .* got \['paper'\]"),
         ({"check": "slow"}, "check: expected one of 'full', 'fast', 'off', got 'slow'"),
         ({"optimizer_copies": -1}, "optimizer_copies=-1; use .* 1 for SGD with momentum, 2 for Ad"),

@@ -17,7 +17,7 @@ import revcompile
 LAYERS = (
     {"errors"},
     {"arguments", "units", "kernels", "schedule", "optim"},
-    {"ir"},
+    {"ir", "losses"},
     {"compiler", "runtime", "inspect"},
     {"interop", "plan"},
     {"staged"},

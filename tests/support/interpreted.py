@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from revcompile.kernels import batch_norm as batchnorms
+from revcompile.kernels import fixed_point
 from revcompile.kernels import layer_norm as norms
+from revcompile.kernels import triton_average as average_kernels
 from revcompile.kernels import triton_batch_norm as batch_kernels
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.kernels.gradient_sum import GradientSum
@@ -99,6 +101,29 @@ def check_twice() -> None:
         assert torch.allclose(have, want, atol=1e-4 * float(want.abs().max()))
 
 
+def check_average(shape: tuple[int, ...], samples: int) -> None:
+    """Averaged couplings: to the bit what torch's operations give, and NaN after an overflow."""
+    x, limit = torch.randn(shape) * 4, 2.0**29
+    unit = fixed_point.unit_of(x, x)
+    a, b = fixed_point.fixed(torch.randn(shape), unit), fixed_point.fixed(x, unit)
+    sign = torch.randint(2, (samples, *(1 for _ in shape[1:]))).float() * 2 - 1
+    for dtype in (torch.float32, torch.float16):
+        addend = torch.randn(shape).to(dtype)
+        y, lost, after = fixed_point.average(a, b, addend, sign, unit)
+        found = average_kernels.average(a, b, addend, sign, unit, limit)
+        wanted = y, fixed_point.value(y, unit), lost, after
+        assert all(torch.equal(have, want) for have, want in zip(found, wanted, strict=True))
+        rebuilt, value = average_kernels.undo_average(y, b, addend, sign, unit, lost)
+        assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit))
+    of_b, of_y = torch.randn(2, *shape)
+    gradients = average_kernels.average_gradients(of_b, of_y, sign, torch.float32)
+    wanted_gradients = fixed_point.average_gradients(of_b, of_y, sign)
+    assert all(map(torch.equal, gradients, wanted_gradients))
+    addend.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
+    _, values, _, after = average_kernels.average(a, b, addend, sign, unit, limit)
+    assert after.isnan() and values.isnan().sum() == 2
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     kernels._PROGRAMS = 3  # type: ignore[misc]
@@ -119,6 +144,8 @@ if __name__ == "__main__":
     check_added(96)
     check_added(1500)
     check_twice()
+    check_average((3, 5, 37), 3)
+    check_average((1, 1040), 1)
     batch_kernels._PROGRAMS = 5  # type: ignore[misc]
     assert batch_kernels.works_on(torch.device("cpu"), torch.float16)
     check_bn_relu((3, 8, 5, 7), torch.float16)

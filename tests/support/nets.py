@@ -245,3 +245,25 @@ class Offsets(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.blocks(self.stem(x)))
+
+
+# -- as pretrained models are ---------------------------------------------------------------------
+
+
+class PreNorm(nn.Module):
+    """Pre-norm blocks with dropout."""
+
+    def __init__(self, width: int, depth: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(dropout))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)

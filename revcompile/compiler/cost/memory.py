@@ -28,7 +28,7 @@ from typing import Any
 from revcompile.compiler.cost.live_bytes import LiveBytes, prefix_sums, runs_of, size_at
 from revcompile.compiler.cost.workload import Workload
 from revcompile.ir.program import Partition, StageMemory
-from revcompile.ir.types import TYPE, Cost, Coupling, Segment
+from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType
 from revcompile.schedule import Keep, Weights, delay, window
 
 __all__ = ["MemoryModel"]
@@ -84,6 +84,7 @@ class MemoryModel:
             for piece, cost in zip(self.pieces, costs, strict=True)
         ]
         self._streams = [_stream(piece, types, batch) for piece in self.pieces]
+        self._lost_before = prefix_sums([_lost_bits(p, types, batch) for p in self.pieces])
         # The stream a branch reads is there already: from the message, or rebuilt by the next
         # coupling.
         self._branches = [
@@ -178,7 +179,8 @@ class MemoryModel:
 
     def _between_couplings(self, index: int, start: int, end: int) -> tuple[int, int]:
         last = index == self.stages - 1
-        sides = self._windows[index] * self._live.sides(start, end)
+        lost = self._lost_before[end] - self._lost_before[start]
+        sides = self._windows[index] * (self._live.sides(start, end) + lost)
         full = buffered = working = graphs = 0
         for reversible, first, behind in self._runs_in(start, end):
             if reversible:
@@ -271,6 +273,14 @@ def _operands(piece: Segment, batch: int) -> int:
         (size[n] + sum(size[i] for i in n.all_input_nodes) for n in graph.nodes if size[n]),
         default=0,
     )
+
+
+def _lost_bits(piece: Segment, types: Mapping[str, Any], batch: int) -> int:
+    """Bytes that an averaged coupling keeps: one bit of each element."""
+    kind = types.get(piece.streams_out[1]) if isinstance(piece, Coupling) else None
+    if not isinstance(piece, Coupling) or not piece.averaged or not isinstance(kind, TensorType):
+        return 0
+    return -(-kind.nbytes(batch) // (8 * kind.dtype.itemsize))
 
 
 def _stream(piece: Segment, types: Mapping[str, Any], batch: int) -> int:

@@ -13,10 +13,11 @@ from revcompile.compiler.lower.flatten import flatten
 from revcompile.compiler.lower.forward import forward_program, inverse_program
 from revcompile.compiler.lower.units import units_of
 from revcompile.compiler.lower.writer import StageUnits
+from revcompile.errors import InputError
 from revcompile.ir.program import Partition, Port, StageProgram
 from revcompile.ir.stage_code import StageCode
 from revcompile.ir.types import TensorType
-from revcompile.schedule import Keep, Method
+from revcompile.schedule import Keep, Method, Order, Weights
 
 __all__ = ["lower"]
 
@@ -33,8 +34,12 @@ def lower(
 
     Returns:
         A program for each stage.
+
+    Raises:
+        InputError: The method rebuilds averaged couplings with other weights than forward had.
     """
     keeps = keeps or [method.keep] * len(partition.parts)
+    _refuse_amplified_errors(partition, method, keeps)
     programs: list[StageProgram] = []
     sends_back: tuple[str, ...] = ()
 
@@ -70,3 +75,17 @@ def lower(
         )
         sends_back = tuple(walk.needs_back)
     return tuple(programs)
+
+
+def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequence[Keep]) -> None:
+    """Undoing an averaged coupling doubles what the addend has changed by, block after block."""
+    is_late = method.order is Order.CONTINUOUS and len(partition.parts) > 1
+    if method.weights is Weights.STASHED or not is_late or Keep.NOTHING not in keeps:
+        return
+    if any(coupling.averaged for coupling in partition.rewired.couplings):
+        raise InputError(
+            f"method {method.name!r} with weights={method.weights.value!r} rebuilds inputs with "
+            'other weights than the forward pass had. The couplings of policy="pretrained" would '
+            "double that difference in every block; use weights='stashed', or a method without "
+            "delay such as 'reversible_backprop'"
+        )

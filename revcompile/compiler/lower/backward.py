@@ -148,7 +148,10 @@ class BackwardWriter(Writer):
         grid, sides = self.value(piece.grid), self.leaves(piece.sides)
         function = self.functions.of_piece(piece, again=True)
         arguments = (b, y, of_b, of_y, grid, ParameterGradients(unit.parameters), *sides)
-        options = {"extras": extras} if extras else {}
+        options: dict[str, tuple[Value | None, ...]] = {"extras": extras} if extras else {}
+        sign = self.sign(piece, b)
+        if sign is not None:
+            options["averaged"] = sign, self.keep(Value(piece.name, "lost"))
         uncoupled = call(stage_ops.uncouple, function, SELF, *arguments, **options)
         streams: Sequence[Value] = [Value(name) for name in piece.streams_in]
         if piece.rearrange is not None:

@@ -32,6 +32,7 @@ __all__ = ["flatten"]
 
 _REMOVABLE: Final = (
     *(operator.getitem, stage_ops.leaf, stage_ops.minus, stage_ops.stream_leaf, stage_ops.total),
+    *(stage_ops.average_gradients, stage_ops.uncouple_average),
 )
 """Functions without side effects, called by expanded calls whose results may not all be read."""
 
@@ -178,16 +179,42 @@ class _Flattener:
         return self._vjp(names, outputs, gradients, inputs, of_parameters)
 
     def uncouple(
-        self, names: Names, arguments: Sequence[Any], extras: Sequence[Any] = ()
+        self,
+        names: Names,
+        arguments: Sequence[Any],
+        extras: Sequence[Any] = (),
+        averaged: Sequence[Any] = (),
     ) -> tuple[Any, ...]:
         branch, model, a, b, da, db, grid, of_parameters, *sides = arguments
         x = self.call(stage_ops.stream_leaf, a, name=f"{a.name}_leaf")
         outputs = self.record((), (branch, model, x, *sides))
-        rebuilt = self.call(stage_ops.minus, b, outputs[0], grid, name=names[0])
+        of_branch = db
+        if not averaged:
+            rebuilt = self.call(stage_ops.minus, b, outputs[0], grid, name=names[0])
+        else:
+            sign, lost = averaged
+            given = b, a, outputs[0], sign, grid, lost
+            rebuilt = self.call(stage_ops.uncouple_average, *given, name=names[0])
+            if db is not None:
+                of_streams = self.call(stage_ops.average_gradients, da, db, sign, name="averaged")
+                db, da, of_branch = (self.item(of_streams, index) for index in range(3))
         of_x, *of_sides = self._vjp(
-            names[3:], outputs, (db, *extras), sides, of_parameters, stream=(x, da)
+            names[3:], outputs, (of_branch, *extras), sides, of_parameters, stream=(x, da)
         )
         return rebuilt, a, db, of_x, *of_sides
+
+    def with_mode(
+        self, function: Callable[..., Any], names: Names, arguments: Sequence[Any]
+    ) -> fx.Node:
+        """A call that depends on the model's mode, which it is given instead of the model."""
+        mode = self.graph.get_attr("training")
+        return self.call(function, mode, *arguments[1:], name=names[0] if len(names) == 1 else None)
+
+    def draw_sign(self, names: Names, arguments: Sequence[Any]) -> fx.Node:
+        return self.with_mode(stage_ops.draw_sign, names, arguments)
+
+    def enter_average(self, names: Names, arguments: Sequence[Any]) -> fx.Node:
+        return self.with_mode(stage_ops.enter_average, names, arguments)
 
     def _vjp(
         self,
@@ -224,7 +251,9 @@ class _Flattener:
         return *(self.item(results, 0, name) for name in of_stream), *of_inputs
 
 
-_EXPANDED: Final[dict[Any, Callable[..., tuple[Any, ...]]]] = {
+_EXPANDED: Final[dict[Any, Callable[..., Any]]] = {
+    stage_ops.draw_sign: _Flattener.draw_sign,
+    stage_ops.enter_average: _Flattener.enter_average,
     stage_ops.accumulate_vjp: _Flattener.accumulate_vjp,
     stage_ops.recompute_vjp: _Flattener.recompute_vjp,
     stage_ops.record: _Flattener.record,

@@ -76,8 +76,12 @@ def inverse_program(
         writer.reseed(piece)
         b, y = (writer.values[name] for name in piece.streams_out)
         function = writer.functions.of_piece(piece, again=True)
+        sign = writer.sign(piece, b)
         addend = writer.branch(piece, b, function, [None] * len(piece.extras))
         a = call(stage_ops.minus, y, addend, writer.values[piece.grid])
+        if sign is not None:
+            given = y, b, addend, sign, writer.values[piece.grid], Value(piece.name, "lost")
+            a = call(stage_ops.uncouple_average, *given)
         streams = tuple(map(Value, piece.streams_in))
         if piece.rearrange is None:
             writer.assign(streams, a, b, comment=piece.name)

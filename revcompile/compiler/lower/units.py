@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+from torch import nn
+
 from revcompile.compiler.partition.cuts import parameter_names
 from revcompile.ir.program import Part, Partition, Unit
 from revcompile.ir.random_numbers import random_reads
-from revcompile.ir.types import Segment
+from revcompile.ir.types import Coupling, Segment
 from revcompile.schedule import Keep
 
 __all__ = ["units_of"]
@@ -42,7 +44,12 @@ def _unit(partition: Partition, pieces: tuple[Segment, ...], keep: Keep) -> Unit
     names = {id(p): name for name, p in root.named_parameters()}
     graphs = [piece.graph for piece in pieces]
     parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
-    random = tuple(
-        piece.name for piece in pieces if random_reads(piece.graph, root).may_draw_in_training
-    )
+    random = tuple(piece.name for piece in pieces if _draws(piece, root))
     return Unit(pieces, keep, tuple(parameters), random)
+
+
+def _draws(piece: Segment, root: nn.Module) -> bool:
+    """May a piece draw random numbers: in its graph, or the signs of an averaged coupling?"""
+    if isinstance(piece, Coupling) and piece.averaged:
+        return True
+    return random_reads(piece.graph, root).may_draw_in_training

@@ -9,8 +9,8 @@ from revcompile.compiler.lower.functions import Functions, writes_buffers
 from revcompile.ir import stage_ops
 from revcompile.ir.module_tree import convolves
 from revcompile.ir.program import Part, Partition, Unit
-from revcompile.ir.stage_code import KEY, Call, Function, Program, Statement, Value, call
-from revcompile.ir.types import Coupling, Segment
+from revcompile.ir.stage_code import KEY, SELF, Call, Function, Program, Statement, Value, call
+from revcompile.ir.types import Coupling, Segment, TensorType
 
 __all__ = ["StageUnits", "Writer"]
 
@@ -112,6 +112,8 @@ class Writer:
             cast = self.partition.low_precision(piece.streams_in[0])
             is_conv = convolves(piece.branch, self.partition.rewired.root)
             entered = call(stage_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
+            if piece.averaged:
+                entered = call(stage_ops.enter_average, SELF, a, b)
             a, b = (Value(name, "entered") for name in piece.streams_in)
             self.values[piece.grid] = Value(piece.grid)
             self.assign((a, b, Value(piece.grid)), entered)
@@ -124,9 +126,27 @@ class Writer:
                 self.assign((target, shapes), call(arrange, stream, *sides))
                 shapes = None
             a, b = arranged
+        sign = self.sign(piece, b)
         addend = self.branch(piece, b, function, [Value(name) for name in piece.extras])
-        y = call(stage_ops.plus, a, addend, self.values[piece.grid])
-        self.assign(map(Value, piece.streams_out), b, y, comment=piece.name)
+        before, after = map(Value, piece.streams_out)
+        grid = self.values[piece.grid]
+        if sign is None:
+            y = call(stage_ops.plus, a, addend, grid)
+            self.assign((before, after), b, y, comment=piece.name)
+        else:
+            y = call(stage_ops.couple_average, a, b, addend, sign, grid)
+            self.assign((after, Value(piece.name, "lost")), y, comment=piece.name)
+            self.assign((before,), b)
+
+    def sign(self, piece: Coupling, b: Value) -> Value | None:
+        """Draw the signs of an averaged coupling, before its branch draws anything."""
+        if not piece.averaged:
+            return None
+        kind = self.partition.types.get(piece.streams_out[1])
+        dim = kind.batch_dim if isinstance(kind, TensorType) else None
+        sign = Value(piece.name, "sign")
+        self.assign((sign,), call(stage_ops.draw_sign, SELF, b, dim))
+        return sign
 
     def branch(
         self, piece: Coupling, b: Value, function: Function, extras: Sequence[Value | None]

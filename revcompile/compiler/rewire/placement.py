@@ -33,7 +33,7 @@ Pair = tuple[str, str]
 class Placement:
     """Which captured values are pairs, which block computes what, and the regions so far."""
 
-    def __init__(self, flow: Flow, blocks: list[Residual]) -> None:
+    def __init__(self, flow: Flow, blocks: list[Residual], leaves_by_second: bool = False) -> None:
         self.flow, self.blocks = flow, blocks
         self.by_out = {flow.by_name[b.out]: b for b in blocks}
         self.extras = {flow.by_name[n] for b in blocks for n in b.extras}
@@ -45,6 +45,7 @@ class Placement:
         self.regions = [Region(flow) for _ in range(len(blocks) + 1)]
         self.types: dict[str, object] = {}
         self.concatenated: Mapping[fx.Node, int] = {}
+        self.leaves_by_second = leaves_by_second
         self.rearrangements: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}
         self._find_rearrangements()
 
@@ -213,6 +214,8 @@ class Placement:
         pair = self.pairs.get(node)
         if pair is None:
             return region.input(node.name, like=node)
+        if self.leaves_by_second:
+            return region.input(pair[1], like=node)
         a, b = (region.input(name, like=node) for name in pair)
         if node in self.concatenated:
             fused = region.call(torch.cat, (a, b), self.concatenated[node], like=node)
@@ -242,6 +245,8 @@ class Placement:
 
     def _fused(self, node: fx.Node) -> str:
         """The live value of a fused pair, computed in the region of the pair."""
+        if self.leaves_by_second and node in self.pairs:
+            return self.pairs[node][1]
         region = self.regions[self.level(node)]
         fused = region.value(node, lambda n: self.outside(region, n))
         name = next((k for k, v in region.defined.items() if v is fused), f"{node.name}_fused")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import fx, nn
@@ -19,7 +20,7 @@ from revcompile.compiler.find.conflicts import ready_times
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
 from revcompile.compiler.rewire.placement import Pair, Placement
-from revcompile.compiler.rewire.region import Region
+from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.compiler.rewire.segments import Streams, coupling, transition
 from revcompile.compiler.rewire.sizes import guards_with
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
@@ -32,12 +33,24 @@ from revcompile.ir.types import (
     Captured,
     Live,
     Opaque,
+    Refusal,
     Residual,
+    ResidualKind,
     Rewired,
     Segment,
 )
 
 __all__ = ["rewire"]
+
+_INEXPRESSIBLE: Final = {
+    ResidualKind.POST_ACTIVATION: (
+        "an activation follows the sum, so that an averaged coupling would be another function"
+    ),
+    ResidualKind.PROJECTED: (
+        "the shortcut is projected, so that an averaged coupling would be another function"
+    ),
+}
+"""Blocks that an averaged coupling cannot express, and why."""
 
 
 def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
@@ -48,6 +61,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         found: its residual blocks.
         policy: how streams begin, meet and end.
     """
+    found = _applicable(found, policy)
     editor = ModuleEditor(own_copy(captured.root))
     rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, editor)
     body = rewiring.run()
@@ -55,13 +69,13 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
     eval_sizes = sizes
     if captured.eval_graph is not None:
         trained, editor.requested = editor.requested, set()
-        found_eval = find(captured, captured.eval_graph)
+        found_eval = _applicable(find(captured, captured.eval_graph), policy)
         flow = Flow(captured.eval_graph, captured.root)
         evaluated = _Rewiring(flow, found_eval, policy, editor)
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
         if _widths_differ(captured, trained, editor.requested):
-            plain = rewire(captured, found, Policy.named("pretrained"))
+            plain = rewire(captured, found, Policy.named("same_parameters"))
             note = "layers keep their widths: train and eval mode would need different ones"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
@@ -81,6 +95,16 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         guards=guards_with(captured, sizes, eval_sizes).rebased(editor.root),
         stateful=captured.stateful,
     )
+
+
+def _applicable(found: Found, policy: Policy) -> Found:
+    """The blocks that the policy's coupling can express, the others refused."""
+    if not policy.averaged:
+        return found
+    refused = [r for r in found.residuals if r.kind in _INEXPRESSIBLE]
+    refusals = [Refusal(r.path, r.total, _INEXPRESSIBLE[r.kind]) for r in refused]
+    residuals = tuple(r for r in found.residuals if r.kind not in _INEXPRESSIBLE)
+    return Found(residuals, (*found.refusals, *refusals))
 
 
 def _widths_differ(
@@ -105,8 +129,9 @@ class _Rewiring:
 
     def __init__(self, flow: Flow, found: Found, policy: Policy, editor: ModuleEditor) -> None:
         self.flow, self.policy, self.editor = flow, policy, editor
+        self.inexpressible = [r for r in found.refusals if r.reason in _INEXPRESSIBLE.values()]
         self.blocks = sorted(found.residuals, key=lambda r: flow.index[flow.by_name[r.out]])
-        self.place = Placement(flow, self.blocks)
+        self.place = Placement(flow, self.blocks, policy.averaged)
         self.names = _block_names(flow, self.blocks)
         self.notes: list[str] = []
         self.widened = self._widened()
@@ -199,7 +224,8 @@ class _Rewiring:
         else:
             region.defined |= dict.fromkeys(pair, value)
             where = x.meta.get(PATH) or x.name
-            self.notes.append(f"{where}: the streams start as two copies")
+            if not self.policy.averaged:
+                self.notes.append(f"{where}: the streams start as two copies")
         place.types |= dict.fromkeys(pair, x.meta.get(TYPE))
         place.pairs[x] = pair
         return pair
@@ -219,9 +245,15 @@ class _Rewiring:
                 continue
             name = self._region_name(index, region)
             inputs = tuple(region.inputs)
-            segments.append(Opaque(name, inputs, outputs, graph, "no additive shortcut"))
+            segments.append(Opaque(name, inputs, outputs, graph, self._reason(region)))
             needed |= set(inputs)
         return Body(tuple(reversed(segments)), result, dict(self.place.types))
+
+    def _reason(self, region: Region) -> str:
+        """Why a region is not reversible: a block in it that the policy cannot express, if any."""
+        origins = {node.meta.get(ORIGIN) for node in region.graph.nodes}
+        reasons = [refusal.reason for refusal in self.inexpressible if refusal.node in origins]
+        return reasons[0] if reasons else "no additive shortcut"
 
     def _region_name(self, index: int, region: Region) -> str:
         if index == 0:

@@ -70,6 +70,7 @@ def coupling(
         branch=branch,
         rearrange=streams.rearrange,
         extras=block.extras,
+        averaged=place.leaves_by_second,
     )
 
 

@@ -133,4 +133,5 @@ def _guarded(step: _Step) -> _Step:
     if not isinstance(chain, Chain):
         return step
     settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
-    return replace(step, run=_OnceChain(*settings, failures_allowed=1))
+    once = _OnceChain(*settings, failures_allowed=1, averaged=chain.averaged)
+    return replace(step, run=once)

@@ -105,7 +105,7 @@ class DistributedTrainer(Trainer):
         partition: Partition,
         programs: Sequence[StageProgram],
         optimizer: OptimizerFactory,
-        loss: Loss,
+        loss: Loss | None,
         settings: Settings,
         tree: TreeGuard,
         *,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.ir.stage_ops import branch_vjp, laid_out_like, stream_leaf
-from revcompile.kernels.exact_sum import add_or_subtract, grid_for, rounded, subtract
+from revcompile.kernels.exact_sum import grid_for
 from revcompile.runtime.reversible.bindings import Bindings, Bound
 from revcompile.runtime.reversible.hooks import (
     ShardedModule,
@@ -51,6 +51,13 @@ from revcompile.runtime.reversible.replay import (
     ReplayContext,
     Surroundings,
     is_capturing,
+)
+from revcompile.runtime.reversible.stream_sums import (
+    Added,
+    Averaged,
+    FixedAverage,
+    Sums,
+    draw_signs,
 )
 from revcompile.runtime.reversible.transforms import (
     differentiable_once,
@@ -87,6 +94,8 @@ class Block:
     """Is the only reader of `b` in F a layer whose input autocast casts?"""
     sharded: tuple[ShardedModule, ...] = ()
     """FSDP2 modules that its layers belong to, outermost first."""
+    batch_dim: int | None = 0
+    """The streams' dimension that counts samples, if there is one."""
 
 
 class _Coupled(NamedTuple):
@@ -103,11 +112,12 @@ class _Coupled(NamedTuple):
 def _couple(
     root: nn.Module,
     block: Block,
+    index: int,
     a: Tensor,
     b: Tensor,
     sides: Sequence[Any],
     cast: torch.dtype | None,
-    grid: Tensor | None,
+    sums: Sums,
     *,
     cast_b: Tensor | None = None,
     with_cast: bool = False,
@@ -116,11 +126,17 @@ def _couple(
     shapes: Any = ()
     if block.rearrange is not None:
         sizes = [sides[i] for i in block.rearrange_sides]
-        a, shapes = block.rearrange(root, a, *sizes)
-        b, _ = block.rearrange(root, b, *sizes)
+        arrange = block.rearrange
+
+        def rearrange(stream: Tensor) -> tuple[Tensor, Any]:
+            return arrange(root, stream, *sizes)
+
+        a, shapes = rearrange(a)
+        b, _ = rearrange(b)
+        sums.rearrange(rearrange)
     read = b if cast_b is None else cast_b
     addend, extras = _run_branch(root, block, read, [sides[i] for i in block.sides], cast)
-    y, cast_copy = add_or_subtract(a, addend, grid, False, with_cast)
+    y, cast_copy = sums.add(index, a, b, addend, with_cast)
     return _Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
 
 
@@ -158,6 +174,8 @@ class Chain:
     overlap: Overlap = Overlap.OFF
     failures_allowed: int = 0
     """Consecutive calls that may rebuild their input wrongly without an error."""
+    averaged: bool = False
+    """Do its couplings average the streams, so that in eval mode they are `b + F(b)`?"""
     check: ReconstructionCheck = field(init=False)
 
     def __post_init__(self) -> None:
@@ -174,12 +192,12 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
-        grid = grid_for(a, b, cast, self.convolves) if root.training else None
-        a, b = rounded(a, grid), rounded(b, grid)
+        sums = self._sums(a, b, cast, root.training, not is_transformed())
+        a, b = sums.enter(a, b)
         extras: tuple[Tensor, ...] = ()
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             (b,) = unshard(block.sharded, (b,))
-            a, b, _, extras, *_ = _couple(root, block, a, b, sides, cast, grid)
+            a, b, _, extras, *_ = _couple(root, block, index, a, b, sides, cast, sums)
             (b,) = reshard(block.sharded, (b,))
         return a, b, *extras
 
@@ -200,8 +218,8 @@ class Chain:
             return self.plain(root, a, b, sides, cast)
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
-        grid = grid_for(a, b, cast, self.convolves)
-        call = _Call(self, root, cast, grid, Surroundings(a.device), overlaps)
+        sums = self._sums(a, b, cast)
+        call = _Call(self, root, cast, sums, Surroundings(a.device), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
@@ -214,33 +232,52 @@ class Chain:
         cast: torch.dtype | None = None,
     ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
-        grid = grid_for(a, b, cast, self.convolves)
+        sums = self._sums(a, b, cast)
         with torch.no_grad():
-            a, b = rounded(a, grid), rounded(b, grid)
+            a, b = sums.enter(a, b)
             inputs, replays, outputs = [], [], list[_Coupled]()
             around = Surroundings(a.device)
-            for block in self.blocks:
+            for index, block in enumerate(self.blocks):
                 replay = Replay(block.replay_context, around)
                 inputs.append((a, b))
                 unshard(block.sharded, (b,))
-                outputs.append(_couple(root, block, a, b, sides, cast, grid))
+                outputs.append(_couple(root, block, index, a, b, sides, cast, sums))
                 a, b = outputs[-1][:2]
                 reshard(block.sharded, (b,))
                 replays.append(replay.finish())
             result = (a, b, *outputs[-1].extras)
             errors = []
-            for block, (a0, b0), replay, output in zip(
-                *map(reversed, (self.blocks, inputs, replays, outputs)), strict=True
-            ):
+            a, b = sums.kept(a, b)[:2]
+            for index in reversed(range(len(self.blocks))):
+                block, (a0, b0) = self.blocks[index], inputs[index]
                 unshard(block.sharded, (b,))
-                with replay.replay():
+                with replays[index].replay():
                     used = [sides[i] for i in block.sides]
-                    addend, _ = _run_branch(root, block, a, used, cast)
-                    rebuilt = subtract(b, addend, grid), a
-                a, b = _undo_rearrange(root, block, output.shapes, *rebuilt)
+                    addend, _ = _run_branch(root, block, sums.value(a), used, cast)
+                    rebuilt = sums.undo(index, b, a, addend, False)[0], a
+                a, b = _undo_rearrange(root, block, outputs[index].shapes, *rebuilt)
                 reshard(block.sharded, (b,))
-                errors.append((block.name, max(relative_error(a0, a), relative_error(b0, b))))
+                wrong = relative_error(a0, sums.value(a)), relative_error(b0, sums.value(b))
+                errors.append((block.name, max(wrong)))
         return result, list(reversed(errors))
+
+    def _sums(
+        self,
+        a: Tensor,
+        b: Tensor,
+        cast: torch.dtype | None,
+        training: bool = True,
+        exact: bool = True,
+    ) -> Sums:
+        """How the couplings of one run combine their streams."""
+        if not self.averaged:
+            return Added(grid_for(a, b, cast, self.convolves) if training else None)
+        dims = tuple(block.batch_dim for block in self.blocks)
+        if not training or (len(dims) == 1 and a is b):  # one block alone keeps its input anyway
+            return Averaged(None, dims)
+        samples = b.shape[dims[0] or 0] if b.ndim > (dims[0] or 0) else 1
+        signs = draw_signs(len(self.blocks), samples, b)
+        return FixedAverage(signs, dims) if exact else Averaged(signs, dims)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -272,7 +309,7 @@ class _Call:
     chain: Chain
     root: nn.Module
     cast: torch.dtype | None
-    grid: Tensor | None
+    sums: Sums
     around: Surroundings
     overlaps: bool = False
     """In backward: is the previous block rebuilt while a block is differentiated?"""
@@ -294,7 +331,7 @@ class _Call:
     def wants_cast(self, index: int, step: int) -> bool:
         """Does autocast cast a block's sum for its reader, the branch of block `index + step`?"""
         blocks, reader = self.chain.blocks, index + step
-        if self.cast is not None or not 0 <= reader < len(blocks):
+        if not self.sums.casts or self.cast is not None or not 0 <= reader < len(blocks):
             return False
         return blocks[reader].has_autocast_consumer and blocks[max(index, reader)].rearrange is None
 
@@ -344,12 +381,12 @@ class _Reversible(torch.autograd.Function):
     ) -> Any:
         block = call.chain.blocks[index]
         if index == 0:
-            a, b = rounded(a, call.grid), rounded(b, call.grid)
+            a, b = call.sums.enter(a, b)
         replay = Replay(block.replay_context, call.around, bool(block.bindings.hooked))
         cast_b, call.cast_copy = call.cast_copy, None
         with replay.record(), bound.recording_hooks():
             b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = _couple(
-                *(call.root, block, a, b, sides, call.cast, call.grid),
+                *(call.root, block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,
                 with_cast=call.wants_cast(index, 1),
             )
@@ -359,8 +396,11 @@ class _Reversible(torch.autograd.Function):
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         count = ctx.plain_sides.count(None)
         ctx.parameters = rest[count:]
-        outputs = (b, y) if block is call.chain.blocks[-1] else ()
-        ctx.save_for_backward(*outputs, *rest[:count])
+        if not any(ctx.needs_input_grad):
+            call.sums.forget(index)
+        kept = call.sums.kept(b, y) if block is call.chain.blocks[-1] else ()
+        ctx.kept = len(kept)
+        ctx.save_for_backward(*kept, *rest[:count])
         return b, y, *extras
 
     @staticmethod
@@ -371,7 +411,7 @@ class _Reversible(torch.autograd.Function):
         if rebuilt is None or rebuilt.index != ctx.index:
             saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
             if ctx.index == len(call.chain.blocks) - 1:
-                ctx.outputs = saved[:2]
+                ctx.outputs = saved[: ctx.kept]
                 grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
             rebuilt = _rebuild(ctx, saved, call.output)
         call.output = None
@@ -391,8 +431,8 @@ class _Reversible(torch.autograd.Function):
                 with streams.backward_on(rebuilt.stream):
                     results = _differentiate(ctx, rebuilt, grad_b, grad_y, grads)
         if ctx.index == call.first and call.samples is not None:
-            rebuilt_streams = _before_rearrange(ctx, rebuilt.a, rebuilt.b)
-            call.chain.check.finish(call.samples, *map(samples_of, rebuilt_streams))
+            inputs = map(call.sums.value, _before_rearrange(ctx, rebuilt.a, rebuilt.b))
+            call.chain.check.finish(call.samples, *map(samples_of, inputs))
         if ctx.index > 0 and previous is None:
             call.output = _previous_output(ctx, rebuilt)
         return None, None, None, None, *results
@@ -410,7 +450,7 @@ def _previous_block(node: Any) -> Any:
 
 def _previous_dtype(node: Any) -> torch.dtype | None:
     """The dtype of the branch that the gradient of this block's input enters next, if any."""
-    is_differentiated = node.index > 0 and node.needs_input_grad[_A]
+    is_differentiated = node.index > 0 and node.needs_input_grad[_A] and node.call.sums.casts
     return node.call.addend_dtypes[node.index - 1] if is_differentiated else None
 
 
@@ -438,7 +478,7 @@ def _rebuild(
     bound.check(block.name)
     tensors = list(saved)
     if block is call.chain.blocks[-1]:
-        output, tensors = (tensors[0], tensors[1], None), tensors[2:]
+        output, tensors = (tensors[0], tensors[1], None), tensors[node.kept :]
     assert output is not None
     b, y, cast_b = output
     needs = node.needs_input_grad[_REST:]
@@ -453,14 +493,15 @@ def _rebuild(
     with bound.restored(stand_ins, has_hooks), node.replay.replay():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
-        x = stream_leaf(b, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
+        value = call.sums.value(b)
+        x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)
         try:
             addend, extras = _run_branch(call.root, block, x, used, call.cast)
         finally:
             torch._C._set_grad_enabled(False)
         wants_cast = call.wants_cast(node.index, -1)
-        a, copy = add_or_subtract(y, addend, call.grid, True, wants_cast)
+        a, copy = call.sums.undo(node.index, y, b, addend, wants_cast)
     return _Rebuilt(node.index, a, b, x, sides, parameters, (addend, *extras), copy, stream)
 
 
@@ -472,15 +513,18 @@ def _differentiate(
     The second stream's is also cast for the previous block, if a kernel wrote it that way.
 
     Args:
-        grads: Those of what F returned; the first is that of `y`, perhaps in another dtype.
+        grads: Those of `y`, perhaps in another dtype, and of F's further results.
     """
+    of_a, grad_b, of_addend = node.call.sums.gradients(node.index, grad_b, grad_y)
+    if of_addend is not grad_y:
+        grads = of_addend, *grads[1:]
     inputs = rebuilt.sides, rebuilt.parameters
     with gradient_hooks_silenced(rebuilt.parameters):
         of_b, cast_of_b, *others = branch_vjp(
             rebuilt.x, grad_b, rebuilt.results, grads, *inputs, _previous_dtype(node)
         )
     assert of_b is not None
-    streams = _before_rearrange(node, grad_y, of_b)
+    streams = _before_rearrange(node, of_a, of_b)
     if cast_of_b is not None:
         node.call.cast_gradient = streams[1], _before_rearrange(node, cast_of_b)[0]
     return *streams, *others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consume
 from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_graph, compile_with_modules
 from revcompile.ir.random_numbers import random_reads
-from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
+from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings, Watch
@@ -49,10 +50,14 @@ _RESERVED = frozenset(
         "inlined_hooks",
         "summary",
         "rewired_tensors",
+        "to_original",
         "_original",
         "_cases",
         "_plans",
         "_inlined",
+        "_has_class_forward",
+        "computes_original",
+        "keeps_function",
     }
 )
 
@@ -127,6 +132,7 @@ class Reversible(OriginalSurface):
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
         self.__dict__["_inlined"] = Inlined(rewired, self)
+        self.__dict__["_has_class_forward"] = "forward" not in vars(root)
         self.__dict__["_cases"] = Cases(self.rewired)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
@@ -140,6 +146,8 @@ class Reversible(OriginalSurface):
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, _Plan]
+    _has_class_forward: bool
+    """Is the original's forward that of its class?"""
     _inlined: Inlined
     _cases: Cases
 
@@ -170,8 +178,17 @@ class Reversible(OriginalSurface):
             self._run(rewired.body, values, errors)
         return errors
 
+    @property
+    def keeps_function(self) -> bool:
+        return self.rewired.policy.averaged and self._has_class_forward
+
     def rewired_tensors(self) -> dict[int, str]:
-        """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name."""
+        """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
+
+        None while the original's function is computed.
+        """
+        if self.computes_original:
+            return {}
         bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
         branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
         names = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
@@ -202,7 +219,9 @@ class Reversible(OriginalSurface):
         for step in self._plan(body):
             inputs = [values[name] for name in step.inputs]
             if isinstance(step.run, Chain):
-                a, b, cast, own_dtype = _float32_streams(inputs[0], inputs[1])
+                a, b, cast, own_dtype = inputs[0], inputs[1], None, None
+                if self.training or errors is not None or not step.run.averaged:
+                    a, b, cast, own_dtype = _float32_streams(a, b)
                 del inputs[:2]
                 if errors is not None:
                     (a, b, *extras), of_blocks = step.run.inspect(self, a, b, inputs, cast)
@@ -250,7 +269,8 @@ def _float32_streams(
     if a.dtype not in LOW_PRECISION:
         return a, b, None, None
     own_dtype = None if is_autocasting(a.device) else a.dtype
-    return a.float(), b.float(), own_dtype, own_dtype
+    wide = b.float()
+    return wide if a is b else a.float(), wide, own_dtype, own_dtype
 
 
 def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
@@ -277,10 +297,18 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
             inputs, sharded = (*first.streams_in, *sides), ()
             outputs = couplings[-1].outputs
             position = {name: i for i, name in enumerate(sides)}
-            blocks = tuple(_block(c, root, position) for c in couplings)
+            types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
+            blocks = tuple(map(_block, couplings, repeat(root), repeat(position), types))
             bindings = tuple(block.bindings for block in blocks)
             has_convolutions = any(convolves(c.branch, root) for c in couplings)
-            code = Chain(blocks, root.tolerance, root.check_every, has_convolutions, root.overlap)
+            code = Chain(
+                blocks,
+                root.tolerance,
+                root.check_every,
+                has_convolutions,
+                root.overlap,
+                averaged=couplings[0].averaged,
+            )
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned)
         steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))
     return tuple(steps)
@@ -315,7 +343,9 @@ def _chains(body: Body) -> list[list[Coupling | Opaque]]:
     return runs
 
 
-def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> Block:
+def _block(
+    coupling: Coupling, root: nn.Module, position: Mapping[str, int], kind: TensorType | None
+) -> Block:
     bindings = Bindings(coupling.branch, root)
     rearrange = coupling.rearrange
     return Block(
@@ -330,6 +360,7 @@ def _block(coupling: Coupling, root: nn.Module, position: Mapping[str, int]) -> 
         sharded=_sharded(bindings),
         replay_context=_replay_context(coupling.branch, root, list(bindings.modules)),
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
+        batch_dim=None if kind is None else kind.batch_dim,
     )
 
 

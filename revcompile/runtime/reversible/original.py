@@ -7,7 +7,8 @@ parameters and sets the module's attributes, and `super()` works in it.
 
 A method must not apply rewired weights to data by another path than the module's `forward`: that is
 another function than the one that is trained. No list of names decides this: while a method runs,
-every tensor operation is checked. Nor may it add, replace or remove modules and parameters: the
+every tensor operation is checked, unless it is the same function (policy="pretrained" in eval
+mode), where all methods work. Nor may it add, replace or remove modules and parameters: the
 module's programs were made for those it has.
 """
 
@@ -320,6 +321,8 @@ def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
     except AttributeError:  # a fresh instance, from `type(self)(...)` in a method
         return super(type(view), view).forward(*args, **kwargs)
     with suspended():
+        if module.computes_original:  # with arguments that were not captured, too: caches
+            return super(type(view), view).forward(*args, **kwargs)
         return module.forward(*args, **kwargs)
 
 
@@ -338,6 +341,16 @@ class OriginalSurface(nn.Module):
     """A module with the attributes and methods of the model it was made from."""
 
     _original: Original
+
+    @property
+    def keeps_function(self) -> bool:
+        """Does it compute the original's function in eval mode?"""
+        return False
+
+    @property
+    def computes_original(self) -> bool:
+        """Is it the original's function now, so that all methods of the original are right?"""
+        return self.keeps_function and not self.training
 
     def rewired_tensors(self) -> dict[int, str]:
         """Parameters and buffers that are used differently than in the original: id -> name."""
@@ -424,7 +437,8 @@ def _method(
             try:
                 result = method(*args, **kwargs)
             except InputError as error:
-                raise OriginalMethodError(_other_arguments(call, error)) from error
+                hint = ", or call net.eval() first" if module.keeps_function else ""
+                raise OriginalMethodError(_other_arguments(call, error) + hint) from error
         return _for_user(module, view, call, result)
 
     return run

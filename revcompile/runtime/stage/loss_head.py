@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.ir.types import Live, Rewired
+from revcompile.ir.types import Live, Rewired, TensorType
 
 __all__ = ["Loss", "LossHead", "described"]
 
@@ -21,7 +21,14 @@ Loss = Callable[[Any, Any], Tensor]
 class LossHead:
     """Computes the loss of a micro-batch and its gradient with respect to the outputs."""
 
-    def __init__(self, rewired: Rewired, loss: Loss, autocast: torch.dtype | None, last: int):
+    def __init__(
+        self, rewired: Rewired, loss: Loss | None, autocast: torch.dtype | None, last: int
+    ) -> None:
+        self._result = rewired.body.result
+        self._spec = rewired.signature.out_spec
+        if loss is None:
+            _check_returned_loss(rewired, self.assembled)
+            loss = _returned_loss
         if not callable(loss):
             raise InputError(
                 f"loss: expected a function of (output, target), got {type(loss).__name__}; "
@@ -35,8 +42,6 @@ class LossHead:
                 "of the model (let its forward return what the loss needs)"
             )
         self.loss, self.autocast, self.last = loss, autocast, last
-        self._result = rewired.body.result
-        self._spec = rewired.signature.out_spec
         self.targets: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
@@ -122,6 +127,30 @@ class LossHead:
                 "take .abs() or .real first"
             )
         return loss.reshape(())
+
+
+def _returned_loss(output: Any, target: Any) -> Any:
+    """The loss that the model has computed: its output, or the item or attribute `loss` of it."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output if isinstance(output, Tensor) else getattr(output, "loss", None)
+
+
+def _check_returned_loss(rewired: Rewired, assembled: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Raise if the model does not return a scalar loss, as far as its captured graph tells."""
+    outputs: dict[str, Any] = {}
+    for name in (leaf.name for leaf in rewired.body.result if isinstance(leaf, Live)):
+        kind = outputs[name] = rewired.body.types.get(name)
+        if isinstance(kind, TensorType):
+            outputs[name] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+    output = assembled(outputs)
+    loss = _returned_loss(output, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise InputError(
+            f"loss=None: {rewired.name} returns no loss of its own, but {described(output)}; give "
+            "the example what it computes one from (example_kwargs={..., 'labels': labels} for a "
+            "model of transformers), or pass loss=, a function of the output and the target"
+        )
 
 
 def _remedy(target: Any) -> str:

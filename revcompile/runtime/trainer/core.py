@@ -87,7 +87,7 @@ class Trainer(ABC):
         partition: Partition,
         programs: Sequence[StageProgram],
         optimizer: OptimizerFactory,
-        loss: Loss,
+        loss: Loss | None,
         settings: Settings,
         tree: TreeGuard,
         *,

@@ -126,6 +126,8 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     """Inputs and target of what a loader yields."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
+    if isinstance(batch, dict):  # of a model that returns its own loss
+        return batch, None
     raise InputError(
         f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"
     )

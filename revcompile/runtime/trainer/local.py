@@ -51,7 +51,7 @@ class LocalTrainer(Trainer):
         partition: Partition,
         programs: Sequence[StageProgram],
         optimizer: OptimizerFactory,
-        loss: Loss,
+        loss: Loss | None,
         settings: Settings,
         tree: TreeGuard,
     ) -> None:

@@ -371,7 +371,7 @@ ANEW, REFUSED = ("partial", "tensor in a list"), ("no parameter", "for")
 def test_a_change_is_captured_anew_or_refused(row: str) -> None:
     setup, steer, change, _ = ROWS[row]
     x, model = torch.randn(3, WIDTH), model_of(setup, steer)
-    net = revcompile.reversify(model, x, policy="pretrained", check="off")
+    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
     net(x)
     change(net.get_submodule("1"))
     if row in REFUSED:
@@ -379,7 +379,7 @@ def test_a_change_is_captured_anew_or_refused(row: str) -> None:
             net(x)
         return
     change(model[1])
-    again = revcompile.reversify(model, x, policy="pretrained", check="off")
+    again = revcompile.reversify(model, x, policy="same_parameters", check="off")
     assert torch.equal(net(x), again(x))
     assert torch.equal(copy.deepcopy(net)(x), again(x))
 
@@ -387,7 +387,7 @@ def test_a_change_is_captured_anew_or_refused(row: str) -> None:
 def test_stages_refuse_a_change() -> None:
     setup, steer, change, _ = ROWS["list of objects"]
     x = torch.randn(3, WIDTH)
-    staged = revcompile.petrafy(model_of(setup, steer), 2, x, policy="pretrained")
+    staged = revcompile.petrafy(model_of(setup, steer), 2, x, policy="same_parameters")
     trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
     trainer.step(x, x)
     change(trainer.model.get_submodule("1"))
@@ -398,10 +398,10 @@ def test_stages_refuse_a_change() -> None:
 def test_types_inside_follow_autocast() -> None:
     x = torch.randn(3, WIDTH)
     model = model_of(nothing, lambda b, h: double(h.dtype == torch.bfloat16, h))
-    net = revcompile.reversify(model, x, policy="pretrained", check="off")
+    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
     before = net(x)
     with torch.autocast("cpu", torch.bfloat16):
-        anew = revcompile.reversify(model, x, policy="pretrained", check="off")
+        anew = revcompile.reversify(model, x, policy="same_parameters", check="off")
         assert torch.equal(net(x), anew(x))
     assert torch.equal(net(x), before)
 

@@ -138,7 +138,7 @@ class KeepsEval(Blocks):
         return self
 
 
-def made(kind: type[nn.Module] = Blocks, policy: str = "pretrained") -> Any:
+def made(kind: type[nn.Module] = Blocks, policy: str = "same_parameters") -> Any:
     return revcompile.reversify(kind(), torch.randn(3, 4), policy=policy)
 
 

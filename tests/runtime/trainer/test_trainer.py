@@ -333,10 +333,10 @@ def sentences(count: int) -> list[Batch]:
 
 
 def language(stages: int) -> revcompile.StagedModel:
-    # "pretrained": both streams start as one, and the head keeps its shape and its tie
+    # "same_parameters": both streams start as one, and the head keeps its shape and its tie
     example = torch.zeros(3, 5, dtype=torch.long)
     model = seeded(Language)
-    return revcompile.petrafy(model, stages, example, check="off", policy="pretrained")
+    return revcompile.petrafy(model, stages, example, check="off", policy="same_parameters")
 
 
 @pytest.mark.parametrize("method", ["backprop", "1f1b", "gpipe", "reversible_backprop"])

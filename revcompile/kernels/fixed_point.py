@@ -1,0 +1,307 @@
+"""Averaged couplings in fixed-point numbers, undone to the bit.
+
+    forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s/2, s = ±1
+    inverse   a = b + (y - b - (1 + gamma) F(b)) / gamma
+
+The inverse doubles every rounding error, so 96 blocks would multiply them by 2**96. Streams are
+integers therefore, counted in units of a power of two, and halving loses one bit that is kept:
+
+    d = a - b              y = b + s (d >> 1) + n              n = round((1 + gamma) F(b))
+                           a = b + 2 s (y - b - n) + (d & 1)
+
+A unit is about 2**-16 of the largest element of the chain's input (2**-40 in float64), below what
+a branch in bfloat16 can tell apart. A float32 holds only 24 bits of that, and the streams of
+pretrained transformers have elements thousands of times as large as their input: so integers of 32
+bits, whose range is 2**13 times the largest input. Beyond it the unit, and with it all that is
+computed from the streams, becomes NaN: an overflow, as one of float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.kernels.autocast import LOW_PRECISION
+from revcompile.kernels.loading import average_kernels
+
+__all__ = [
+    "STREAM_RANGE",
+    "average",
+    "average_and_value",
+    "average_gradients",
+    "average_value",
+    "couple_average",
+    "draw_sign",
+    "enter_average",
+    "fixed",
+    "pack_bits",
+    "uncouple_average",
+    "undo_average",
+    "undo_average_and_value",
+    "unit_of",
+    "unpack_bits",
+    "value",
+    "with_value",
+]
+
+
+class _Format(NamedTuple):
+    integers: torch.dtype
+    precision: int
+    """log2 of the largest input, in units."""
+    limit: float
+    """The largest magnitude of an element, in units, for which no sum leaves the integers."""
+
+
+_FORMATS: Final = {
+    torch.float32: _Format(torch.int32, 16, 2.0**29),
+    torch.float64: _Format(torch.int64, 40, 2.0**52),
+}
+_IN_FLOATS: Final = _FORMATS | {torch.float32: _Format(torch.int32, 14, 2.0**23)}
+"""Of streams that pass from block to block as floating-point numbers without an error."""
+STREAM_RANGE: Final = int(_FORMATS[torch.float32].limit) >> _FORMATS[torch.float32].precision
+"""How many times larger than the largest input of a chain its float32 streams may become."""
+_SMALLEST: Final = 2.0**-8
+"""Streams with smaller inputs get the unit of this one: they may begin as zeros."""
+
+
+def unit_of(a: Tensor, b: Tensor, formats: Mapping[torch.dtype, _Format] = _FORMATS) -> Tensor:
+    """The unit of a chain with these input streams, a power of two. Waits for no device.
+
+    >>> float(unit_of(torch.tensor([3.0]), torch.tensor([-1.0])) * 2**14)
+    1.0
+    """
+    with torch.no_grad():
+        largest = _largest(b) if a is b else torch.maximum(_largest(a), _largest(b))
+        exponent = torch.log2(largest.clamp_min(_SMALLEST)).ceil()
+        return torch.exp2(exponent - formats[b.dtype].precision)
+
+
+def fixed(x: Tensor, unit: Tensor) -> Tensor:
+    """A stream in units, rounded."""
+    return (x.detach() / unit).round_().to(_FORMATS[x.dtype].integers)
+
+
+def value(stream: Tensor, unit: Tensor) -> Tensor:
+    """A stream of integers as floating-point numbers of the unit's type."""
+    return stream.to(unit.dtype).mul_(unit)
+
+
+def pack_bits(numbers: Tensor) -> Tensor:
+    """The lowest bit of each integer, eight in a byte.
+
+    >>> unpack_bits(pack_bits(torch.tensor([3, 4, -1])), torch.Size([3])).tolist()
+    [1, 0, 1]
+    """
+    bits = (numbers & 1).to(torch.uint8).flatten()
+    missing = -bits.numel() % 8
+    if missing:
+        bits = torch.cat((bits, bits.new_zeros(missing)))
+    return (bits.view(-1, 8) << _shifts(bits.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
+    """What `pack_bits` was given, modulo 2."""
+    bits = (packed.unsqueeze(1) >> _shifts(packed.device)) & 1
+    return bits.flatten()[: shape.numel()].view(shape)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
+    """The kernels that do all of a block's steps at once, if they can; else None."""
+    if not tensors[0].is_cuda:
+        return None
+    kernels = average_kernels()
+    return kernels if kernels.supports(sign, *tensors) else None
+
+
+def average_and_value(
+    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`y` in units and its value; the lost bits, and the unit, NaN after an overflow."""
+    if kernels := kernels_for(sign, a, b, addend):
+        limit = _FORMATS[torch.float32].limit
+        found: tuple[Tensor, Tensor, Tensor, Tensor]
+        found = kernels.average(a, b, addend.detach(), sign, unit, limit)
+        return found
+    y, lost, unit = average(a, b, addend, sign, unit)
+    return y, value(y, unit), lost, unit
+
+
+def undo_average_and_value(
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`a` in units, and its value if that comes with it."""
+    if kernels := kernels_for(sign, y, b, addend):
+        found: tuple[Tensor, Tensor]
+        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost)
+        return found
+    return undo_average(y, b, addend, sign, unit, lost), None
+
+
+def average(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    formats: Mapping[torch.dtype, _Format] = _FORMATS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`y` from streams in units and F(b); the lost bits, and the unit, NaN after an overflow.
+
+    Args:
+        a: The first stream.
+        b: The second stream.
+        addend: F(b), in any floating-point type.
+        sign: Of gamma, ±1 in the type of the streams' values; broadcast to them.
+        unit: Of the streams.
+    """
+    with torch.no_grad():
+        scaled = _scaled(addend, sign, unit)
+        difference = a - b
+        lost = pack_bits(difference)
+        y = difference.bitwise_right_shift_(1).mul_(sign.to(a.dtype)).add_(b)
+        y = y.add_(scaled.to(a.dtype))
+        limit = formats[unit.dtype].limit
+        largest = torch.maximum(_largest(scaled), _largest(y).to(unit.dtype))
+        return y, lost, torch.where(largest < limit, unit, torch.nan)
+
+
+def undo_average(
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
+) -> Tensor:
+    """`a`, from what `average` was given and returned."""
+    with torch.no_grad():
+        half = (y - b).sub_(_scaled(addend, sign, unit).to(y.dtype)).mul_(sign.to(y.dtype))
+        return half.bitwise_left_shift_(1).add_(unpack_bits(lost, b.shape)).add_(b)
+
+
+def _scaled(addend: Tensor, sign: Tensor, unit: Tensor) -> Tensor:
+    """`(1 + gamma) F(b)` in units, rounded."""
+    return torch.mul(addend.detach(), (1 + sign / 2) / unit).round_()
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude, NaN if there is one; 0 of an empty tensor."""
+    if not x.numel():
+        return x.new_zeros(())
+    smallest, largest = torch.aminmax(x)
+    return torch.maximum(-smallest, largest)
+
+
+class _WithValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def with_value(x: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded`, to autograd the same as `x`."""
+    return _WithValue.apply(x, rounded) if torch.is_grad_enabled() else rounded
+
+
+class _AverageValue(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, total: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(sign)
+        ctx.shape, ctx.dtype = addend.shape, addend.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (sign,) = ctx.saved_tensors
+        of_a = gradient * (sign / 2)
+        of_addend = (gradient * (1 + sign / 2)).to(ctx.dtype).sum_to_size(ctx.shape)
+        return of_a, gradient - of_a, of_addend, None, None
+
+
+def average_value(a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, total: Tensor) -> Tensor:
+    """`total`, with the derivatives of `b + gamma (a - b) + (1 + gamma) addend`."""
+    if not torch.is_grad_enabled():
+        return total
+    out: Tensor = _AverageValue.apply(a, b, addend, sign, total)
+    return out
+
+
+def average_gradients(
+    of_b: Tensor | None, of_y: Tensor, sign: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `a`, of `b` without its way through F, and of F(b), which has this dtype."""
+    if of_b is not None and dtype and (kernels := kernels_for(sign, of_b, of_y)):
+        found: tuple[Tensor, Tensor, Tensor]
+        found = kernels.average_gradients(of_b, of_y, sign, dtype)
+        return found
+    of_a = of_y * (sign / 2)
+    own = of_y - of_a if of_b is None else (of_b + of_y).sub_(of_a)
+    return of_a, own, of_y * (1 + sign / 2)
+
+
+# -- in stages ------------------------------------------------------------------------------------
+#
+# Streams are sent from stage to stage, and other pieces read them: they stay floating-point numbers
+# there, multiples of the unit below 2**24 of it.
+
+
+def _is_training(mode: nn.Module | bool) -> bool:
+    return mode if isinstance(mode, bool) else mode.training
+
+
+def draw_sign(mode: nn.Module | bool, b: Tensor, dim: int | None) -> Tensor | None:
+    """The signs of a block's gamma, one for each sample; None for gamma = 0, in eval mode."""
+    if not _is_training(mode):
+        return None
+    shape = [b.shape[d] if d == dim else 1 for d in range(b.ndim)]
+    return torch.randint(2, shape, device=b.device).to(_wide(b.dtype)).mul_(2).sub_(1)
+
+
+def enter_average(
+    mode: nn.Module | bool, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The streams of a chain, in float32 at least, as multiples of a unit; in eval mode unchanged.
+
+    The third result is the unit.
+    """
+    if not _is_training(mode):
+        return a, b, None
+    a, b = a.to(_wide(a.dtype)), b.to(_wide(b.dtype))
+    unit = unit_of(a, b, _IN_FLOATS).reshape(1)
+    return (
+        with_value(a, value(fixed(a, unit), unit)),
+        with_value(b, value(fixed(b, unit), unit)),
+        unit,
+    )
+
+
+def couple_average(
+    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor | None, unit: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`b + gamma (a - b) + (1 + gamma) F(b)`, and the bits that it loses of `a`."""
+    if sign is None or unit is None:
+        return b + addend, None
+    streams = fixed(a, unit), fixed(b, unit)
+    y, lost, overflown = average(*streams, addend, sign, unit, _IN_FLOATS)
+    return average_value(a, b, addend, sign, value(y, overflown)), lost
+
+
+def uncouple_average(
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
+) -> Tensor:
+    """`a`, from what `couple_average` was given and returned."""
+    streams = fixed(y, unit), fixed(b, unit)
+    return value(undo_average(*streams, addend, sign, unit, lost), unit)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in LOW_PRECISION else dtype

@@ -1,0 +1,149 @@
+"""Losses that need less memory than what they are computed from."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from revcompile.errors import InputError
+from revcompile.kernels.autocast import is_autocasting
+
+__all__ = ["linear_cross_entropy"]
+
+_CHUNK_BYTES: Final = 2**28
+"""Of float32 logits that exist at a time, if no number of rows is given."""
+
+
+_OPTIONS: Any = getattr(nn, "LinearCrossEntropyOptions", None)
+"""Of torch's own function, where it has one."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    rows: int | None = None,
+) -> Tensor:
+    """`cross_entropy(linear(hidden, weight, bias), target)` without ever holding all logits.
+
+    Logits are computed for some rows at a time, in the dtype of autocast, and their softmax in
+    float32. The gradient is computed along with the loss, so it is a gradient of one backward pass
+    only. In a model's forward it is one operation for `reversify` and `petrafy`.
+
+    Args:
+        hidden: What the head reads, `[..., width]`.
+        weight: Of the head, `[classes, width]`.
+        target: A class for each row, `[...]`.
+        bias: Of the head.
+        ignore_index: Rows with this target do not count.
+        reduction: The mean over the rows that count, or their sum.
+        rows: How many rows of logits exist at a time. Default: 256 MiB of them.
+
+    >>> hidden, weight = torch.randn(2, 5, 8), torch.randn(100, 8)
+    >>> target = torch.randint(100, (2, 5))
+    >>> loss = linear_cross_entropy(hidden, weight, target)
+    >>> logits = F.linear(hidden, weight).flatten(0, 1)
+    >>> torch.allclose(loss, F.cross_entropy(logits, target.flatten()))
+    True
+    """
+    if has_torch_function((hidden, weight, target)):  # a graph is traced: one node in it
+        out: Tensor = handle_torch_function(
+            linear_cross_entropy,
+            (hidden, weight, target),
+            *(hidden, weight, target, bias),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            rows=rows,
+        )
+        return out
+    if hidden.shape[:-1] != target.shape:
+        raise InputError(
+            f"linear_cross_entropy: hidden has the shape {list(hidden.shape)} and target "
+            f"{list(target.shape)}; the target needs one class for each row of hidden"
+        )
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"linear_cross_entropy: reduction={reduction!r}; use 'mean' or 'sum'")
+    hidden, target = hidden.flatten(0, -2), target.flatten()
+    if is_autocasting(hidden.device):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    rows = rows or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    with torch.autocast(hidden.device.type, enabled=False):
+        if _OPTIONS is not None:
+            chunked: Any = getattr(F, "linear_cross_entropy")  # noqa: B009 torch 2.11 has none
+            loss: Tensor = chunked(
+                *(hidden, weight, target),
+                linear_bias=bias,
+                reduction=reduction,
+                ignore_index=ignore_index,
+                options=_OPTIONS(batch_chunk_size=rows),
+            )
+            return loss
+        total, count = _Chunked.apply(hidden, weight, bias, target, ignore_index, rows)
+    summed: Tensor = total
+    return summed / count if reduction == "mean" else summed
+
+
+class _Chunked(torch.autograd.Function):
+    """The summed loss, and how many rows count, where torch has no such function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        needs = ctx.needs_input_grad[:3]
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
+        of_bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
+        for start in range(0, len(hidden), rows):
+            part, labels = hidden[start : start + rows], target[start : start + rows]
+            logits = F.linear(part, weight, bias).to(dtype)
+            log_softmax = torch.log_softmax(logits, 1)
+            total += F.nll_loss(log_softmax, labels, ignore_index=ignore_index, reduction="sum")
+            if not any(needs):
+                continue
+            counts = (labels != ignore_index).unsqueeze(1)
+            gradient = log_softmax.exp_().mul_(counts)
+            columns = labels.clamp(0, weight.shape[0] - 1).unsqueeze(1)
+            gradient.scatter_add_(1, columns, -counts.to(dtype))
+            gradient = gradient.to(hidden.dtype)
+            if of_hidden is not None:
+                of_hidden[start : start + rows] = gradient @ weight
+            if of_weight is not None:
+                of_weight += gradient.T @ part
+            if of_bias is not None:
+                of_bias += gradient.sum(0)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        count = (target != ignore_index).sum()
+        ctx.mark_non_differentiable(count)
+        return total, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        if of_hidden is not None:
+            of_hidden = of_hidden * gradient.to(of_hidden.dtype)
+        if of_weight is not None:
+            of_weight = (of_weight * gradient).to(ctx.dtypes[0])
+        if of_bias is not None:
+            of_bias = (of_bias * gradient).to(ctx.dtypes[1])
+        return of_hidden, of_weight, of_bias, None, None, None

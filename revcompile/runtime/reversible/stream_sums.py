@@ -1,0 +1,197 @@
+"""What a coupling does to its streams besides running F, in one run of a chain.
+
+Added          y = a + F(b)
+Averaged       y = b + gamma (a - b) + (1 + gamma) F(b)     gamma = 0 in eval mode
+FixedAverage   the same in integers, which can be undone    gamma = ±½ in training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revcompile.kernels.exact_sum import add_or_subtract, rounded
+from revcompile.kernels.fixed_point import (
+    average_and_value,
+    average_gradients,
+    average_value,
+    fixed,
+    undo_average_and_value,
+    unit_of,
+    value,
+    with_value,
+)
+
+__all__ = ["Added", "Averaged", "FixedAverage", "Sums", "draw_signs"]
+
+_Pair = tuple[Tensor, Tensor]
+
+
+class Added:
+    """`y = a + F(b)`, the addend on a grid if there is one."""
+
+    casts = True
+    """May a kernel write `y` in the dtype of autocast, too?"""
+
+    def __init__(self, grid: Tensor | None) -> None:
+        self.grid = grid
+
+    def enter(self, a: Tensor, b: Tensor) -> _Pair:
+        """The input of a chain as its couplings need it."""
+        return rounded(a, self.grid), rounded(b, self.grid)
+
+    def rearrange(self, function: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
+        """Apply a block's rearrangement to what is held beside the values of the streams."""
+
+    def add(
+        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum of the block `index`, and its cast copy if one kernel wrote both."""
+        return add_or_subtract(a, addend, self.grid, False, with_cast)
+
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`a` of the block `index`, and its cast copy if one kernel wrote both."""
+        return add_or_subtract(y, addend, self.grid, True, with_cast)
+
+    def kept(self, b: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """Of the last block's output: what `undo` needs, and what autograd knows."""
+        return b, y
+
+    def forget(self, index: int) -> None:
+        """The block `index` will not be undone."""
+
+    def value(self, stream: Tensor) -> Tensor:
+        """What F reads, from what `kept` or `undo` returned."""
+        return stream
+
+    def gradients(self, index: int, of_b: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `a`, of `b` without its way through F, and of F(b)."""
+        return of_y, of_b, of_y
+
+
+class Averaged(Added):
+    """`y = b + gamma (a - b) + (1 + gamma) F(b)` in floating point.
+
+    Args:
+        signs: Of gamma = ±1/2, by block and sample; None for gamma = 0.
+        batch_dims: For each block, the streams' dimension that counts samples, if there is one.
+    """
+
+    casts = False
+
+    def __init__(self, signs: Tensor | None, batch_dims: tuple[int | None, ...]) -> None:
+        super().__init__(None)
+        self.signs, self.batch_dims = signs, batch_dims
+
+    def sign(self, index: int, like: Tensor) -> Tensor:
+        """Of a block's gamma, to be broadcast to its streams."""
+        assert self.signs is not None
+        signs, dim = self.signs[index], self.batch_dims[index]
+        shape = [1] * like.ndim
+        if dim is None:
+            return signs[:1].view(shape)
+        shape[dim] = size = like.shape[dim]
+        if size != len(signs):  # a rearrangement has split samples into windows, or joined them
+            rows = torch.arange(size, device=signs.device)
+            signs = signs[rows * len(signs) // max(size, 1)]
+        return signs.view(shape)
+
+    def add(
+        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.signs is None:
+            return b + addend, None
+        half = self.sign(index, b) / 2
+        return half * a + (1 - half) * b + (1 + half) * addend, None
+
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.signs is None, "only fixed-point averages can be undone"
+        return b, None  # which `a` was equal to, or is not needed
+
+    def gradients(self, index: int, of_b: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.signs is None:
+            return torch.zeros_like(of_y), of_b + of_y, of_y
+        return average_gradients(of_b, of_y, self.sign(index, of_y))
+
+
+class FixedAverage(Averaged):
+    """The same, exact. Holds the integers of both streams beside their values."""
+
+    def __init__(self, signs: Tensor | None, batch_dims: tuple[int | None, ...]) -> None:
+        super().__init__(signs, batch_dims)
+        self._streams: _Pair | None = None
+        self._lost: list[Tensor | None] = []
+        self._dtypes: list[torch.dtype] = []
+        """Of each block's F(b)."""
+        self._known: _Pair | None = None
+        """The latest stream that was rebuilt, and its value, if a kernel wrote both."""
+
+    def enter(self, a: Tensor, b: Tensor) -> _Pair:
+        self._unit = unit_of(a, b)
+        of_b = fixed(b, self._unit)
+        of_a = of_b if a is b else fixed(a, self._unit)
+        self._streams = of_a, of_b
+        values = [value(stream, self._unit) for stream in (of_a, of_b)]
+        return with_value(a, values[0]), with_value(b, values[1])
+
+    def rearrange(self, function: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
+        assert self._streams is not None
+        self._streams = function(self._streams[0])[0], function(self._streams[1])[0]
+
+    def add(
+        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self._streams is not None
+        sign = self.sign(index, b)
+        given = *self._streams, addend, sign, self._unit
+        y, total, lost, self._unit = average_and_value(*given)
+        self._streams = self._streams[1], y
+        self._lost.append(lost)
+        self._dtypes.append(addend.dtype)
+        return average_value(a, b, addend, sign, total), None
+
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        sign, lost = self.sign(index, b), self._lost[index]
+        assert lost is not None
+        a, values = undo_average_and_value(y, b, addend, sign, self._unit, lost)
+        self._known = None if values is None else (a, values)
+        return a, None
+
+    def forget(self, index: int) -> None:
+        self._lost[index] = None
+
+    def kept(self, b: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        streams, self._streams = self._streams, None
+        assert streams is not None
+        return *streams, y
+
+    def value(self, stream: Tensor) -> Tensor:
+        if self._known is not None and self._known[0] is stream:
+            return self._known[1]
+        return value(stream, self._unit)
+
+    def gradients(self, index: int, of_b: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return average_gradients(of_b, of_y, self.sign(index, of_y), self._dtypes[index])
+
+
+Sums = Added
+"""Any of them."""
+
+
+def draw_signs(blocks: int, samples: int, like: Tensor) -> Tensor:
+    """±1 for each block and sample, from the default generator of the streams' device.
+
+    One draw before the first block: branches that draw for themselves are replayed from the state
+    of the generator, and nothing may be drawn between them.
+    """
+    drawn = torch.randint(2, (blocks, samples), device=like.device)
+    return drawn.to(like.dtype).mul_(2).sub_(1)

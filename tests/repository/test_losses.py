@@ -1,0 +1,88 @@
+"""Cross entropy in chunks: the numbers of torch's, and one operation of a captured model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import gradients, worst
+from nets import PreNorm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import revcompile
+from revcompile import losses
+from revcompile.errors import InputError
+from revcompile.losses import linear_cross_entropy
+
+CLASSES, WIDTH = 11, 8
+
+
+@pytest.fixture(params=["torch's", "ours"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "ours":
+        monkeypatch.setattr(losses, "_OPTIONS", None)
+    elif losses._OPTIONS is None:
+        pytest.skip("this torch has none")
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_it_equals_torch(reduction: Any, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    shapes = ((3, 5, WIDTH), (CLASSES, WIDTH), (CLASSES,))
+    hidden, weight, bias = (torch.randn(s).double().requires_grad_() for s in shapes)
+    target = torch.randint(CLASSES, (3, 5))
+    target[0, :3] = -100
+    given = [hidden, weight, bias] if has_bias else [hidden, weight]
+    own = bias if has_bias else None
+    loss = linear_cross_entropy(hidden, weight, target, own, reduction=reduction, rows=4)
+    logits = F.linear(hidden, weight, own).flatten(0, 1)
+    want = F.cross_entropy(logits, target.flatten(), reduction=reduction)
+    assert torch.allclose(loss, want)
+    found, wanted = (torch.autograd.grad(3 * each, given) for each in (loss, want))
+    assert all(map(torch.allclose, found, wanted))
+    with torch.no_grad():
+        assert torch.allclose(linear_cross_entropy(hidden, weight, target, own), loss) == (
+            reduction == "mean"
+        )
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = PreNorm(WIDTH, 4, dropout=0.0)
+        self.body.head = nn.Identity()  # type: ignore[assignment]
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        return linear_cross_entropy(self.body(x), self.head.weight, target, self.head.bias, rows=4)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_in_chains_and_in_the_last_stage() -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(3, 5, WIDTH).double(), torch.randint(CLASSES, (3, 5))
+    model = Model().double()
+    net = revcompile.reversify(model, (x, target), policy="pretrained").eval()
+    assert torch.equal(net(x, target), model(x, target))
+    other = x.repeat(2, 1, 1), target.repeat(2, 1)
+    assert torch.equal(net(*other), model(*other))
+    reversible = gradients(net.train(), x, target)
+    net.reversible = False
+    assert worst(gradients(net, x, target), reversible)[0] < 1e-10
+    staged = revcompile.petrafy(model, 2, (x, target), policy="pretrained", check="off")
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), None)
+    assert trainer.evaluate([((x, target), None)]).loss == model(x, target).item()
+    trainer.step((x, target))
+    trainer.flush()
+
+
+def test_arguments_that_do_not_fit() -> None:
+    hidden, weight = torch.randn(3, 5, WIDTH), torch.randn(CLASSES, WIDTH)
+    with pytest.raises(InputError, match="one class for each row"):
+        linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.long))
+    with pytest.raises(InputError, match="reduction='none'"):
+        linear_cross_entropy(hidden, weight, torch.zeros(3, 5).long(), reduction="none")  # type: ignore[arg-type]

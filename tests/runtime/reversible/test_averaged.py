@@ -1,0 +1,255 @@
+"""policy="pretrained": the original function in eval mode, averaged couplings in training."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers import gradients, worst
+from nets import PreNorm
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import revcompile
+from revcompile import Enter, Fuse, Policy
+from revcompile.errors import InputError, InversionError, PolicyError, RevcompileWarning
+from revcompile.kernels.fixed_point import pack_bits, unpack_bits
+from revcompile.runtime.reversible.coupling import Chain
+from revcompile.runtime.reversible.stream_sums import Averaged
+
+WIDTH = 16
+
+
+def made(depth: int = 4, **options: Any) -> tuple[nn.Module, Any, Tensor]:
+    torch.manual_seed(0)
+    model, x = PreNorm(WIDTH, depth, **options), torch.randn(5, 3, WIDTH)
+    return model, revcompile.reversify(model, x, policy="pretrained", check="off").train(), x
+
+
+def stored(net: nn.Module) -> Any:
+    """The same net with stored activations."""
+    reference: Any = copy.deepcopy(net)
+    reference.reversible = False
+    return reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_eval_is_the_original_to_the_bit(dtype: torch.dtype) -> None:
+    model, _, x = made()
+    model, x = model.to(dtype).eval(), x.to(dtype)
+    net = revcompile.reversify(model, x, policy="pretrained", check="off").eval()
+    assert len(net.rewired.couplings) == 4
+    assert torch.equal(net(x), model(x))
+    assert not torch.equal(net.train()(x), model(x))
+
+
+@pytest.mark.parametrize("how", ["float32", "float64", "autocast"])
+def test_96_blocks_are_rebuilt_exactly(how: str) -> None:
+    _, net, x = made()
+    around: AbstractContextManager[Any] = nullcontext()
+    if how == "float64":
+        net, x = net.double(), x.double()
+    if how == "autocast":
+        around = torch.autocast("cpu", torch.bfloat16)
+    (chain,) = (step.run for step in net._plan(net.rewired.body) if isinstance(step.run, Chain))
+    blocks = tuple(replace(block) for block in chain.blocks * 24)
+    chain = replace(chain, blocks=blocks)
+    results = []
+    with around:
+        _, errors = chain.inspect(net, x, x, [])
+        for run in (chain.plain, chain.reversible):
+            torch.manual_seed(0)
+            stream = x.clone().requires_grad_()
+            net.zero_grad()
+            out = run(net, stream, stream, [])[1]
+            out.square().mean().backward()
+            of_parameters = {n: p.grad for n, p in net.blocks.named_parameters()}
+            results.append({"output": out.detach(), "input": stream.grad, **of_parameters})
+    assert len(errors) == 96 and max(error for _, error in errors) == 0.0
+    assert worst(*results)[0] < {"float64": 1e-10, "float32": 1e-5, "autocast": 2e-2}[how]
+    assert torch.equal(results[0]["output"], results[1]["output"])
+
+
+def test_the_mean_over_gamma_of_one_step_is_the_original() -> None:
+    """`y` is linear in gamma: the mean of both signs is `b + F(b)`."""
+    a, b, addend = torch.randn(3, 2, 5).double().unbind()
+    signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]).double()
+    sums = Averaged(signs, (0, 0))
+    both = [sums.add(index, a, b, addend, False)[0] for index in range(2)]
+    assert torch.allclose((both[0] + both[1]) / 2, b + addend)
+    assert torch.allclose(both[0], a / 2 + b / 2 + 1.5 * addend)
+
+
+def test_one_bit_is_kept_for_each_element_and_block() -> None:
+    difference = torch.arange(-50, 49).view(9, 11).int()
+    packed = pack_bits(difference)
+    assert packed.nbytes == 13  # 99 bits
+    assert torch.equal(unpack_bits(packed, difference.shape).int(), difference & 1)
+
+
+def test_signs_and_dropout_are_replayed_with_several_calls_in_flight() -> None:
+    net = made()[1].double()
+    reference, found = stored(net), []
+    for module in (net, reference):
+        torch.manual_seed(3)
+        xs = [torch.randn(rows, 3, WIDTH).double() for rows in (5, 2, 7)]
+        outputs = [module(x) for x in xs]
+        for output in reversed(outputs):
+            (output**2).sum().backward()
+        found.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    assert worst(found[1], found[0])[0] < 1e-10
+
+
+def test_a_sample_has_a_sign_of_its_own_in_every_block() -> None:
+    _, net, x = made(6, dropout=0.0)
+    rows = x[:1].expand(64, -1, -1)
+    torch.manual_seed(1)
+    first = net(rows)
+    distinct = torch.unique(first[:, 0, 0].detach()).numel()
+    assert 30 < distinct <= 64  # of 2**6
+    torch.manual_seed(1)
+    assert torch.equal(net(rows), first)
+
+
+def test_windows_and_rolls_between_blocks() -> None:
+    options = {"depths": (2,), "num_heads": (2,), "embed_dim": 8, "drop_path_rate": 0.3}
+    model = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, num_classes=3, **options)
+    x = torch.randn(3, 3, 56, 56).double()
+    net = revcompile.reversify(model.double(), x, policy="pretrained", check="off").train()
+    assert worst(gradients(stored(net), x), gradients(net, x))[0] < 1e-10
+    assert torch.equal(net.eval()(x), model.eval()(x))
+
+
+def test_a_block_alone_keeps_its_input_and_has_no_noise() -> None:
+    model, net, x = made(1, dropout=0.0)
+    assert torch.equal(net(x), model(x))
+    assert worst(gradients(model, x), gradients(net, x))[0] < 1e-6
+    assert len(net.rewired.couplings) == 1
+
+
+def test_activations_behind_sums_and_projections_stay_opaque() -> None:
+    model, x = timm.create_model("test_resnet", num_classes=3).eval(), torch.randn(2, 3, 32, 32)
+    with pytest.warns(RevcompileWarning, match="an activation follows the sum"):
+        net = revcompile.reversify(model, x, policy="pretrained")
+    assert not net.rewired.couplings
+    assert "an activation follows the sum" in net.rewired.body.segments[0].reason  # type: ignore[union-attr]
+    assert "the shortcut is projected" in " ".join(net.summary().split())
+    assert torch.equal(net.eval()(x), model(x))
+
+
+def test_streams_that_outgrow_the_integers_are_refused_and_never_silent() -> None:
+    model, net, x = made(2, dropout=0.0)
+    with torch.no_grad():
+        net.blocks[1][1].weight.mul_(1e7)
+    assert net(x).isnan().all()
+    assert net.eval()(x).isfinite().all()
+    model.load_state_dict(net.state_dict())
+    with pytest.raises(InversionError, match="8192 times"):
+        revcompile.reversify(model, x, policy="pretrained")
+
+
+def test_numbers_that_are_not_finite_stay_visible() -> None:
+    _, net, x = made()
+    x[0, 0, 0] = torch.nan
+    assert net(x).isnan().any()
+
+
+def test_func_transforms_differentiate_the_same_formula() -> None:
+    _, net, x = made(3, dropout=0.0)
+    net.double()
+    parameters = dict(net.named_parameters())
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.functional_call(net, values, (x.double(),)).square().sum()
+
+    found = {name: g.detach() for name, g in torch.func.grad(loss)(parameters).items()}
+    torch.manual_seed(0)
+    net(x.double()).square().sum().backward()
+    want = {name: p.grad for name, p in net.named_parameters()}
+    assert worst(want, found)[0] < 1e-9  # streams there are not rounded
+
+
+def test_the_original_comes_back_with_the_trained_weights() -> None:
+    model, net, x = made()
+    net(x).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    original = net.to_original()
+    assert type(original) is PreNorm and original.training
+    assert torch.equal(original.eval()(x), net.eval()(x))
+    assert not torch.equal(original(x), model.eval()(x))
+    assert original.stem.weight is not net.stem.weight
+    other = revcompile.reversify(model, x, policy="same_parameters")
+    with pytest.raises(InputError, match="another function"):
+        other.to_original()
+    net.stem.bias = None
+    with pytest.raises(InputError, match=r"stem\.bias is not the same parameter"):
+        net.to_original()
+
+
+def test_a_policy_that_would_not_keep_the_function_is_refused() -> None:
+    with pytest.raises(PolicyError, match="enter as copies and leave by the second"):
+        Policy(averaged=True)
+    with pytest.raises(PolicyError, match="drops the first stream"):
+        Policy(Enter.DUPLICATE, Fuse.SECOND)
+
+
+# -- fine-tuning ----------------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((WIDTH, 2), 0.1))
+        self.up = nn.Parameter(torch.full((2, WIDTH), 0.2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) + x @ self.down @ self.up
+
+
+def _adapted(model: Any) -> Any:
+    model.requires_grad_(False)
+    for block in model.blocks[1:]:
+        block[1] = LoRA(block[1])
+    return model
+
+
+def test_adapters_before_and_after() -> None:
+    model, after, x = made(dropout=0.0)
+    _adapted(after)
+    before = revcompile.reversify(_adapted(model), x, policy="pretrained", check="off")
+    assert torch.equal(before.eval()(x), model.eval()(x))
+    assert torch.equal(after.eval()(x), model(x))
+    found = [gradients(net.train(), x.requires_grad_()) for net in (before, after, stored(after))]
+    assert len(found[0]) == 2 + 6  # the output, the input, and three pairs
+    assert worst(found[0], found[1])[0] == 0.0
+    assert worst(found[2], found[1])[0] < 1e-5
+    assert isinstance(before.to_original().blocks[1][1], LoRA)
+    with pytest.raises(InputError, match="take adapters"):
+        after.to_original()
+
+
+def test_nothing_is_rebuilt_below_the_first_trainable_block() -> None:
+    _, net, x = made(6, dropout=0.0)
+    net.stem.requires_grad_(False)
+    net.blocks[:4].requires_grad_(False)
+    matmul, flops = 2 * 15 * WIDTH * WIDTH, {}
+    for net.reversible in (True, False):
+        out = net(x)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        flops[net.reversible] = counter.get_total_flops()
+        assert net.blocks[3][1].weight.grad is None and net.blocks[4][1].weight.grad is not None
+    assert flops[True] == flops[False] + 2 * matmul  # blocks 4 and 5 run again
+    net.reversible = True
+    nodes: list[Any] = [net(x).grad_fn]
+    while not hasattr(nodes[0], "call"):
+        node = nodes.pop(0)
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    assert [bits is None for bits in nodes[0].call.sums._lost] == [True] * 4 + [False] * 2

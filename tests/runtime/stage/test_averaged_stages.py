@@ -1,0 +1,111 @@
+"""policy="pretrained" in stages: every method, the original in eval mode, weights stashed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from helpers import worst
+from nets import Arranged, PreNorm
+from torch import Tensor
+from torch.nn import functional as F
+
+import revcompile
+from revcompile.errors import InputError
+
+WIDTH = 8
+
+
+@functools.cache
+def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    sizes = [4, 4, 3, 5, 4][:count]
+    return [(torch.randn(n, 3, WIDTH).double(), torch.randn(n, 3, 3).double()) for n in sizes]
+
+
+def staged(dtype: torch.dtype = torch.float64, **options: Any) -> revcompile.StagedModel:
+    torch.manual_seed(0)
+    model, x = PreNorm(WIDTH, 6).to(dtype), torch.randn(4, 3, WIDTH, dtype=dtype)
+    options = {"check": "off", **options}
+    return revcompile.petrafy(model, 3, x, policy="pretrained", **options)
+
+
+def trained(method: str, **options: Any) -> dict[str, Tensor]:
+    net = staged()
+    trainer = net.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss, method=method, seed=3, **options
+    )
+    for x, y in batches():
+        trainer.step(x, y)
+    trainer.flush()
+    return dict(net.module().named_parameters())
+
+
+def test_rebuilding_equals_keeping_graphs_and_recomputing() -> None:
+    with torch.no_grad():
+        assert worst(trained("backprop"), trained("reversible_backprop"))[0] < 1e-10
+        stashed = trained("petra")
+        assert worst(trained("pipedream"), stashed)[0] < 1e-10
+        assert worst(trained("petra", weights="stashed"), stashed)[0] == 0
+
+
+def test_gradients_are_compared_when_it_is_compiled() -> None:
+    net = staged(torch.float32, check="full")
+    assert net.method.name == "petra_stashed" and [s.reversible for s in net.stages][1]
+    code = str(net.stages[1].code)
+    assert "sign = draw_sign(self, b, 0)" in code and "# blocks.2" in code
+    assert "averaged coupling" in str(net.explain("blocks.2"))
+
+
+def test_the_original_is_evaluated_and_comes_back() -> None:
+    net = staged(torch.float32)
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+    x, y = (tensor.float() for tensor in batches()[0])
+    trainer.step(x, y)
+    trainer.flush()
+    original = net.module(original=True).eval()
+    assert type(original) is PreNorm
+    assert trainer.evaluate([(x, y)]).loss == F.mse_loss(original(x), y).item()
+    assert torch.equal(net.module().eval()(x), original(x))
+
+
+def test_streams_are_rebuilt_to_the_bit_and_one_bit_is_kept() -> None:
+    net = staged(torch.float32)
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss, measure_every=1)
+    for x, y in batches():
+        metrics = trainer.step(x.float(), y.float())
+    assert metrics.reconstruction == {1: 0.0, 2: 0.0}
+    kept, elements = net.memory(4)[1].buffers, 4 * 3 * WIDTH
+    assert kept == 2 * 2 * elements // 8  # two blocks, two micro-batches in flight
+    trainer.flush()
+
+
+def test_as_modules_for_torch_pipelining() -> None:
+    net, x = staged(), batches()[0][0]
+    stages = net.to_pipeline_stages(reversible=True)
+
+    def run() -> Tensor:
+        values: Any = (x,)
+        for stage in stages:
+            values = stage(*values)
+        assert isinstance(values, Tensor)
+        return values
+
+    run().sum().backward()
+    for stage in stages:
+        stage.eval()
+    assert torch.equal(run(), net.module().eval()(x))
+
+
+@pytest.mark.parametrize("weights", ["latest", "predicted"])
+def test_other_weights_than_those_of_forward_are_refused(weights: Any) -> None:
+    with pytest.raises(InputError, match="double that difference in every block"):
+        staged().trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss, weights=weights)
+
+
+def test_rearranged_streams() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    revcompile.petrafy(Arranged().double(), 2, x, policy="pretrained", check="full")
