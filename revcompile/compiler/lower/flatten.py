@@ -1,6 +1,6 @@
 """A stage's code as the flat graph that runs: functions inlined, VJPs of named parameters.
 
-Calls of higher order are expanded into what `ir.stage_ops` defines them as, without what cannot
+Calls of higher order are expanded into what `ir.coupling_ops` defines them as, without what cannot
 matter: gradients that are known to be None, and results that are not read.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import fx
 
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.program import Partition, legal
 from revcompile.ir.stage_code import (
     HELPERS,
@@ -31,7 +31,8 @@ from revcompile.ir.types import LIVE_VALUES, TYPE
 __all__ = ["flatten"]
 
 _REMOVABLE: Final = (
-    *(operator.getitem, stage_ops.leaf, stage_ops.minus, stage_ops.stream_leaf, stage_ops.total),
+    operator.getitem,
+    *(coupling_ops.leaf, coupling_ops.minus, coupling_ops.stream_leaf, coupling_ops.total),
 )
 """Functions without side effects, called by expanded calls whose results may not all be read."""
 
@@ -113,7 +114,7 @@ class _Flattener:
     def _of_parameter(self, name: str) -> fx.Node | None:
         terms = self.of_parameters.get(name, [])
         if len(terms) > 1:
-            return self.call(stage_ops.total, *terms, name=f"grad_{name}")
+            return self.call(coupling_ops.total, *terms, name=f"grad_{name}")
         return terms[0] if terms else None
 
     def _call(self, called: Call, names: Names) -> Any:
@@ -159,13 +160,13 @@ class _Flattener:
             for item in (result if isinstance(result, list | tuple) else (result,))
         )
 
-    # -- calls of higher order, with the arguments that `stage_ops` names ---------------------
+    # -- calls of higher order, with the arguments that `coupling_ops` names ---------------------
 
     def record(self, names: Names, arguments: Sequence[Any]) -> tuple[Any, ...]:
         function, _, *inputs = arguments
-        self.call(stage_ops.recording, True, name="_")
+        self.call(coupling_ops.recording, True, name="_")
         results = self.inline(function, inputs)
-        self.call(stage_ops.recording, False, name="_")
+        self.call(coupling_ops.recording, False, name="_")
         return results
 
     def accumulate_vjp(self, names: Names, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -181,9 +182,9 @@ class _Flattener:
         self, names: Names, arguments: Sequence[Any], extras: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
         branch, model, a, b, da, db, grid, of_parameters, *sides = arguments
-        x = self.call(stage_ops.stream_leaf, a, name=f"{a.name}_leaf")
+        x = self.call(coupling_ops.stream_leaf, a, name=f"{a.name}_leaf")
         outputs = self.record((), (branch, model, x, *sides))
-        rebuilt = self.call(stage_ops.minus, b, outputs[0], grid, name=names[0])
+        rebuilt = self.call(coupling_ops.minus, b, outputs[0], grid, name=names[0])
         of_x, *of_sides = self._vjp(
             names[3:], outputs, (db, *extras), sides, of_parameters, stream=(x, da)
         )
@@ -207,7 +208,7 @@ class _Flattener:
         of_stream, names = names[: bool(stream)], names[bool(stream) :]
         leaves = [index for index, name in enumerate(names) if name is not None]
         results = self.call(
-            stage_ops.branch_vjp if stream else stage_ops.vjp,
+            coupling_ops.branch_vjp if stream else coupling_ops.vjp,
             *stream,
             tuple(outputs[index] for index in present),
             tuple(gradients[index] for index in present),
@@ -225,10 +226,10 @@ class _Flattener:
 
 
 _EXPANDED: Final[dict[Any, Callable[..., tuple[Any, ...]]]] = {
-    stage_ops.accumulate_vjp: _Flattener.accumulate_vjp,
-    stage_ops.recompute_vjp: _Flattener.recompute_vjp,
-    stage_ops.record: _Flattener.record,
-    stage_ops.uncouple: _Flattener.uncouple,
+    coupling_ops.accumulate_vjp: _Flattener.accumulate_vjp,
+    coupling_ops.recompute_vjp: _Flattener.recompute_vjp,
+    coupling_ops.record: _Flattener.record,
+    coupling_ops.uncouple: _Flattener.uncouple,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from revcompile.compiler.lower.functions import Functions, writes_buffers
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import convolves
 from revcompile.ir.program import Part, Partition, Unit
 from revcompile.ir.stage_code import KEY, Call, Function, Program, Statement, Value, call
@@ -91,7 +91,7 @@ class Writer:
     def reseed(self, piece: Segment) -> None:
         """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
         if id(piece) in self.stage.random:
-            self.assign((), call(stage_ops.reseed, KEY, self.stage.places[id(piece)]))
+            self.assign((), call(coupling_ops.reseed, KEY, self.stage.places[id(piece)]))
 
     def compute(self, piece: Segment, *, again: bool = False) -> None:
         """Run a piece; `again`: in backward, where buffers are not written."""
@@ -111,7 +111,7 @@ class Writer:
         if piece.opens:
             cast = self.partition.low_precision(piece.streams_in[0])
             is_conv = convolves(piece.branch, self.partition.rewired.root)
-            entered = call(stage_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
+            entered = call(coupling_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
             a, b = (Value(name, "entered") for name in piece.streams_in)
             self.values[piece.grid] = Value(piece.grid)
             self.assign((a, b, Value(piece.grid)), entered)
@@ -125,7 +125,7 @@ class Writer:
                 shapes = None
             a, b = arranged
         addend = self.branch(piece, b, function, [Value(name) for name in piece.extras])
-        y = call(stage_ops.plus, a, addend, self.values[piece.grid])
+        y = call(coupling_ops.plus, a, addend, self.values[piece.grid])
         self.assign(map(Value, piece.streams_out), b, y, comment=piece.name)
 
     def branch(

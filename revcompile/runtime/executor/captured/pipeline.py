@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
-from revcompile.ir.stage_ops import mix
+from revcompile.ir.coupling_ops import mix
 from revcompile.runtime.executor.captured.found_inf import NonFiniteReports
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, Pass
