@@ -98,8 +98,8 @@ def test_wrong_gradients_of_a_chain_are_refused(monkeypatch: pytest.MonkeyPatch)
     right = coupling._differentiate
 
     def without_sides(node: Any, rebuilt: Any, *rest: Any) -> Any:
-        grad_b, copy, found = right(node, rebuilt, *rest)
-        return grad_b, copy, [None] * len(rebuilt.sides) + found[len(rebuilt.sides) :]
+        grad_a, grad_b, *found = right(node, rebuilt, *rest)
+        return grad_a, grad_b, *[None] * len(rebuilt.sides), *found[len(rebuilt.sides) :]
 
     monkeypatch.setattr(coupling, "_differentiate", without_sides)
     with pytest.raises(VerificationError, match=r"(?s)reversify: .*chains.*key.weight has no grad"):
