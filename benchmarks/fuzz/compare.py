@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.ir.stage_ops import seed_torch
+from revcompile.ir.coupling_ops import seed_torch
 from revcompile.runtime.reversible import coupling
 
 __all__ = [

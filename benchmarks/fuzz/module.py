@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import benchmarks.fuzz.parts  # noqa: F401 - fills the catalogue
 from benchmarks.fuzz.net import Net, write_part
 from benchmarks.fuzz.writer import CONDITION, PRELUDE, WIDTH, Writer
-from revcompile.ir.stage_ops import seed_torch
+from revcompile.ir.coupling_ops import seed_torch
 
 __all__ = ["BATCHES", "LENGTH", "Sizes", "arguments", "build", "source", "weight_dtype", "written"]
 

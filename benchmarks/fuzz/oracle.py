@@ -39,8 +39,8 @@ from benchmarks.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from benchmarks.fuzz.net import Net
 from revcompile.compiler.capture.random_draws import draws_left_out
 from revcompile.errors import InputError, RevcompileError, RevcompileWarning, VerificationError
+from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import copy_module
-from revcompile.ir.stage_ops import seed_torch
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 

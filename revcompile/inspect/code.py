@@ -17,7 +17,7 @@ from revcompile.schedule import Action, Keep, Op
 __all__ = ["ActionList", "CompiledStage", "code_text"]
 
 _RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
-_PREFIX: Final = re.compile(r"\brevcompile_ir_(?:stage_)?ops_")
+_PREFIX: Final = re.compile(r"\brevcompile_ir_(?:coupling_)?ops_")
 
 
 def code_text(partition: Partition, program: StageProgram, *, verbose: bool = False) -> str:

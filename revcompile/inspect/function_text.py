@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from revcompile.ir import ops, stage_ops
+from revcompile.ir import coupling_ops, ops
 from revcompile.ir.program import legal
 from revcompile.ir.python_code import path_expression, python_code
 from revcompile.ir.stage_code import HELPERS
@@ -106,8 +106,8 @@ class Listing:
         return name
 
     def use(self, helper: str) -> str:
-        """A function of `stage_ops`, imported."""
-        self.imports[helper] = (stage_ops.__name__, helper)
+        """A function of `coupling_ops`, imported."""
+        self.imports[helper] = (coupling_ops.__name__, helper)
         return helper
 
     def add_graph(
@@ -126,7 +126,7 @@ class Listing:
         text, used = python_text(printed, self.root)
         text = _FREES.sub("", text)
         for node in printed.find_nodes(op="get_attr"):
-            if all(user.target is stage_ops.call_norm for user in node.users):
+            if all(user.target is coupling_ops.call_norm for user in node.users):
                 layer = module_path(self.root, str(node.target))
                 text = text.replace(f"    {node.name} = {layer}\n", "")
                 text = text.replace(f"({node.name}, ", f"({layer}, ")
@@ -182,7 +182,7 @@ class Listing:
         if getattr(sys.modules.get(module), name, None) is not value:
             return alias  # not importable: has to be provided where the text is executed
         # variables avoid the short names of our own functions; FX keeps them off other aliases
-        short = name if module in (ops.__name__, stage_ops.__name__) else alias
+        short = name if module in (ops.__name__, coupling_ops.__name__) else alias
         self.imports[short] = (module, name)
         return short
 
@@ -215,7 +215,7 @@ def _as_tuples(result: Any) -> Any:
 def _owner(node: fx.Node) -> str:
     """Path of the module whose `forward` made a node."""
     path = str(node.meta.get(PATH, ""))
-    is_layer = node.op == "call_module" or node.target is stage_ops.call_norm
+    is_layer = node.op == "call_module" or node.target is coupling_ops.call_norm
     return path.rpartition(".")[0] if is_layer else path
 
 

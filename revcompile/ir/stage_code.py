@@ -4,8 +4,8 @@
     a, b, da, db = uncouple(layer1_0, self, a, b, da, db, grid, grads)
 
 `compiler.lower.flatten` makes the graphs that run of it: functions are inlined, `uncouple` and its
-like expanded. `inspect.code` prints it as it is. What is called is a function of `ir.stage_ops` or
-one of the stage's own, which take the model (`SELF`) first.
+like expanded. `inspect.code` prints it as it is. What is called is a function of `ir.coupling_ops`
+or one of the stage's own, which take the model (`SELF`) first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from torch import fx
 
-from revcompile.ir import ops, stage_ops
+from revcompile.ir import coupling_ops, ops
 from revcompile.ir.types import Segment
 
 __all__ = [
@@ -36,20 +36,20 @@ __all__ = [
     "live_statements",
 ]
 
-HELPERS: Final = frozenset([*ops.__all__, *stage_ops.__all__])
+HELPERS: Final = frozenset([*ops.__all__, *coupling_ops.__all__])
 """Functions that printed code calls by these names: no variable may have one."""
 _WITHOUT_EFFECT: Final = frozenset(
     [
-        stage_ops.couple_average,
-        stage_ops.detached,
-        stage_ops.enter_average,
-        stage_ops.enter_chain,
-        stage_ops.leaf,
-        stage_ops.minus,
-        stage_ops.plus,
-        stage_ops.total,
-        stage_ops.uncouple_average,
-        stage_ops.zeros_if_none,
+        coupling_ops.couple_average,
+        coupling_ops.detached,
+        coupling_ops.enter_average,
+        coupling_ops.enter_chain,
+        coupling_ops.leaf,
+        coupling_ops.minus,
+        coupling_ops.plus,
+        coupling_ops.total,
+        coupling_ops.uncouple_average,
+        coupling_ops.zeros_if_none,
     ]
 )
 
@@ -119,7 +119,7 @@ class GraphFunction:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function in `ir.stage_ops`, or of one of the stage's own."""
+    """A call of a function in `ir.coupling_ops`, or of one of the stage's own."""
 
     target: Callable[..., Any] | Function
     arguments: tuple[Any, ...]

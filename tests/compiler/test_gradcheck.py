@@ -20,7 +20,7 @@ from revcompile.compiler.lower import lower
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_programs, verify_rewired
 from revcompile.errors import InversionError, VerificationError
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.policy import Policy
 from revcompile.ir.program import Partition
 from revcompile.runtime.reversible import coupling
@@ -98,8 +98,8 @@ def test_wrong_gradients_of_a_chain_are_refused(monkeypatch: pytest.MonkeyPatch)
     right = coupling._differentiate
 
     def without_sides(node: Any, rebuilt: Any, *rest: Any) -> Any:
-        grad_b, copy, found = right(node, rebuilt, *rest)
-        return grad_b, copy, [None] * len(rebuilt.sides) + found[len(rebuilt.sides) :]
+        grad_a, grad_b, *found = right(node, rebuilt, *rest)
+        return grad_a, grad_b, *[None] * len(rebuilt.sides), *found[len(rebuilt.sides) :]
 
     monkeypatch.setattr(coupling, "_differentiate", without_sides)
     with pytest.raises(VerificationError, match=r"(?s)reversify: .*chains.*key.weight has no grad"):
@@ -108,12 +108,12 @@ def test_wrong_gradients_of_a_chain_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = stage_ops.vjp
+    right = coupling_ops.vjp
 
     def doubled(*args: Any) -> Any:
         return tuple(None if g is None else 2 * g for g in right(*args))
 
-    monkeypatch.setattr(stage_ops, "vjp", doubled)
+    monkeypatch.setattr(coupling_ops, "vjp", doubled)
     with pytest.raises(VerificationError, match=r"(?s)petrafy: .*stages \(backprop\).*differs by"):
         revcompile.petrafy(made(Chunk), 3, example())
 

@@ -16,7 +16,7 @@ from zoo import TinyGPT, words
 
 import revcompile
 from revcompile.inspect.code import code_text
-from revcompile.ir import ops, stage_ops
+from revcompile.ir import coupling_ops, ops
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.schedule import METHODS, choose
@@ -154,11 +154,11 @@ class Running:
         return flat, text
 
     def call(self, function: Callable[..., Any], root: nn.Module, given: Any, key: bool) -> Any:
-        stage_ops.recording(False)
+        coupling_ops.recording(False)
         try:
             return function(root, *([1234] if key else []), *given)
         finally:
-            stage_ops.recording(True)
+            coupling_ops.recording(True)
 
     def check(self, inputs: list[Any]) -> list[Any]:
         """Run a stage both ways; returns its outputs."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import has_autocast_consumer
 from revcompile.ir.ops import as_read
 from revcompile.kernels import exact_sum as grid
@@ -308,7 +308,7 @@ def test_stages_read_sums_as_they_were_copied(
         elif kind == "rewritten":
             monkeypatch.setattr(stages, "cast_streams", rewrite)
         else:
-            monkeypatch.setattr(stage_ops, "add_or_subtract", _copied)
+            monkeypatch.setattr(coupling_ops, "add_or_subtract", _copied)
             monkeypatch.setattr(sums, "add_gradients", _copied_gradient)
         trainer = copy.deepcopy(net).trainer(
             lambda parameters: torch.optim.SGD(parameters, lr=0.1), F.mse_loss, autocast=BF16

@@ -20,8 +20,8 @@ from torch import nn
 
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError
+from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import copy_module
-from revcompile.ir.stage_ops import seed_torch
 
 __all__ = [
     "copy_model",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.types import Coupling, Opaque, Rewired, Segment, TensorType
 
 __all__ = [
@@ -76,7 +76,7 @@ def run_pieces(
         result = run(piece, _call(piece, live, made, code_of))
         # The grid that a coupling opens is not needed here.
         names = piece.results if isinstance(piece, Coupling) else piece.outputs
-        live.update(zip(names, map(stage_ops.detached, result.outputs), strict=True))
+        live.update(zip(names, map(coupling_ops.detached, result.outputs), strict=True))
         made.update(names)
 
 
@@ -87,7 +87,7 @@ def _call(
     code_of: Callable[[fx.Graph], Code],
 ) -> PieceCall:
     def value(name: str) -> Any:  # the model's own inputs need no gradient
-        return (stage_ops.leaf if name in made else stage_ops.detached)(live[name])
+        return (coupling_ops.leaf if name in made else coupling_ops.detached)(live[name])
 
     if isinstance(segment, Opaque):
         inputs = [value(name) for name in segment.inputs]
@@ -99,7 +99,7 @@ def _call(
         with torch.no_grad():
             a, b = rearrange(a, *sizes)[0], rearrange(b, *sizes)[0]
     sides = (value(name) for name in segment.sides)
-    return PieceCall(code_of(segment.branch), (stage_ops.leaf(b), *sides), a)
+    return PieceCall(code_of(segment.branch), (coupling_ops.leaf(b), *sides), a)
 
 
 def submodules_only(root: nn.Module) -> nn.Module:

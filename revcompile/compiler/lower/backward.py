@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from revcompile.compiler.lower.writer import StageUnits, Writer, is_piece
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.program import Unit
 from revcompile.ir.stage_code import KEY, SELF, Call, ParameterGradients, Program, Value, call
 from revcompile.ir.types import Coupling, Segment
@@ -87,7 +87,7 @@ class BackwardWriter(Writer):
         terms = self.gradients.get(name, [])
         if len(terms) > 1:
             summed = self.new_gradient(name)
-            self.assign((summed,), call(stage_ops.total, *terms))
+            self.assign((summed,), call(coupling_ops.total, *terms))
             self.gradients[name] = terms = [summed]
         return terms[0] if terms else None
 
@@ -99,7 +99,7 @@ class BackwardWriter(Writer):
     def leaves(self, names: Iterable[str]) -> tuple[Call | Value, ...]:
         """Values, as leaves of a new autograd graph where they have a gradient."""
         return tuple(
-            call(stage_ops.leaf, self.value(name))
+            call(coupling_ops.leaf, self.value(name))
             if self.partition.requires_grad(name)
             else self.value(name)
             for name in names
@@ -124,7 +124,7 @@ class BackwardWriter(Writer):
             with_grad = [target for target in targets if target is not None]
             leaves = tuple(self.keep(Value(t.name, "leaf", index)) for t in with_grad)
             graph = (SELF, ends, tuple(given.values()), leaves, of_parameters)
-            vjp = call(stage_ops.accumulate_vjp, *graph)
+            vjp = call(coupling_ops.accumulate_vjp, *graph)
             self.assign(with_grad, vjp, unpacks=True, comment=unit.name)
         else:
             self.values |= {name: self.keep(Value(name, "kept")) for name in unit.inputs}
@@ -134,7 +134,7 @@ class BackwardWriter(Writer):
             inputs = (*key, *self.leaves(unit.inputs))
             function = self.stage.function(unit, again=True)
             again = (function, SELF, inputs, tuple(gradients.values()), of_parameters)
-            vjp = call(stage_ops.recompute_vjp, *again)
+            vjp = call(coupling_ops.recompute_vjp, *again)
             self.assign((*(None for _ in key), *targets), vjp, unpacks=True, comment=unit.name)
         self.add_gradients(targets)
 
@@ -152,7 +152,7 @@ class BackwardWriter(Writer):
         sign = self.sign(piece, b)
         if sign is not None:
             options["averaged"] = sign, self.keep(Value(piece.name, "lost"))
-        uncoupled = call(stage_ops.uncouple, function, SELF, *arguments, **options)
+        uncoupled = call(coupling_ops.uncouple, function, SELF, *arguments, **options)
         streams: Sequence[Value] = [Value(name) for name in piece.streams_in]
         if piece.rearrange is not None:
             streams = [Value(name, "arranged") for name in piece.streams_in]
@@ -173,7 +173,7 @@ class BackwardWriter(Writer):
         shapes = self.keep(Value(piece.name, "shapes"))
         restored = [self.new_gradient(gradient.name) for gradient in gradients]
         for target, gradient in zip(restored, gradients, strict=True):
-            present = call(stage_ops.zeros_if_none, gradient, streams[1])
+            present = call(coupling_ops.zeros_if_none, gradient, streams[1])
             self.assign((target,), call(restore, present, shapes))
         for stream in streams:
             self.assign((Value(stream.name),), call(restore, stream, shapes))

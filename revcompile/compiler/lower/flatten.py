@@ -1,6 +1,6 @@
 """A stage's code as the flat graph that runs: functions inlined, VJPs of named parameters.
 
-Calls of higher order are expanded into what `ir.stage_ops` defines them as, without what cannot
+Calls of higher order are expanded into what `ir.coupling_ops` defines them as, without what cannot
 matter: gradients that are known to be None, and results that are not read.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import fx
 
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.program import Partition, legal
 from revcompile.ir.stage_code import (
     HELPERS,
@@ -31,8 +31,14 @@ from revcompile.ir.types import LIVE_VALUES, TYPE
 __all__ = ["flatten"]
 
 _REMOVABLE: Final = (
-    *(operator.getitem, stage_ops.leaf, stage_ops.minus, stage_ops.stream_leaf, stage_ops.total),
-    *(stage_ops.average_gradients, stage_ops.uncouple_average),
+    *(
+        operator.getitem,
+        coupling_ops.leaf,
+        coupling_ops.minus,
+        coupling_ops.stream_leaf,
+        coupling_ops.total,
+    ),
+    *(coupling_ops.average_gradients, coupling_ops.uncouple_average),
 )
 """Functions without side effects, called by expanded calls whose results may not all be read."""
 
@@ -114,7 +120,7 @@ class _Flattener:
     def _of_parameter(self, name: str) -> fx.Node | None:
         terms = self.of_parameters.get(name, [])
         if len(terms) > 1:
-            return self.call(stage_ops.total, *terms, name=f"grad_{name}")
+            return self.call(coupling_ops.total, *terms, name=f"grad_{name}")
         return terms[0] if terms else None
 
     def _call(self, called: Call, names: Names) -> Any:
@@ -160,13 +166,13 @@ class _Flattener:
             for item in (result if isinstance(result, list | tuple) else (result,))
         )
 
-    # -- calls of higher order, with the arguments that `stage_ops` names ---------------------
+    # -- calls of higher order, with the arguments that `coupling_ops` names ---------------------
 
     def record(self, names: Names, arguments: Sequence[Any]) -> tuple[Any, ...]:
         function, _, *inputs = arguments
-        self.call(stage_ops.recording, True, name="_")
+        self.call(coupling_ops.recording, True, name="_")
         results = self.inline(function, inputs)
-        self.call(stage_ops.recording, False, name="_")
+        self.call(coupling_ops.recording, False, name="_")
         return results
 
     def accumulate_vjp(self, names: Names, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -186,17 +192,19 @@ class _Flattener:
         averaged: Sequence[Any] = (),
     ) -> tuple[Any, ...]:
         branch, model, a, b, da, db, grid, of_parameters, *sides = arguments
-        x = self.call(stage_ops.stream_leaf, a, name=f"{a.name}_leaf")
+        x = self.call(coupling_ops.stream_leaf, a, name=f"{a.name}_leaf")
         outputs = self.record((), (branch, model, x, *sides))
         of_branch = db
         if not averaged:
-            rebuilt = self.call(stage_ops.minus, b, outputs[0], grid, name=names[0])
+            rebuilt = self.call(coupling_ops.minus, b, outputs[0], grid, name=names[0])
         else:
             sign, lost = averaged
             given = b, a, outputs[0], sign, grid, lost
-            rebuilt = self.call(stage_ops.uncouple_average, *given, name=names[0])
+            rebuilt = self.call(coupling_ops.uncouple_average, *given, name=names[0])
             if db is not None:
-                of_streams = self.call(stage_ops.average_gradients, da, db, sign, name="averaged")
+                of_streams = self.call(
+                    coupling_ops.average_gradients, da, db, sign, name="averaged"
+                )
                 db, da, of_branch = (self.item(of_streams, index) for index in range(3))
         of_x, *of_sides = self._vjp(
             names[3:], outputs, (of_branch, *extras), sides, of_parameters, stream=(x, da)
@@ -211,10 +219,10 @@ class _Flattener:
         return self.call(function, mode, *arguments[1:], name=names[0] if len(names) == 1 else None)
 
     def draw_sign(self, names: Names, arguments: Sequence[Any]) -> fx.Node:
-        return self.with_mode(stage_ops.draw_sign, names, arguments)
+        return self.with_mode(coupling_ops.draw_sign, names, arguments)
 
     def enter_average(self, names: Names, arguments: Sequence[Any]) -> fx.Node:
-        return self.with_mode(stage_ops.enter_average, names, arguments)
+        return self.with_mode(coupling_ops.enter_average, names, arguments)
 
     def _vjp(
         self,
@@ -234,7 +242,7 @@ class _Flattener:
         of_stream, names = names[: bool(stream)], names[bool(stream) :]
         leaves = [index for index, name in enumerate(names) if name is not None]
         results = self.call(
-            stage_ops.branch_vjp if stream else stage_ops.vjp,
+            coupling_ops.branch_vjp if stream else coupling_ops.vjp,
             *stream,
             tuple(outputs[index] for index in present),
             tuple(gradients[index] for index in present),
@@ -252,12 +260,12 @@ class _Flattener:
 
 
 _EXPANDED: Final[dict[Any, Callable[..., Any]]] = {
-    stage_ops.draw_sign: _Flattener.draw_sign,
-    stage_ops.enter_average: _Flattener.enter_average,
-    stage_ops.accumulate_vjp: _Flattener.accumulate_vjp,
-    stage_ops.recompute_vjp: _Flattener.recompute_vjp,
-    stage_ops.record: _Flattener.record,
-    stage_ops.uncouple: _Flattener.uncouple,
+    coupling_ops.draw_sign: _Flattener.draw_sign,
+    coupling_ops.enter_average: _Flattener.enter_average,
+    coupling_ops.accumulate_vjp: _Flattener.accumulate_vjp,
+    coupling_ops.recompute_vjp: _Flattener.recompute_vjp,
+    coupling_ops.record: _Flattener.record,
+    coupling_ops.uncouple: _Flattener.uncouple,
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from revcompile.compiler.lower.writer import StageUnits, Writer, is_piece
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.program import Unit
 from revcompile.ir.stage_code import KEY, SELF, Program, Value, call
 from revcompile.ir.types import Coupling
@@ -48,16 +48,16 @@ def _record(writer: Writer, unit: Unit, index: int) -> None:
         value = writer.values[name]
         if writer.partition.requires_grad(name):
             value = Value(name, "leaf", index)
-            writer.assign((value,), call(stage_ops.leaf, writer.values[name]))
+            writer.assign((value,), call(coupling_ops.leaf, writer.values[name]))
         inputs.append(value)
     if is_piece(unit):
         writer.reseed(unit.pieces[0])
     outputs = stage.outputs(unit)
     recorded = [name for name in outputs if writer.partition.requires_grad(name)]
     ends = [Value(name, "graph") if name in recorded else Value(name) for name in outputs]
-    writer.assign(ends, call(stage_ops.record, stage.function(unit), SELF, *inputs))
+    writer.assign(ends, call(coupling_ops.record, stage.function(unit), SELF, *inputs))
     for name in recorded:
-        writer.assign((Value(name),), call(stage_ops.detached, Value(name, "graph")))
+        writer.assign((Value(name),), call(coupling_ops.detached, Value(name, "graph")))
     writer.values |= {name: Value(name) for name in outputs}
 
 
@@ -78,10 +78,10 @@ def inverse_program(
         function = writer.functions.of_piece(piece, again=True)
         sign = writer.sign(piece, b)
         addend = writer.branch(piece, b, function, [None] * len(piece.extras))
-        a = call(stage_ops.minus, y, addend, writer.values[piece.grid])
+        a = call(coupling_ops.minus, y, addend, writer.values[piece.grid])
         if sign is not None:
             given = y, b, addend, sign, writer.values[piece.grid], Value(piece.name, "lost")
-            a = call(stage_ops.uncouple_average, *given)
+            a = call(coupling_ops.uncouple_average, *given)
         streams = tuple(map(Value, piece.streams_in))
         if piece.rearrange is None:
             writer.assign(streams, a, b, comment=piece.name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx, nn
 
-from revcompile.ir import ops, stage_ops
+from revcompile.ir import coupling_ops, ops
 from revcompile.ir.module_tree import has_batch_norm
 from revcompile.ir.program import Partition, legal
 from revcompile.ir.stage_code import FunctionRole, GraphFunction
@@ -85,7 +85,7 @@ def _norm_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
     layer = graph.create_node("get_attr", target, name=legal(f"{target}_layer"))
     args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
     called = graph.create_node(
-        "call_function", stage_ops.call_norm, (layer, *args), kwargs, name=node.name
+        "call_function", coupling_ops.call_norm, (layer, *args), kwargs, name=node.name
     )
     called.meta = dict(node.meta)
     return called

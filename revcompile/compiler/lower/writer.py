@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from revcompile.compiler.lower.functions import Functions, writes_buffers
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import convolves
 from revcompile.ir.program import Part, Partition, Unit
 from revcompile.ir.stage_code import KEY, SELF, Call, Function, Program, Statement, Value, call
@@ -91,7 +91,7 @@ class Writer:
     def reseed(self, piece: Segment) -> None:
         """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
         if id(piece) in self.stage.random:
-            self.assign((), call(stage_ops.reseed, KEY, self.stage.places[id(piece)]))
+            self.assign((), call(coupling_ops.reseed, KEY, self.stage.places[id(piece)]))
 
     def compute(self, piece: Segment, *, again: bool = False) -> None:
         """Run a piece; `again`: in backward, where buffers are not written."""
@@ -111,9 +111,9 @@ class Writer:
         if piece.opens:
             cast = self.partition.low_precision(piece.streams_in[0])
             is_conv = convolves(piece.branch, self.partition.rewired.root)
-            entered = call(stage_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
+            entered = call(coupling_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
             if piece.averaged:
-                entered = call(stage_ops.enter_average, SELF, a, b)
+                entered = call(coupling_ops.enter_average, SELF, a, b)
             a, b = (Value(name, "entered") for name in piece.streams_in)
             self.values[piece.grid] = Value(piece.grid)
             self.assign((a, b, Value(piece.grid)), entered)
@@ -131,10 +131,10 @@ class Writer:
         before, after = map(Value, piece.streams_out)
         grid = self.values[piece.grid]
         if sign is None:
-            y = call(stage_ops.plus, a, addend, grid)
+            y = call(coupling_ops.plus, a, addend, grid)
             self.assign((before, after), b, y, comment=piece.name)
         else:
-            y = call(stage_ops.couple_average, a, b, addend, sign, grid)
+            y = call(coupling_ops.couple_average, a, b, addend, sign, grid)
             self.assign((after, Value(piece.name, "lost")), y, comment=piece.name)
             self.assign((before,), b)
 
@@ -145,7 +145,7 @@ class Writer:
         kind = self.partition.types.get(piece.streams_out[1])
         dim = kind.batch_dim if isinstance(kind, TensorType) else None
         sign = Value(piece.name, "sign")
-        self.assign((sign,), call(stage_ops.draw_sign, SELF, b, dim))
+        self.assign((sign,), call(coupling_ops.draw_sign, SELF, b, dim))
         return sign
 
     def branch(

@@ -14,7 +14,11 @@ __all__ = ["save_figure"]
 _DARK: Final = (
     "<style>@media (prefers-color-scheme:dark){svg{filter:invert(.92) hue-rotate(180deg)}}</style>"
 )
-_SETTINGS: Final = {"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "figure"}
+_SETTINGS: Final[dict[Any, Any]] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "svg.hashsalt": "figure",
+}
 """Letters stay text, which is small and can be searched; files are the same at every run."""
 
 

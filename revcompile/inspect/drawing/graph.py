@@ -18,7 +18,7 @@ import networkx as nx
 from torch import fx
 
 from revcompile.inspect.drawing.svg import width_of
-from revcompile.ir.stage_ops import call_norm
+from revcompile.ir.coupling_ops import call_norm
 from revcompile.ir.types import PATH, TYPE, TensorType
 
 __all__ = ["HEIGHT", "Drawn", "Placed", "Vertex", "drawn_graph", "operation", "placed"]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from revcompile.ir.stage_ops import branch_vjp, laid_out_like, stream_leaf
+from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.runtime.reversible.bindings import Bindings, Bound
 from revcompile.runtime.reversible.hooks import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any, Final
@@ -37,10 +36,10 @@ from revcompile.ir.guards import (
 from revcompile.ir.module_tree import copy_module
 from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_graph
-from revcompile.ir.types import TYPE, Rewired, TensorType
+from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.autocast import is_autocasting
 
-__all__ = ["Cases", "GuardChecker", "Mismatch", "Recapture"]
+__all__ = ["GuardChecker", "Mismatch"]
 
 _ABSENT: Final = object()
 _META: Final = torch.device("meta")
@@ -412,90 +411,3 @@ def _mismatch(guard: AttributeGuard, module: nn.Module) -> Mismatch | None:
     if holds(guard.value, now):
         return None
     return Mismatch(guard.expression, guard.value, now, guard.source)
-
-
-# -- the captures of one model --------------------------------------------------------------------
-
-
-Recapture = Callable[
-    [nn.Module, tuple[Guards, ...], tuple[Any, ...], Mapping[str, Any], bool], Rewired
-]
-"""Captures the model of a root in its present state, for the arguments of a call; the last
-argument: for its batch size alone?"""
-
-_MOST: Final = 64
-"""More captures of one model are an accident: a size that is new at every call."""
-
-
-class Cases:
-    """A rewired model for each combination of sizes, flags and attributes seen so far.
-
-    The first is the one that was compiled; the others are captured when a call needs them.
-    """
-
-    def __init__(self, first: Rewired, recapture: Recapture | None = None) -> None:
-        self.recapture = recapture
-        self._cases = [(first, GuardChecker(first.guards))]
-        self._last = self._cases[0]
-
-    def matching(
-        self,
-        root: nn.Module,
-        values: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Rewired:
-        problem = self._last[1].failing(root, values)
-        if problem is None:
-            return self._last[0]
-        for case in self._cases:
-            if case[1].failing(root, values) is None:
-                self._last = case
-                return case[0]
-        return self._recapture(problem, root, values, args, kwargs)
-
-    def _recapture(
-        self,
-        problem: Mismatch,
-        root: nn.Module,
-        values: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Rewired:
-        name = self._cases[0][0].name
-        if self.recapture is None:
-            raise problem.error(name, "Compile the model again for this case.")
-        if problem.is_structural:
-            raise problem.error(
-                name,
-                "Capturing it again does not follow new or missing modules and parameters: undo "
-                "the change, or make it in the original model and compile that.",
-            )
-        if len(self._cases) >= _MOST:
-            raise problem.error(
-                name,
-                f"It has been captured for {_MOST} cases already; give it inputs of fewer sizes "
-                "(pad them), or keep the module that reads this with leaf_modules=[...].",
-            )
-        remaining: Mismatch | None = problem
-        for fixed_batch in (False, True):
-            try:
-                guards = tuple(r.guards for r, _ in self._cases)
-                rewired = self.recapture(root, guards, args, kwargs, fixed_batch)
-            except Exception as error:
-                raise problem.error(
-                    name,
-                    f"Capturing the model for this case failed: {error}\nCompile it again with "
-                    "example inputs of this case, or keep the module that reads this as one piece "
-                    "with leaf_modules=[...].",
-                ) from error
-            rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
-            case = rewired, GuardChecker(rewired.guards)
-            remaining = case[1].failing(root, values)
-            if remaining is None:
-                break
-        if remaining is not None:
-            raise remaining.error(name, "Compile it again with example inputs of this case.")
-        self._cases.append(case)
-        self._last = case
-        return rewired

@@ -22,8 +22,8 @@ from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings, Watch
 from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Block, Chain
-from revcompile.runtime.reversible.guards import Cases, Recapture
 from revcompile.runtime.reversible.hooks import (
     ShardedModule,
     reshard,

@@ -15,9 +15,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from revcompile.ir.coupling_ops import call_bn_relu, call_norm
 from revcompile.ir.module_tree import casts_input
 from revcompile.ir.ops import as_read, matching
-from revcompile.ir.stage_ops import call_bn_relu, call_norm
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from revcompile.errors import InputError, NonFiniteError
+from revcompile.errors import InputError
 from revcompile.ir import ops
+from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, recording
 from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
-from revcompile.ir.stage_ops import is_seeded_elsewhere, mix, recording
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.cast_streams import cast_streams
+from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import ParameterGuard, parameters_of
 from revcompile.runtime.stage.program_facts import (
@@ -32,8 +32,8 @@ from revcompile.runtime.stage.program_facts import (
     statistics_move_early,
     statistics_of,
 )
-from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
-from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree, overlaps
+from revcompile.runtime.stage.stream_samples import StreamSamples
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, overlaps, refuse_non_finite
 from revcompile.runtime.stage.weights import (
     CastWeights,
     ParameterSlots,
@@ -44,37 +44,11 @@ from revcompile.runtime.stage.weights import (
 )
 from revcompile.schedule import Weights
 
-__all__ = ["InFlight", "Observer", "Programs", "Stage"]
+__all__ = ["Observer", "Programs", "Stage"]
 
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
 """A stage's forward and backward programs."""
-
-
-@dataclass
-class InFlight:
-    """What a stage stores of one micro-batch between its forward and its backward pass."""
-
-    kept: tuple[Any, ...]
-    """Values that the backward program takes, as `ActivationStore` stores them."""
-    weights: Mapping[str, Tensor] | None = None
-    """Weights for the backward pass; None: the latest.
-
-    Stashed weights are copied before the first update after the forward pass.
-    """
-    buffers: list[BufferSnapshot] = field(default_factory=list)
-    versions: tuple[int, ...] = ()
-    """Autograd versions of `kept`, to notice in-place writes."""
-    original: Mapping[str, Tensor] = field(default_factory=dict)
-    """The stage's inputs, if the error of rebuilding them is to be measured."""
-    parameter_versions: tuple[int, ...] = ()
-    """Autograd versions of the parameters that its graph has saved by reference."""
-    samples: StartedCheck | None = None
-    """Of the streams that entered its couplings, where their reconstruction can be checked."""
-    updates: int | None = None
-    """How many updates there were when forward ran with the latest weights; None: unknown."""
-    hooks: HookRecord | None = field(default_factory=dict)
-    """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
 
 
 class Observer(Protocol):
@@ -253,7 +227,7 @@ class Stage:
         with self._samples.collecting() as sampled:
             rebuilt, input_grads, own_grads = self.differentiate(microbatch, values, gradients)
         if self.check_finite:
-            self._check_finite(microbatch, own_grads, input_grads, scale)
+            refuse_non_finite(self.program.index, microbatch, own_grads, input_grads, scale)
         if is_exact:
             self._samples.finish(held.samples, sampled)
         if scale is not None:
@@ -368,33 +342,6 @@ class Stage:
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
             used.add(gradient.untyped_storage()._cdata)
             self.gradients[name] = gradient
-
-    def _check_finite(
-        self,
-        microbatch: int,
-        own_grads: Mapping[str, Tensor | None],
-        input_grads: Mapping[str, Any],
-        scale: float | None,
-    ) -> None:
-        every = {**input_grads, **own_grads}
-        gradients = {n: g for n, g in every.items() if g is not None and g.numel()}
-        if not gradients:
-            return
-        finite = all_finite(list(gradients.values()))
-        bad = [name for name, ok in zip(gradients, finite, strict=True) if not ok]
-        if not bad:
-            return
-        of_parameters = [name for name in bad if name in own_grads]
-        where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        lower = "the learning rate" if scale is None else f"the loss scale ({scale:g})"
-        raise NonFiniteError(
-            f"stage {self.program.index}, micro-batch {microbatch}: the gradient of {where}{more} "
-            f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
-            "gradients, or look at this batch",
-            stage=self.program.index,
-            microbatch=microbatch,
-        )
 
     def _check_unwritten(self, microbatch: int, held: InFlight) -> None:
         for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from revcompile.errors import NonFiniteError
 
 __all__ = [
     "TreeCopy",
@@ -16,6 +18,7 @@ __all__ = [
     "clone_tree",
     "detach_tree",
     "overlaps",
+    "refuse_non_finite",
 ]
 
 TreeCopy = Callable[[Any], Any]
@@ -75,3 +78,36 @@ def clone_tree(tree: Any) -> Any:
 def detach_tree(tree: Any) -> Any:
     """Nested values that share memory with the originals: to be read before training goes on."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach(), tree)
+
+
+def refuse_non_finite(
+    stage: int,
+    microbatch: int,
+    own_grads: Mapping[str, Tensor | None],
+    input_grads: Mapping[str, Any],
+    scale: float | None,
+) -> None:
+    """Raise if a gradient of a micro-batch, of parameters or inputs of a stage, is not finite.
+
+    Args:
+        scale: That of the loss, if there is one.
+    """
+    every = {**input_grads, **own_grads}
+    gradients = {n: g for n, g in every.items() if g is not None and g.numel()}
+    if not gradients:
+        return
+    finite = all_finite(list(gradients.values()))
+    bad = [name for name, ok in zip(gradients, finite, strict=True) if not ok]
+    if not bad:
+        return
+    of_parameters = [name for name in bad if name in own_grads]
+    where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    lower = "the learning rate" if scale is None else f"the loss scale ({scale:g})"
+    raise NonFiniteError(
+        f"stage {stage}, micro-batch {microbatch}: the gradient of {where}{more} "
+        f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
+        "gradients, or look at this batch",
+        stage=stage,
+        microbatch=microbatch,
+    )

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
+from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.ir.stage_ops import mix
 from revcompile.runtime.checkpoint import until_signal
-from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
+from revcompile.runtime.executor.scheduler import LocalScheduler
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from revcompile.errors import InputError
-from revcompile.ir.stage_ops import mix
+from revcompile.ir.coupling_ops import mix
 
 __all__ = ["BatchSelection", "Loader", "NoBatches", "SeededSampler", "make_loader", "seeded_loader"]
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.reversible.replay import BufferSnapshot
@@ -352,11 +352,11 @@ def _forward(
         stage._stateful.replay(buffers[program.index]),
         torch.set_grad_enabled(with_grad),
     ):
-        outputs = run(stage.root, stage_ops.mix(stage.seed, microbatch), *inputs)
+        outputs = run(stage.root, coupling_ops.mix(stage.seed, microbatch), *inputs)
     return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
 
-_CUTS: Final = (stage_ops.leaf, stage_ops.detached)
+_CUTS: Final = (coupling_ops.leaf, coupling_ops.detached)
 
 
 def _differentiable(program: StageProgram) -> Callable[..., Any]:
@@ -368,6 +368,6 @@ def _differentiable(program: StageProgram) -> Callable[..., Any]:
         if node.op == "call_function" and node.target in _CUTS:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "call_function" and node.target is stage_ops.recording:
+        elif node.op == "call_function" and node.target is coupling_ops.recording:
             graph.erase_node(node)
     return compile_graph(graph, f"stage {program.index} probe")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import revcompile
-from revcompile.ir import ops, stage_ops
+from revcompile.ir import coupling_ops, ops
 from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.exact_sum import make_grid, rounded
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
@@ -42,7 +42,7 @@ def test_sums_become_a_part_of_their_branch() -> None:
     forward, backward = fuse(program.forward, program.backward, net.model, FusedOps(_same))
     assert _calls(forward) == _calls(backward) == ["compiled_0_and_sum"]
     targets = {node.target for graph in (forward, backward) for node in graph.nodes}
-    assert not targets & {stage_ops.plus, stage_ops.minus}
+    assert not targets & {coupling_ops.plus, coupling_ops.minus}
 
 
 def test_the_first_block_of_a_chain_rebuilds_nothing() -> None:
@@ -58,7 +58,7 @@ def test_both_directions_or_neither() -> None:
     program = net._programs(net.method)[4]
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.backward, {}))
-    minus = next(node for node in graph.nodes if node.target is stage_ops.minus)
+    minus = next(node for node in graph.nodes if node.target is coupling_ops.minus)
     with graph.inserting_after(minus):
         graph.call_function(operator.neg, (minus.args[1],))
     found = find_regions(program.forward, net.model), find_regions(graph, net.model)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.ops import as_read, attribute
 from revcompile.kernels.exact_sum import is_imprecise, make_grid
 from revcompile.runtime.executor.captured.fusion_regions import (
@@ -38,8 +38,8 @@ class FusedOps:
         self._compile = compile or _torch_compile
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._signs: dict[tuple[torch.device, bool], Tensor] = {}
-        self.plus = self._on_grid(self._compile(_plus), stage_ops.plus)
-        self.minus = self._on_grid(self._compile(_minus), stage_ops.minus)
+        self.plus = self._on_grid(self._compile(_plus), coupling_ops.plus)
+        self.minus = self._on_grid(self._compile(_minus), coupling_ops.minus)
         self._round_to_grid = self._compile(_round_to_grid)
 
     def function(
@@ -67,12 +67,12 @@ class FusedOps:
     def enter_chain(
         self, a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `stage_ops.enter_chain`, with one pass over each stream once the grid is known."""
+        """As `coupling_ops.enter_chain`, with one pass over each stream once the grid is known."""
         if torch.is_grad_enabled():  # a graph is kept, and these ops are part of it
-            return stage_ops.enter_chain(a, b, cast, convolves)
-        if not is_imprecise(stage_ops.wide(a.new_empty(0)), cast, convolves):
-            return stage_ops.wide(a), stage_ops.wide(b), None
-        grid = make_grid(stage_ops.largest(a).float(), stage_ops.largest(b).float())
+            return coupling_ops.enter_chain(a, b, cast, convolves)
+        if not is_imprecise(coupling_ops.wide(a.new_empty(0)), cast, convolves):
+            return coupling_ops.wide(a), coupling_ops.wide(b), None
+        grid = make_grid(coupling_ops.largest(a).float(), coupling_ops.largest(b).float())
         return self._round_to_grid(a, grid), self._round_to_grid(b, grid), grid
 
     def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
@@ -103,9 +103,9 @@ def _torch_compile(function: Any) -> Callable[..., Any]:
 
 
 _COMPILED_OPS: Final[dict[Any, str]] = {
-    stage_ops.enter_chain: "enter_chain",
-    stage_ops.minus: "minus",
-    stage_ops.plus: "plus",
+    coupling_ops.enter_chain: "enter_chain",
+    coupling_ops.minus: "minus",
+    coupling_ops.plus: "plus",
 }
 """Ops between regions, and the method of `FusedOps` that replaces each."""
 
@@ -120,8 +120,8 @@ def fuse(
     regions = [find_regions(graph, root) for graph in programs]
     for region in regions[1]:
         for node in region.inputs:
-            if node.target in (stage_ops.leaf, stage_ops.stream_leaf):
-                node.target = cast_leaf if _is_cast(region, node) else stage_ops.leaf
+            if node.target in (coupling_ops.leaf, coupling_ops.stream_leaf):
+                node.target = cast_leaf if _is_cast(region, node) else coupling_ops.leaf
     fuse_residual_adds(*regions)
     # Forward treats its inputs as backward does, or the recomputed branch might differ.
     leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}
@@ -144,7 +144,7 @@ LeafOp = Callable[[Any], Any]
 
 def _leaf_ops(region: FusionRegion) -> tuple[LeafOp, ...]:
     """For each input the op that makes it a leaf in backward, or one that does nothing."""
-    ops: tuple[Any, ...] = (stage_ops.leaf, cast_leaf)
+    ops: tuple[Any, ...] = (coupling_ops.leaf, cast_leaf)
     targets = [node.target for node in region.inputs]
     return tuple(t if t in ops else _identity for t in targets)  # type: ignore[misc]
 
@@ -166,7 +166,7 @@ def cast_leaf(x: Any) -> Any:
 
     Its gradient then comes in low precision, and is cast up while it is added to others.
     """
-    return stage_ops.leaf(as_read(x) if isinstance(x, Tensor) else x)
+    return coupling_ops.leaf(as_read(x) if isinstance(x, Tensor) else x)
 
 
 def _replace(
@@ -227,7 +227,7 @@ def _caller(
         ]
         with torch.enable_grad():
             results = _without_warnings(function, *leaves, *add_inputs, *tensors)
-        return tuple(map(stage_ops.detached, results))
+        return tuple(map(coupling_ops.detached, results))
 
     def call_with_add(*inputs: Any) -> Any:
         assert add is not None
@@ -235,11 +235,11 @@ def _caller(
         if grid is None or (torch.is_grad_enabled() and not add.is_minus):
             # Exact without a grid; or the graph that is kept goes on through the stream.
             results = call(*own)
-            plain = stage_ops.minus if add.is_minus else stage_ops.plus
+            plain = coupling_ops.minus if add.is_minus else coupling_ops.plus
             return *results, plain(stream, results[add.output], grid)
         sign = fused.sign(stream.device, add.is_minus)
         results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign))
-        return *results, stage_ops.detached(results[add.output])
+        return *results, coupling_ops.detached(results[add.output])
 
     if add is not None:
         call_with_add.__name__ = call_with_add.__qualname__ = f"compiled_{number}_and_sum"

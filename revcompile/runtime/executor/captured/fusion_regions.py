@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from revcompile.ir import stage_ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.python_code import source_of
 
 __all__ = ["FusedAdd", "FusionRegion", "find_regions", "fuse_residual_adds"]
@@ -83,7 +83,7 @@ class FusedAdd:
     @property
     def is_minus(self) -> bool:
         """Does it reconstruct a stream in backward?"""
-        return self.node.target is stage_ops.minus
+        return self.node.target is coupling_ops.minus
 
 
 @dataclass
@@ -125,7 +125,7 @@ def find_regions(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
 
 
 def _is_layer(node: fx.Node) -> bool:
-    return node.op == "call_module" or node.target is stage_ops.call_norm
+    return node.op == "call_module" or node.target is coupling_ops.call_norm
 
 
 def _is_pure(node: fx.Node, root: nn.Module) -> bool:
@@ -133,10 +133,10 @@ def _is_pure(node: fx.Node, root: nn.Module) -> bool:
         module = root.get_submodule(str(node.target))
         return type(module) in (*_LIFTED, *_STATELESS)
     if node.op == "get_attr":  # the layer that a call of `call_norm` is given
-        return all(user.target is stage_ops.call_norm for user in node.users)
+        return all(user.target is coupling_ops.call_norm for user in node.users)
     if node.op == "call_method":
         return node.target in _METHODS
-    if node.target is stage_ops.call_norm:
+    if node.target is coupling_ops.call_norm:
         layer = root.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
         return _is_plain_norm(layer) and len(node.args) == 2 and not node.kwargs
     if node.target is operator.getitem:  # alone it is not worth a kernel
@@ -202,7 +202,7 @@ def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
     """The paths of the tensors that a node reads of its layer."""
-    if node.target is stage_ops.call_norm:
+    if node.target is coupling_ops.call_norm:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         return [f"{path}.{n}" for n in ("running_mean", "running_var", "weight", "bias")]
     if node.op != "call_module":
@@ -221,7 +221,7 @@ def _emit(
     lifted: dict[str, fx.Node],
 ) -> fx.Node:
     graph = region.graph
-    if node.target is stage_ops.call_norm:
+    if node.target is coupling_ops.call_norm:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         norm: Any = root.get_submodule(path)
         region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
@@ -265,7 +265,7 @@ def _residual_adds(region: FusionRegion) -> list[tuple[int, fx.Node]]:
         (index, user)
         for index, node in enumerate(region.outputs)
         for user in node.users
-        if user.target in (stage_ops.plus, stage_ops.minus) and user.args[1] is node
+        if user.target in (coupling_ops.plus, coupling_ops.minus) and user.args[1] is node
     ]
 
 
@@ -277,7 +277,7 @@ def _fused_add(region: FusionRegion) -> FusedAdd | None:
     output, node = adds[0]
     others = [user for user in region.outputs[output].users if user is not node]
     inside = set(region.nodes)
-    vjps = (stage_ops.vjp, stage_ops.branch_vjp)
+    vjps = (coupling_ops.vjp, coupling_ops.branch_vjp)
     if any(user.target not in vjps and user not in inside for user in others):
         return None
     last = region.nodes[-1]

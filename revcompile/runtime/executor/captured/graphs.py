@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from revcompile.errors import RevcompileError
-from revcompile.ir.stage_ops import seed_of, seeding
+from revcompile.ir.coupling_ops import seed_of, seeding
 
 __all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "RandomKeys"]
 

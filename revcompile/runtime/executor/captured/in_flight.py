@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from revcompile.runtime.executor.captured.static_buffers import Route
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
-from revcompile.runtime.stage.stage import InFlight
+from revcompile.runtime.stage.in_flight import InFlight
 
 __all__ = ["InFlightState", "empty_on", "in_flight", "missing_memory"]
 

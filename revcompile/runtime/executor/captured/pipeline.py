@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
-from revcompile.ir.stage_ops import mix
+from revcompile.ir.coupling_ops import mix
 from revcompile.runtime.executor.captured.found_inf import NonFiniteReports
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, Pass
@@ -57,7 +57,8 @@ from revcompile.runtime.executor.captured.static_buffers import (
     pooled_copy,
 )
 from revcompile.runtime.executor.captured.streams import CopyStream, StepStreams
-from revcompile.runtime.executor.stage_executor import LocalScheduler, StageExecutor
+from revcompile.runtime.executor.scheduler import LocalScheduler
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import InProcess, Message
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead

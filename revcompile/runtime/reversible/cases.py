@@ -1,0 +1,98 @@
+"""The captures of one model: for calls that break a guard it is captured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+from revcompile.ir.guards import Guards
+from revcompile.ir.types import Rewired
+from revcompile.runtime.reversible.guards import GuardChecker, Mismatch
+
+__all__ = ["Cases", "Recapture"]
+
+Recapture = Callable[
+    [nn.Module, tuple[Guards, ...], tuple[Any, ...], Mapping[str, Any], bool], Rewired
+]
+"""Captures the model of a root in its present state, for the arguments of a call; the last
+argument: for its batch size alone?"""
+
+_MOST: Final = 64
+"""More captures of one model are an accident: a size that is new at every call."""
+
+
+class Cases:
+    """A rewired model for each combination of sizes, flags and attributes seen so far.
+
+    The first is the one that was compiled; the others are captured when a call needs them.
+    """
+
+    def __init__(self, first: Rewired, recapture: Recapture | None = None) -> None:
+        self.recapture = recapture
+        self._cases = [(first, GuardChecker(first.guards))]
+        self._last = self._cases[0]
+
+    def matching(
+        self,
+        root: nn.Module,
+        values: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Rewired:
+        problem = self._last[1].failing(root, values)
+        if problem is None:
+            return self._last[0]
+        for case in self._cases:
+            if case[1].failing(root, values) is None:
+                self._last = case
+                return case[0]
+        return self._recapture(problem, root, values, args, kwargs)
+
+    def _recapture(
+        self,
+        problem: Mismatch,
+        root: nn.Module,
+        values: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Rewired:
+        name = self._cases[0][0].name
+        if self.recapture is None:
+            raise problem.error(name, "Compile the model again for this case.")
+        if problem.is_structural:
+            raise problem.error(
+                name,
+                "Capturing it again does not follow new or missing modules and parameters: undo "
+                "the change, or make it in the original model and compile that.",
+            )
+        if len(self._cases) >= _MOST:
+            raise problem.error(
+                name,
+                f"It has been captured for {_MOST} cases already; give it inputs of fewer sizes "
+                "(pad them), or keep the module that reads this with leaf_modules=[...].",
+            )
+        remaining: Mismatch | None = problem
+        for fixed_batch in (False, True):
+            try:
+                guards = tuple(r.guards for r, _ in self._cases)
+                rewired = self.recapture(root, guards, args, kwargs, fixed_batch)
+            except Exception as error:
+                raise problem.error(
+                    name,
+                    f"Capturing the model for this case failed: {error}\nCompile it again with "
+                    "example inputs of this case, or keep the module that reads this as one piece "
+                    "with leaf_modules=[...].",
+                ) from error
+            rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
+            case = rewired, GuardChecker(rewired.guards)
+            remaining = case[1].failing(root, values)
+            if remaining is None:
+                break
+        if remaining is not None:
+            raise remaining.error(name, "Compile it again with example inputs of this case.")
+        self._cases.append(case)
+        self._last = case
+        return rewired

@@ -1,0 +1,41 @@
+"""What a stage stores of a micro-batch between its forward and its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from revcompile.runtime.reversible.hooks import HookRecord
+from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.stage.stream_samples import StartedCheck
+
+__all__ = ["InFlight"]
+
+
+@dataclass
+class InFlight:
+    """What a stage stores of one micro-batch between its forward and its backward pass."""
+
+    kept: tuple[Any, ...]
+    """Values that the backward program takes, as `ActivationStore` stores them."""
+    weights: Mapping[str, Tensor] | None = None
+    """Weights for the backward pass; None: the latest.
+
+    Stashed weights are copied before the first update after the forward pass.
+    """
+    buffers: list[BufferSnapshot] = field(default_factory=list)
+    versions: tuple[int, ...] = ()
+    """Autograd versions of `kept`, to notice in-place writes."""
+    original: Mapping[str, Tensor] = field(default_factory=dict)
+    """The stage's inputs, if the error of rebuilding them is to be measured."""
+    parameter_versions: tuple[int, ...] = ()
+    """Autograd versions of the parameters that its graph has saved by reference."""
+    samples: StartedCheck | None = None
+    """Of the streams that entered its couplings, where their reconstruction can be checked."""
+    updates: int | None = None
+    """How many updates there were when forward ran with the latest weights; None: unknown."""
+    hooks: HookRecord | None = field(default_factory=dict)
+    """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
