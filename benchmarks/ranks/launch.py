@@ -1,4 +1,4 @@
-"""Ranks on this machine: processes joined over gloo, one thread each, and their results."""
+"""Ranks on this machine: processes joined over gloo or NCCL, one thread each; their results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ __all__ = ["RANKS", "on_ranks"]
 RANKS: Final = 2
 
 
-def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = RANKS) -> list[Any]:
+def on_ranks(
+    work: Callable[..., Any], *arguments: Any, ranks: int = RANKS, device: str = "cpu"
+) -> list[Any]:
     """Call `work(rank, *arguments)` on every rank, in processes of their own; their results."""
     # Memory goes back to the allocator, not to the system: else page faults come and go by chance.
     os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
         results = manager.dict()
-        shared = (ranks, f"{folder}/store", results, work, arguments)
+        shared = (ranks, f"{folder}/store", results, work, arguments, device)
         processes = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -48,12 +50,24 @@ def _join(processes: Sequence[Any]) -> None:
 
 
 def _rank(
-    rank: int, ranks: int, store: str, results: Any, work: Callable[..., Any], arguments: Any
+    rank: int,
+    ranks: int,
+    store: str,
+    results: Any,
+    work: Callable[..., Any],
+    arguments: Any,
+    device: str,
 ) -> None:
     """One rank's life. It ends without clean-up: threads of links may still wait for the other."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    if device == "cuda":
+        # NCCL wants a GPU for each rank, unless the ranks claim to be on different machines.
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        os.environ |= {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    distributed.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks)
     results[rank] = work(rank, *arguments)
     distributed.barrier()
     os._exit(0)

@@ -275,17 +275,22 @@ def end(rank: int, options: dict[str, Any]) -> Any:
     """One rank ends in the middle of a step; returns another's error."""
     doomed = rank == options["doomed"]
     Fatal.end = staticmethod({"stopped": stopped, "failed": failed}.get(options["how"], killed))
-    run = Run(steps=12, method=options["method"], device=options.get("device", "cpu"))
+    is_late = options["how"] == "killed in a late step"
+    steps = 20 if is_late else 12
+    run = Run(steps=steps, method=options["method"], device=options.get("device", "cpu"))
     net, _ = compiled(run.model, run.stages, run.device)
     made = net.trainer(
-        lambda p: (Fatal if doomed else torch.optim.SGD)(p, lr=0.01),
+        lambda p: (Fatal if doomed and not is_late else torch.optim.SGD)(p, lr=0.01),
         F.cross_entropy,
         method=run.method,
         timeout=options["timeout"],
+        **options.get("trainer", {}),
     )
     try:
-        for batch in batches(run):
+        for number, batch in enumerate(batches(run)):
             fed(made, batch)
+            if is_late and doomed and number == 14:
+                killed()
             if options["how"] == "killed between steps":
                 if doomed:
                     killed()

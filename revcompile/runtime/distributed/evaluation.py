@@ -11,7 +11,12 @@ from typing import Any
 from revcompile.errors import InputError
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Message, MessageKind, Transport
+from revcompile.runtime.executor.transport import (
+    Message,
+    MessageKind,
+    Transport,
+    next_message,
+)
 from revcompile.runtime.trainer.inputs import split_batch
 
 __all__ = ["EvaluationPass", "LoaderEnds"]
@@ -128,8 +133,7 @@ class EvaluationPass:
             except Exception as error:
                 self.error = self.error or error
                 return None
-        while True:
-            message = self.transport.receive(stage - 1, stage, MessageKind.EVALUATE)
-            if message is not None:
-                return None if message.void else (message.values, message.fingerprint)
-            self.transport.wait(f"stage {stage} for batch {number} of an evaluation")
+        where = f"stage {stage} for batch {number} of an evaluation"
+        route = stage - 1, stage, MessageKind.EVALUATE
+        message = next_message(self.transport, route, where)
+        return None if message.void else (message.values, message.fingerprint)

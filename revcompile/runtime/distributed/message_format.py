@@ -186,7 +186,7 @@ def describe(
         return {"tensor": [dtype, list(form.shape), list(form.stride), form.on_host]}
 
     try:
-        parts = [encode(dict(part), special) for part in (message.values, message.gradients)]
+        parts = [encode(dict(part), special) for part in message.parts]
     except InputError as error:
         raise InputError(
             f"{error} crosses from one rank to another; only tensors and plain values do: put "
@@ -208,8 +208,7 @@ class Describer:
         """The description, empty if it is the last one, and the message's tensors."""
         signature = _signature(message)
         if signature is not None and signature == self._signature:
-            parts = (message.values, message.gradients)
-            tensors = [v for part in parts for v in part.values() if isinstance(v, Tensor)]
+            tensors = [v for part in message.parts for v in part.values() if isinstance(v, Tensor)]
             return b"", list(zip(self._formats, tensors, strict=True))
         text, described = describe(message, self._device)
         self._signature, self._formats = signature, [form for form, _ in described]
@@ -222,7 +221,7 @@ class Describer:
 def _signature(message: Message) -> tuple[Any, ...] | None:
     """A cheap key of a message's description; None for nested values, which have none."""
     key: list[Any] = []
-    for part in (message.values, message.gradients):
+    for part in message.parts:
         for name, value in part.items():
             if isinstance(value, Tensor) and value.layout is torch.strided:
                 key += (name, value.dtype, value.shape, value.stride(), value.device)
@@ -254,11 +253,12 @@ class Description:
             return torch.device("cpu") if torch.device(name).type == "cpu" else device
 
         special = {"tensor": next_tensor, "device": device_here}
-        values, gradients = (decode(part, special) for part in self._parts)
+        values, gradients, flag = (decode(part, special) for part in self._parts)
         return Message(
             header.index,
             values,
             gradients,
+            found_inf=flag.get("found_inf"),
             scale=header.scale,
             fingerprint=header.fingerprint,
             is_exact=Flag.EXACT in header.flags,

@@ -33,6 +33,7 @@ from revcompile.runtime.distributed.message_format import (
     Header,
     TensorFormat,
 )
+from revcompile.runtime.executor.captured.streams import stream_for
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.buffer_pool import BufferPool
 
@@ -107,7 +108,7 @@ class Arrival:
 
 
 def _tensors(message: Message) -> Iterator[Tensor]:
-    for part in (message.values, message.gradients):
+    for part in message.parts:
         leaves = pytree.tree_leaves(dict(part))
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -121,6 +122,8 @@ class Outbound:
     tensors: list[tuple[TensorFormat, Tensor]] = field(default_factory=list)
     event: Any = None
     """On a GPU: when the tensors are computed."""
+    sent: Any = None
+    """On a GPU: when they are sent, and their memory may be written to."""
 
     def text_bytes(self) -> Tensor:
         return torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
@@ -264,7 +267,7 @@ class DeviceSender:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._stream = torch.cuda.Stream(channel.device)
+        self._stream = stream_for(f"send {channel.source}, {channel.target}", channel.device)
 
     def send(self, outbound: Outbound) -> None:
         """Enqueue the tensors, then send the header."""
@@ -276,6 +279,8 @@ class DeviceSender:
             self._channel.exchange([form.to_bytes(tensor) for form, tensor in moved], sends=True)
             for _, tensor in moved:
                 tensor.record_stream(self._stream)
+            if outbound.sent is not None:
+                outbound.sent.record()
         self._channel.control_exchange(torch.tensor(outbound.header.numbers()), sends=True)
         if outbound.text:
             self._channel.control_exchange(outbound.text_bytes(), sends=True)
@@ -286,7 +291,7 @@ class DeviceReceiver:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._stream = torch.cuda.Stream(channel.device)
+        self._stream = stream_for(f"receive {channel.source}, {channel.target}", channel.device)
 
     def header(self) -> Header:
         """Wait for the next message's header."""

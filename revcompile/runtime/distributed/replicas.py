@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -50,10 +51,12 @@ class ReplicaAverage:
         group: Any,
         on_done: Callable[[], None],
         on_failure: Callable[[str], None],
+        collective: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._statistics = [s for s in statistics if s.is_floating_point()]
         self._group, self._on_done, self._on_failure = group, on_done, on_failure
+        self._collective = collective
         summed = [*self._parameters.values(), *self._statistics]
         device = summed[0].device if summed else torch.device("cpu")
         presence = torch.zeros(1 + len(self._parameters), dtype=torch.float64, device=device)
@@ -82,6 +85,26 @@ class ReplicaAverage:
         self._started = False
         return self._read(gradients)
 
+    # -- in captured steps, from the main thread ----------------------------------------------
+
+    def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
+        self._presence.copy_((count > 0).expand_as(self._presence))
+        self._presence[0].copy_(count)
+        self._fill_sums(gradients)
+
+    def reduce(self) -> None:
+        with self._collective():
+            self._all_reduce()
+
+    def read(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        count = self._presence[0]
+        self._read_statistics()
+        for name, gradient in gradients.items():
+            gradient.copy_(self._sums[name].div_(count.clamp(min=1)))
+        return count
+
+    # -----------------------------------------------------------------------------------------
+
     def close(self, timeout: float) -> bool:
         """End the thread; False if it does not end in time."""
         self._jobs.put(None)
@@ -91,6 +114,9 @@ class ReplicaAverage:
     def _fill(self, gradients: Mapping[str, Tensor], count: int) -> None:
         presence = [float(count), *(float(name in gradients) for name in self._sums)]
         self._presence.copy_(torch.tensor(presence, dtype=torch.float64))
+        self._fill_sums(gradients)
+
+    def _fill_sums(self, gradients: Mapping[str, Tensor]) -> None:
         for name, total in self._sums.items():
             if name in gradients:
                 total.copy_(gradients[name])
@@ -101,9 +127,7 @@ class ReplicaAverage:
 
     def _read(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         count, *presence = self._presence.tolist()
-        replicas = distributed.get_world_size(self._group)
-        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
-            statistic.data.copy_(total.div_(replicas))
+        self._read_statistics()
         for (name, total), is_present in zip(self._sums.items(), presence, strict=True):
             if is_present and name not in gradients:
                 gradients[name] = torch.empty_like(self._parameters[name].detach())
@@ -111,14 +135,22 @@ class ReplicaAverage:
                 gradients[name].copy_(total.div_(count))
         return gradients
 
+    def _read_statistics(self) -> None:
+        replicas = distributed.get_world_size(self._group)
+        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
+            statistic.data.copy_(total.div_(replicas))
+
+    def _all_reduce(self) -> None:
+        for buffer in self._buffers:
+            distributed.all_reduce(buffer, group=self._group)
+
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
                 (event,) = job
                 if event is not None:
                     event.synchronize()
-                for buffer in self._buffers:
-                    distributed.all_reduce(buffer, group=self._group)
+                self._all_reduce()
                 if event is not None:
                     torch.cuda.current_stream(self._presence.device).synchronize()
                 self._finished.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -43,8 +42,9 @@ from revcompile.runtime.distributed.rank_weights import (
 )
 from revcompile.runtime.distributed.replicas import open_replica_groups
 from revcompile.runtime.distributed.transport import DistributedTransport
-from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.executor.captured import Backend, GraphRunner
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
+from revcompile.runtime.executor.transport import MessageKind, next_message
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.module_guards import TreeGuard
@@ -116,12 +116,6 @@ class DistributedTrainer(Trainer):
         report_loss: bool = False,
         average_statistics: bool = False,
     ) -> None:
-        if settings.backend not in (Backend.AUTO, Backend.EAGER):
-            warnings.warn(
-                f"backend={settings.backend.value!r}: stages on several ranks run one action at a "
-                "time; pass backend='eager' to silence this warning",
-                stacklevel=3,
-            )
         limit = timedelta(seconds=timeout)
         self.device = join(model, device or last_device(model), limit)
         self.report_loss = report_loss
@@ -167,6 +161,14 @@ class DistributedTrainer(Trainer):
             weights.adopt(model, {name: executor.stage.parameters[name] for name in replicas})
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
+        self.runner = GraphRunner(
+            Backend.EAGER if settings.backend is Backend.AUTO else settings.backend,
+            self.executors,
+            self.loss_head,
+            self.schedule,
+            check_finite=settings.check_finite,
+            averages=self.transport.averages,
+        )
         self._given: tuple[Any, Any] = None, None
         """What this rank's step was called with, while its forward passes run."""
         _open.append(self.transport)
@@ -200,19 +202,13 @@ class DistributedTrainer(Trainer):
         if self.is_last:
             self._given = inputs, target
             self._prepare_target(microbatch, target)
-        if self.is_first:
-            self.executors[0].inputs[microbatch] = values
-            if not self.is_last:
-                fingerprint = Fingerprint.of(inputs, target, microbatch)
-                self.executors[0].fingerprints[microbatch] = fingerprint
-        self._measure(microbatch)
+        fingerprint = None
+        if self.is_first and not self.is_last:
+            fingerprint = Fingerprint.of(inputs, target, microbatch)
         with self._stop_on_error():
-            remaining = self.scheduler.forward(self.schedule.inject())
-            for executor in self.executors:
-                if microbatch in executor.stage.in_flight:
-                    self._shared_buffers.check_changed(executor.stage.in_flight[microbatch].buffers)
+            if not self._captured_step(values, fingerprint, problem is None):
+                self._eager_step(values, fingerprint)
         self._given = None, None
-        self._finish(remaining)
         self.loss_head.targets.pop(microbatch, None)
         self.transport.completed = microbatch
         if values is not None:
@@ -223,6 +219,53 @@ class DistributedTrainer(Trainer):
         self._trace_step()
         self._raise_failures()
         return self.metrics
+
+    def _eager_step(self, values: dict[str, Any] | None, fingerprint: Fingerprint | None) -> None:
+        """Action by action."""
+        microbatch = self.schedule.injected
+        if self.is_first:
+            self.executors[0].inputs[microbatch] = values
+        if fingerprint is not None:
+            self.executors[0].fingerprints[microbatch] = fingerprint
+        self._measure(microbatch)
+        remaining = self.scheduler.forward(self.schedule.inject())
+        for executor in self.executors:
+            if microbatch in executor.stage.in_flight:
+                self._shared_buffers.check_changed(executor.stage.in_flight[microbatch].buffers)
+        self.scheduler.finish(remaining)
+
+    def _captured_step(self, values: Any, fingerprint: Fingerprint | None, is_usable: bool) -> bool:
+        """As a replay of captured stretches; False if it has to be run action by action.
+
+        Args:
+            values: The model's inputs, where the first stage is.
+            fingerprint: Of its data, there.
+            is_usable: Are the modules as they were compiled?
+        """
+        if not self.runner.is_on:
+            return False
+        microbatch, first = self.schedule.injected, self.executors[0].index
+        route = first - 1, first, MessageKind.X
+        if not self.is_first:
+            where = f"stage {first} for x of micro-batch {microbatch}"
+            message = next_message(self.transport, route, where, keep=True)
+            values = None if message.void else dict(message.values)
+            fingerprint = message.fingerprint
+        has_target = not self.is_last or microbatch in self.loss_head.targets
+        is_observed = self._trace is not None or self._is_measured(microbatch)
+        allowed = is_usable and has_target and values is not None and not is_observed
+        if allowed and self.is_last and fingerprint is not None:
+            self._check_data(microbatch, fingerprint)
+        batch = values, self.loss_head.targets.get(microbatch)
+        outcome = self.runner.step(self.schedule, self.transport, batch, allowed, fingerprint)
+        if outcome is None:
+            if values is not None:
+                self.runner.observe(batch)
+            return False
+        if not self.is_first:
+            self.transport.receive(*route)
+        self._keep(microbatch, outcome)
+        return True
 
     def _prepare_inputs(self, inputs: Any) -> dict[str, Any] | None:
         """The model's inputs; None if they are not needed here or cannot be used."""
@@ -443,7 +486,9 @@ class DistributedTrainer(Trainer):
         if problems:
             return str(problems[0])
         self.transport.wait_all_delivered()  # what is in flight is dropped below
+        self.runner.leave(self.schedule, self.transport)
         self._load_state(state)
+        self.runner.clear()
         set_generators(state["rng"], self.rank, self.ranks.layout.world)
         self.transport.completed = self.schedule.injected - 1
         self.everyone(None)  # no rank sends before all have dropped what was in flight

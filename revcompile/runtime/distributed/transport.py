@@ -15,7 +15,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -48,7 +48,13 @@ from revcompile.runtime.distributed.p2p import (
 )
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
-from revcompile.runtime.executor.transport import Message, MessageKind, mean_of, queues_state
+from revcompile.runtime.executor.transport import (
+    Message,
+    MessageKind,
+    Sending,
+    mean_of,
+    queues_state,
+)
 from revcompile.runtime.stage.tensors import TreeCopy
 
 __all__ = ["DistributedTransport"]
@@ -56,6 +62,21 @@ __all__ = ["DistributedTransport"]
 _GRACE: Final = 2.0
 """Seconds for a failing rank's last messages to be sent."""
 _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class EnqueuedSend:
+    """A message that was handed over to a thread; see `Sending`."""
+
+    thread: SendThread
+    number: int
+    event: Any
+    timeout: float
+
+    def wait(self) -> None:
+        self.thread.wait_enqueued(self.timeout, self.number + 1)
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
 
 
 class SendThread:
@@ -74,7 +95,7 @@ class SendThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def send(self, kind: MessageKind, message: Message) -> None:
+    def send(self, kind: MessageKind, message: Message, timeout: float) -> EnqueuedSend:
         """Hand a message over; returns at once."""
         text, flags = b"", Flag.VOID
         tensors: list[tuple[TensorFormat, Tensor]] = []
@@ -83,7 +104,9 @@ class SendThread:
             text, tensors = describer.describe(message)
             flags = Flag.DESCRIBED if text else Flag(0)
             flags |= Flag.EXACT if message.is_exact else Flag(0)
-        event = torch.cuda.current_stream().record_event() if self.channel.uses_cuda else None
+        event = sent = None
+        if self.channel.uses_cuda:
+            event, sent = torch.cuda.current_stream().record_event(), torch.cuda.Event()
         header = Header(
             kind,
             message.index,
@@ -92,7 +115,8 @@ class SendThread:
             scale=message.scale,
             fingerprint=message.fingerprint,
         )
-        self._put(Outbound(header, text, tensors, event))
+        self._put(Outbound(header, text, tensors, event, sent))
+        return EnqueuedSend(self, self.sent - 1, sent, timeout)
 
     def end(self, cause: str | None = None) -> None:
         """Send the last message: the run has ended, or failed because of `cause`."""
@@ -100,10 +124,14 @@ class SendThread:
         flags = Flag.END if cause is None else Flag.ABORT
         self._put(Outbound(Header(MessageKind.X, 0, flags, len(text)), text))
 
-    def wait_enqueued(self, timeout: float) -> None:
-        """Wait until everything handed over is enqueued on the device, or cannot be sent."""
+    def wait_enqueued(self, timeout: float, count: int | None = None) -> None:
+        """Wait until all messages, or the first `count`, are enqueued or cannot be sent.
+
+        On a GPU they are enqueued on the device, else sent.
+        """
+        target = self.sent if count is None else count
         with self._progress:
-            self._progress.wait_for(lambda: self._enqueued >= self.sent, timeout)
+            self._progress.wait_for(lambda: self._enqueued >= target, timeout)
 
     def join(self, timeout: float) -> bool:
         """Wait until all is sent; False if it takes too long."""
@@ -219,7 +247,8 @@ class DistributedTransport:
         self._closed = False
         self._senders: dict[tuple[int, int], SendThread] = {}
         self._receivers: list[ReceiveThread] = []
-        self._averages: dict[int, ReplicaAverage] = {}
+        self.averages: dict[int, ReplicaAverage] = {}
+        """By stage, if there are replicas of it."""
         for channel in self._channels:
             peer = next(rank for rank in channel.ranks if rank != ranks.rank)
             lost = self._on_lost(ranks.named(peer))
@@ -231,18 +260,20 @@ class DistributedTransport:
 
     # -- messages -----------------------------------------------------------------------------
 
-    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> Sending | None:
         sender = self._senders.get((source, target))
         if sender is not None:
-            sender.send(kind, message)
-        else:
-            self._queue(source, target, kind).append(Arrival(kind, message))
+            return sender.send(kind, message, self.timeout)
+        self._queue(source, target, kind).append(Arrival(kind, message))
+        return None
 
-    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
+    def receive(
+        self, source: int, target: int, kind: MessageKind, *, keep: bool = False
+    ) -> Message | None:
         arrivals = self._queue(source, target, kind)
         has_ended = (source, target) in self._ended  # read before the queue: nothing comes after
         if arrivals:
-            return arrivals.popleft().ready()
+            return (arrivals[0] if keep else arrivals.popleft()).ready()
         if has_ended:
             who = self.ranks.named(self.ranks.owner(source))
             self._stop(
@@ -313,14 +344,19 @@ class DistributedTransport:
         replicas = range(self.ranks.layout.replicas)
         members = {self.ranks.layout.rank(stage, r) for r in replicas} - {self.ranks.rank}
         who = " or ".join(self.ranks.named(rank) for rank in sorted(members))
-        self._averages[stage] = ReplicaAverage(
-            parameters, statistics, group, self._monitor.notify, self._on_lost(who)
+        self.averages[stage] = ReplicaAverage(
+            parameters,
+            statistics,
+            group,
+            self._monitor.notify,
+            self._on_lost(who),
+            self.collective,
         )
 
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int
     ) -> dict[str, Tensor] | None:
-        average = self._averages.get(stage)
+        average = self.averages.get(stage)
         if average is None:
             return mean_of(gradients, count)
         self._wait_enqueued()
@@ -446,7 +482,7 @@ class DistributedTransport:
         limit = self.timeout if self._monitor.cause is None else _GRACE
         ended += [sender.join(limit) for sender in self._senders.values()]
         ended += [receiver.join(limit) for receiver in self._receivers]
-        ended += [average.close(limit) for average in self._averages.values()]
+        ended += [average.close(limit) for average in self.averages.values()]
         if all(ended) and self._monitor.cause is None:
             groups = [g for channel in self._channels for g in (channel.control, channel.payload)]
             for group in {id(group): group for group in groups}.values():

@@ -39,13 +39,19 @@ class LocalScheduler:
                     executor.transport.wait(f"stage {executor.index} at {actions[0]}")
         return rest
 
-    def finish(self, rest: Sequence[deque[Action]], first_to_last: bool = False) -> None:
+    def finish(
+        self,
+        rest: Sequence[deque[Action]],
+        first_to_last: bool = False,
+        may_stop: bool = False,
+    ) -> None:
         """Perform all other actions, until nothing is left to do.
 
         Args:
             rest: What `forward` returned.
             first_to_last: In this order of the stages instead of last to first. In a full pipeline
                 a stage has then read its message before the next stage overwrites the buffer.
+            may_stop: Return, and do not wait, when what is left has to wait.
         """
         waiting = list(zip(self.executors, rest, strict=True))
         while waiting:
@@ -56,5 +62,7 @@ class LocalScheduler:
                     progress = True
             waiting = [(executor, actions) for executor, actions in waiting if actions]
             if waiting and not progress:
+                if may_stop:
+                    return
                 blocked = (f"stage {e.index} at {actions[0]}" for e, actions in waiting)
                 waiting[0][0].transport.wait("; ".join(blocked))

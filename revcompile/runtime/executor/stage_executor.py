@@ -258,6 +258,7 @@ class StageExecutor:
 
     def _differentiate(self, message: Message) -> Message:
         """The message for the stage before; void if the micro-batch is lost here, or was before."""
+        message = message.resolved()
         index, scale = message.index, message.scale
         if message.void:
             if scale is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,18 @@ from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
-__all__ = ["InProcess", "Message", "MessageKind", "Transport", "mean_of", "queues_state"]
+__all__ = [
+    "Average",
+    "InProcess",
+    "Message",
+    "MessageKind",
+    "Route",
+    "Sending",
+    "Transport",
+    "mean_of",
+    "next_message",
+    "queues_state",
+]
 
 
 class MessageKind(enum.Enum):
@@ -48,13 +59,28 @@ class Message:
     is_exact: bool = False
     """In a message back: are the values those of the forward pass, but for rounding?"""
 
+    @property
+    def parts(self) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+        """All that may be tensors: values, gradients, and the flag if there is one."""
+        flag = {} if self.found_inf is None else {"found_inf": self.found_inf}
+        return self.values, self.gradients, flag
+
+    def resolved(self) -> Message:
+        """The same without a flag on the device; void if that is set. May wait for the device."""
+        if self.found_inf is None:
+            return self
+        if bool(self.found_inf):
+            return Message(self.index, void=True)
+        return replace(self, found_inf=None)
+
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
+        message = self.resolved()
         return {
-            "index": self.index,
-            "values": copy(dict(self.values)),
-            "gradients": copy(dict(self.gradients)),
-            "void": self.void,
-            "scale": self.scale,
+            "index": message.index,
+            "values": copy(dict(message.values)),
+            "gradients": copy(dict(message.gradients)),
+            "void": message.void,
+            "scale": message.scale,
         }
 
     @classmethod
@@ -68,8 +94,10 @@ class Message:
         )
 
 
-Queues = Mapping[tuple[int, int, MessageKind], Iterable[Message]]
-"""Messages that wait for their receivers, by source, target and kind."""
+Route = tuple[int, int, MessageKind]
+"""Sender, receiver, kind of message."""
+Queues = Mapping[Route, Iterable[Message]]
+"""Messages that wait for their receivers."""
 
 
 def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
@@ -81,15 +109,48 @@ def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
     ]
 
 
+class Sending(Protocol):
+    """A message on its way to another rank."""
+
+    def wait(self) -> None:
+        """Have what comes next, here or on the device, wait until its tensors may be changed."""
+        ...
+
+
+class Average(Protocol):
+    """The mean of a stage's gradients over its replicas, in steps that do not wait for the device.
+
+    `fill` and `read` may be captured; `reduce` is called between them.
+    """
+
+    def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
+        """Take over sums over `count` micro-batches here."""
+        ...
+
+    def reduce(self) -> None:
+        """Add up what all replicas have."""
+        ...
+
+    def read(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Write the means to `gradients`; how many micro-batches all replicas have had."""
+        ...
+
+
 class Transport(Protocol):
     """Delivers messages in order, and combines what several replicas or stages have."""
 
-    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
-        """Send a message, without waiting for it to arrive."""
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> Sending | None:
+        """Send a message, without waiting for it to arrive; None if it is passed by reference."""
         ...
 
-    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
-        """The next message; None if it has not arrived yet."""
+    def receive(
+        self, source: int, target: int, kind: MessageKind, *, keep: bool = False
+    ) -> Message | None:
+        """The next message; None if it has not arrived yet.
+
+        Args:
+            keep: It stays the next message.
+        """
         ...
 
     def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
@@ -135,6 +196,15 @@ class Transport(Protocol):
         ...
 
 
+def next_message(transport: Transport, route: Route, where: str, *, keep: bool = False) -> Message:
+    """Wait for a message; `where` says for what, and `keep` that it stays the next message."""
+    while True:
+        message = transport.receive(*route, keep=keep)
+        if message is not None:
+            return message
+        transport.wait(where)
+
+
 def mean_of(sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     """Divide sums over `count` micro-batches, in place."""
     if count > 1 and sums:
@@ -153,9 +223,13 @@ class InProcess:
     def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
         self.queues.setdefault((source, target, kind), deque()).append(message)
 
-    def receive(self, source: int, target: int, kind: MessageKind) -> Message | None:
+    def receive(
+        self, source: int, target: int, kind: MessageKind, *, keep: bool = False
+    ) -> Message | None:
         queue = self.queues.get((source, target, kind))
-        return queue.popleft() if queue else None
+        if not queue:
+            return None
+        return queue[0] if keep else queue.popleft()
 
     def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
         return (

@@ -299,6 +299,7 @@ class Stage:
             yield
         self._updates += 1
         self._copies = None
+        self.cast_weights.outdated()
 
     def ages(self) -> dict[int, int]:
         """For every micro-batch in flight: how many updates its stashed weights are old."""

@@ -151,7 +151,8 @@ def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Itera
 class CastWeights:
     """Copies of some of a stage's weights in the dtype in which autocast uses them.
 
-    In-place changes of a weight are noticed by its version counter, but not those through `.data`.
+    In-place changes of a weight are noticed by its version counter, but not those through `.data`,
+    nor those of fused optimizers: an update says so by `outdated`.
     """
 
     def __init__(
@@ -182,6 +183,10 @@ class CastWeights:
         """Copy the weights again if they were updated, loaded or averaged since."""
         if self._fresh_for != self._versions():
             self.refresh()
+
+    def outdated(self) -> None:
+        """The weights have been updated."""
+        self._fresh_for = []
 
     def mark_fresh(self) -> None:
         """The copies agree with the weights as these are now."""

@@ -21,6 +21,7 @@ from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import until_signal
+from revcompile.runtime.executor.captured import GraphRunner, StepResult
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.trace import Trace
@@ -79,6 +80,8 @@ class Trainer(ABC):
         replicas: how many copies there are.
     """
 
+    runner: GraphRunner
+    """Runs captured steps, where they can be."""
     skip_on_error: ClassVar[bool] = False
     """Is a micro-batch whose forward pass fails skipped by all stages, instead of rolled back?"""
 
@@ -182,6 +185,7 @@ class Trainer(ABC):
     def _sync_stages(self) -> None:
         """Make the stages hold everything that is in flight, for whoever reads it there."""
         self._check_usable()
+        self.runner.leave(self.schedule, self.transport)
 
     def _measure(self, microbatch: int) -> None:
         """Have reconstruction errors measured in this step, if it is time."""
@@ -234,6 +238,7 @@ class Trainer(ABC):
 
     def weights_loaded(self) -> None:
         """A state dict has been loaded into the model by other means than `load`."""
+        self.runner.leave(self.schedule, self.transport)
         if not self.schedule.idle:
             self._stop_reason = (
                 "weights were loaded into the model while this trainer had micro-batches in "
@@ -253,7 +258,8 @@ class Trainer(ABC):
 
     def _failures(self) -> list[NonFiniteError]:
         """Bad gradients that have become known since the last step."""
-        return [error for executor in self.executors for error in executor.take_failures()]
+        later = (error for executor in self.executors for error in executor.take_failures())
+        return [*self.runner.failures(), *later]
 
     def _raise_failures(self) -> None:
         for failure in self._failures():
@@ -288,6 +294,12 @@ class Trainer(ABC):
         once `probe.complete`. Training is not affected. Only in one process.
         """
         self._needs_one_process("watch", "run in one process to compare gradients stage by stage")
+
+    def _keep(self, microbatch: int, outcome: StepResult) -> None:
+        """Put what a captured step has returned where the metrics are made from."""
+        if outcome.loss is not None:
+            self.loss_head.losses[microbatch] = outcome.loss
+            self.loss_head.outputs[microbatch] = outcome.output
 
     def _metrics(self, microbatch: int, samples: int) -> Metrics:
         if self.memory_plan is not None:

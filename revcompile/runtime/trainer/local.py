@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from revcompile.errors import InputError, NonFiniteError, RevcompileError
+from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import load_training, save_training, set_generators
@@ -128,8 +128,7 @@ class LocalTrainer(Trainer):
             )
         if outcome is None:
             return None
-        self.loss_head.losses[microbatch] = outcome.loss
-        self.loss_head.outputs[microbatch] = outcome.output
+        self._keep(microbatch, outcome)
         self.metrics = self._metrics(microbatch, self.binder.count_samples(values))
         self._raise_failures()
         return self.metrics
@@ -137,13 +136,6 @@ class LocalTrainer(Trainer):
     def _drain(self) -> None:
         super()._drain()
         self._advance_probes(drained=True)
-
-    def _sync_stages(self) -> None:
-        super()._sync_stages()
-        self.runner.leave(self.schedule, self.transport)
-
-    def _failures(self) -> list[NonFiniteError]:
-        return [*self.runner.failures(), *super()._failures()]
 
     def _explained(self, error: Exception, values: Mapping[str, Any]) -> InputError:
         expected = ", ".join(map(str, self.programs[0].inputs))
@@ -216,10 +208,6 @@ class LocalTrainer(Trainer):
         self.runner.clear()
         self.probes.clear()
         self._stop_reason = None
-
-    def weights_loaded(self) -> None:
-        self.runner.leave(self.schedule, self.transport)
-        super().weights_loaded()
 
     def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
         state = self._state(self.model.state_dict(), detach_tree)

@@ -12,6 +12,7 @@ import torch
 from distributed_memory import holdings, resume, steady
 from distributed_worker import Run, launch, trained, trainer_of
 from helpers import worst
+from rank_captured import several
 
 from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.schedule import METHODS
@@ -96,6 +97,40 @@ def test_nccl_ranks_train_as_one_process(tmp_path: Path, count: int, runs: list[
                 assert_close(expected["state"], found[number]["state"], run)
 
 
+def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None:
+    """Stretches between messages are replayed, a smaller micro-batch at the end is not."""
+    runs = [
+        Run(device="cuda", steps=24),
+        Run(device="cuda", model="vit", steps=24),
+        Run(device="cuda", order="paper", accumulate=2, clip=0.1, steps=24),
+        Run(device="cuda", method="petra_stashed", steps=24, stage_to_rank=(0, 1, 1, 1)),
+    ]
+    todo = [("undisturbed", run, (), {"backend": "cudagraphs"}) for run in plain(*runs)]
+    results, codes = ranks(tmp_path, 2, several, todo=todo)
+    assert codes == [0, 0]
+    for number, run in enumerate(runs):
+        expected = trained(dataclasses.replace(run, stage_to_rank=None), backend="cudagraphs")
+        assert results[1][number]["losses"] == pytest.approx(expected["losses"], rel=1e-3), run
+        for found in results:
+            assert_close(expected["state"], found[number]["state"], run)
+            assert all(found[number]["captured"][15:-1])
+
+
+def test_captured_ranks_go_on_after_whatever_comes_between(tmp_path: Path) -> None:
+    run = Run(device="cuda")
+    todo = [
+        ("disturbed", dataclasses.asdict(run), (str(tmp_path / backend),), {"backend": backend})
+        for backend in ("cudagraphs", "eager")
+    ]
+    results, codes = ranks(tmp_path, 2, several, todo=todo)
+    assert codes == [0, 0]
+    for captured, eager in results:
+        assert_close(eager["state"], captured["state"], run)
+        assert captured["failed"] == eager["failed"]
+        assert captured["evaluated"] == pytest.approx(eager["evaluated"], rel=1e-3)
+        assert any(captured["captured"])
+
+
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     """Alone on the GPU, also where somebody has set the variables of torchrun."""
     run = Run(device="cuda", steps=7)
@@ -167,10 +202,16 @@ def test_steady_state_asks_the_driver_for_no_memory(tmp_path: Path) -> None:
         assert late <= early + 1  # blocks of 2 MiB; messages of 80 steps would be more
 
 
-@pytest.mark.parametrize(("doomed", "count"), [(1, 2), (0, 4)])
-def test_the_others_stop_when_a_rank_is_killed(tmp_path: Path, doomed: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("doomed", "count", "backend"), [(1, 2, "eager"), (0, 4, "eager"), (1, 2, "cudagraphs")]
+)
+def test_the_others_stop_when_a_rank_is_killed(
+    tmp_path: Path, doomed: int, count: int, backend: str
+) -> None:
+    how = "killed" if backend == "eager" else "killed in a late step"
+    trainer = {"backend": backend}
     results, codes = ranks(
-        tmp_path, count, "end", doomed=doomed, how="killed", method="petra", timeout=30
+        tmp_path, count, "end", doomed=doomed, how=how, method="petra", timeout=30, trainer=trainer
     )
     for rank in set(range(count)) - {doomed}:
         assert codes[rank] is not None, f"rank {rank} hangs"

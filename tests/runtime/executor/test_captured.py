@@ -25,7 +25,7 @@ from training import (
 )
 
 from revcompile.errors import InputError, NonFiniteError, VerificationError
-from revcompile.runtime.executor.captured import Backend, backend_of, pipeline, runner
+from revcompile.runtime.executor.captured import Backend, backend_of, runner, static_state
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.fusion_regions import find_regions
@@ -337,11 +337,11 @@ class Refusing(EagerReplay):
     def __init__(self) -> None:
         self.steps = 0
 
-    def run(self, kind: Any, step: Any, keys: Any) -> None:
+    def plan(self, kind: Any, stretches: Any, keys: Any) -> Any:
         self.steps += 1
         if self.steps > 4:
             raise CaptureUnsupported("it waits for the device")
-        super().run(kind, step, keys)
+        return super().plan(kind, stretches, keys)
 
 
 def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
@@ -363,7 +363,7 @@ def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
 
 def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        pipeline, "missing_memory", lambda state, *_: f"{state.nbytes} bytes missing"
+        static_state, "missing_memory", lambda state, *_: f"{state.nbytes} bytes missing"
     )
     _, trainer = made("static")
     with pytest.warns(UserWarning, match=r"because \d+ bytes missing"):

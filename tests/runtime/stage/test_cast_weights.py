@@ -30,7 +30,8 @@ DATA: Final[list[Batch]] = batches(12, dtype=torch.float32)
 
 def made(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Trainer:
     net = fresh(Loose, 3, torch.float32)
-    return net.trainer(momentum, F.cross_entropy, autocast=dtype, **settings)
+    optimizer = settings.pop("optimizer", momentum)
+    return net.trainer(optimizer, F.cross_entropy, autocast=dtype, **settings)
 
 
 @pytest.fixture
@@ -43,6 +44,17 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
             return made(**settings)
 
     return make
+
+
+def test_fused_optimizers_are_followed(plain: Callable[..., Trainer]) -> None:
+    """Their updates change no version counter."""
+
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+    trainers = [make(optimizer=fused) for make in (plain, made)]
+    expected, found = ([trainer.step(*batch).loss for batch in DATA] for trainer in trainers)
+    assert found == expected
 
 
 CASES: Final = [

@@ -91,11 +91,12 @@ class NonFiniteReports:
     """Flags on their way from the device to the host, and the errors they amount to.
 
     Args:
+        stages: Those in this process; others report their own.
         most: How many steps may be unread before the host waits for the first of them.
     """
 
-    def __init__(self, most: int = 8) -> None:
-        self._most = most
+    def __init__(self, stages: Sequence[int], most: int = 8) -> None:
+        self._stages, self._most = stages, most
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None, Mapping[int, int]]] = deque()
         self._host_buffers = BufferPool()
         self._reported: set[int] = set()
@@ -112,7 +113,8 @@ class NonFiniteReports:
             lambda: torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda),
         )
         host.copy_(flags, non_blocking=True)
-        event = torch.cuda.Event() if flags.is_cuda else None
+        # blocking: whoever waits for it leaves the processor to others
+        event = torch.cuda.Event(blocking=True) if flags.is_cuda else None
         if event is not None:
             event.record()
         self._pending.append((host, event, microbatches))
@@ -137,7 +139,8 @@ class NonFiniteReports:
         for (stage, microbatch), flag in reversed(flagged):
             if flag and microbatch not in self._reported:
                 self._reported.add(microbatch)
-                errors.append(_error(stage, microbatch))
+                if stage in self._stages:
+                    errors.append(_error(stage, microbatch))
         oldest = min(microbatches.values(), default=0)
         self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}
         return errors

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from revcompile.errors import RevcompileError
 from revcompile.ir.coupling_ops import seed_of, seeding
 
-__all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "RandomKeys"]
+__all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "Pass", "RandomKeys", "Stretch"]
 
 
 class CaptureUnsupported(RevcompileError):
@@ -24,22 +25,36 @@ RandomKeys = Callable[[], Mapping[Pass, int]]
 """What the random numbers of each pass of a step are seeded with; few steps draw any."""
 
 
+Stretch = Callable[[], None]
+"""A part of a step without messages to or from other ranks."""
+
+
 class EagerReplay:
     """Runs steps of several kinds by calling them: on any device, and open to a debugger.
 
     All steps of one kind do the same with the same static buffers.
     """
 
-    def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
-        """Run a step.
+    def plan(
+        self, kind: Hashable, stretches: Sequence[Stretch], keys: RandomKeys
+    ) -> Sequence[Stretch]:
+        """What to call instead of a step's stretches, in the same order.
 
         Raises:
-            CaptureUnsupported: It cannot be captured, and has not been run.
+            CaptureUnsupported: The step cannot be captured; nothing has been run.
         """
-        step()
+        return stretches
 
     def is_captured(self, kind: Hashable) -> bool:
         """Are steps of this kind replayed, and not called?"""
+        return False
+
+    def is_before(self, kind: Hashable, other: Hashable) -> bool:
+        """Were steps of this kind captured before those of the other?
+
+        What a graph leaves in the pool's memory, later captures do not use; but memory that an
+        earlier graph needs for a while may hold what a later one leaves.
+        """
         return False
 
     def clear(self) -> None:
@@ -48,19 +63,28 @@ class EagerReplay:
 
 @dataclass
 class _Capture:
-    """The state of one kind of step: warmed up, then captured."""
+    """The state of one stretch of a kind of step: warmed up, then captured."""
 
-    draws: list[tuple[Pass, int] | None] = field(default_factory=list)
-    """For each seeding of random numbers in the step: what was seeded, if numbers were drawn."""
+    draws: list[tuple[Pass, int] | None] | None = None
+    """For each seeding of random numbers: what was seeded, if numbers were drawn."""
     graph: torch.cuda.CUDAGraph | None = None
+    number: int = 0
+    """How many were captured before."""
     generators: list[tuple[torch.Generator, Pass, int]] = field(default_factory=list)
+
+    def replay(self, keys: RandomKeys) -> None:
+        seeds = keys() if self.generators else {}
+        for generator, seeded, piece in self.generators:
+            generator.manual_seed(seed_of(seeds[seeded], piece))
+        assert self.graph is not None
+        self.graph.replay()
 
 
 class CudaGraphReplay(EagerReplay):
-    """One CUDA graph for each kind of step, all in one memory pool.
+    """A CUDA graph for each stretch of each kind of step, all in one memory pool.
 
         1st step of a kind    warm-up: called, which also shows where random numbers are drawn
-        2nd                   captured, then replayed
+        2nd                   all its stretches are captured, then replayed
         from the 3rd on       replayed
 
     A graph cannot seed random numbers. Each place that draws some gets a generator of its own,
@@ -69,35 +93,43 @@ class CudaGraphReplay(EagerReplay):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._captures: dict[Hashable, _Capture] = {}
+        self._captures: dict[Hashable, list[_Capture]] = {}
+        self._count = 0
         self._pool = torch.cuda.graph_pool_handle()
 
     def is_captured(self, kind: Hashable) -> bool:
-        return kind in self._captures and self._captures[kind].graph is not None
+        captures = self._captures.get(kind, [_Capture()])
+        return all(capture.graph is not None for capture in captures)
+
+    def is_before(self, kind: Hashable, other: Hashable) -> bool:
+        if not (self.is_captured(kind) and self.is_captured(other)):
+            return False
+        return self._captures[kind][0].number < self._captures[other][0].number
 
     def clear(self) -> None:
         self._captures.clear()
 
-    def run(self, kind: Hashable, step: Callable[[], None], keys: RandomKeys) -> None:
-        """Warm up, capture or replay."""
-        if kind not in self._captures:
-            self._captures[kind] = _Capture(self._warm_up(step, keys))
-            return
-        capture = self._captures[kind]
-        if capture.graph is None:
-            self._capture(capture, step)
-        seeds = keys() if capture.generators else {}
-        for generator, seeded, piece in capture.generators:
-            generator.manual_seed(seed_of(seeds[seeded], piece))
-        assert capture.graph is not None
-        capture.graph.replay()
+    def plan(
+        self, kind: Hashable, stretches: Sequence[Stretch], keys: RandomKeys
+    ) -> Sequence[Stretch]:
+        """Warm up; or capture, and replay."""
+        captures = self._captures.setdefault(kind, [_Capture() for _ in stretches])
+        pairs = list(zip(captures, stretches, strict=True))
+        if any(capture.draws is None for capture in captures):
+            return [partial(self._warm_up, *pair, keys) for pair in pairs]
+        if not self.is_captured(kind):
+            for capture, stretch in pairs:
+                self._capture(capture, stretch)
+                self._count += 1
+                capture.number = self._count
+        return [partial(capture.replay, keys) for capture in captures]
 
     def _default_generator(self) -> torch.Generator:
         index = self.device.index
         return torch.cuda.default_generators[index if index is not None else 0]
 
-    def _warm_up(self, step: Callable[[], None], keys: RandomKeys) -> list[tuple[Pass, int] | None]:
-        """Call the step. A piece draws random numbers if it advances the generator."""
+    def _warm_up(self, capture: _Capture, stretch: Stretch, keys: RandomKeys) -> None:
+        """Call the stretch. A piece draws random numbers if it advances the generator."""
         passes = {key: seeded for seeded, key in keys().items()}
         seeded: list[tuple[Pass, int]] = []
         has_drawn: list[bool] = []
@@ -113,15 +145,16 @@ class CudaGraphReplay(EagerReplay):
             torch.manual_seed(seed_of(key, piece))
 
         with torch.random.fork_rng([self.device]), seeding(seeder):
-            step()
+            stretch()
             end_piece()
-        return [entry if drew else None for entry, drew in zip(seeded, has_drawn, strict=True)]
+        pieces = zip(seeded, has_drawn, strict=True)
+        capture.draws = [entry if drew else None for entry, drew in pieces]
 
-    def _capture(self, capture: _Capture, step: Callable[[], None]) -> None:
+    def _capture(self, capture: _Capture, stretch: Stretch) -> None:
         graph = torch.cuda.CUDAGraph()
         generators = [
             (torch.Generator(self.device), *draw) if draw is not None else None
-            for draw in capture.draws
+            for draw in capture.draws or ()
         ]
         for entry in generators:
             if entry is not None:
@@ -139,7 +172,7 @@ class CudaGraphReplay(EagerReplay):
         capturing = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
         try:
             with seeding(seeder), capturing:
-                step()
+                stretch()
         except Exception as error:
             # A capture that fails leaves its stream current, and its pool perhaps in use.
             torch.cuda.set_stream(stream)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.runtime.executor.captured.static_buffers import Route
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
+from revcompile.runtime.executor.transport import Message, MessageKind, Route, Transport
 from revcompile.runtime.stage.in_flight import InFlight
 
-__all__ = ["InFlightState", "empty_on", "in_flight", "missing_memory"]
+__all__ = ["InFlightState", "empty_on", "flagged", "in_flight", "missing_memory"]
 
 
 @dataclass
@@ -30,7 +29,7 @@ class InFlightState:
 
     @classmethod
     def of(
-        cls, executors: Sequence[StageExecutor], transport: InProcess, flag: Tensor | None
+        cls, executors: Sequence[StageExecutor], transport: Transport, flag: Tensor | None
     ) -> InFlightState | None:
         """What is in flight now; None if a captured step cannot work with some of it.
 
@@ -47,14 +46,12 @@ class InFlightState:
                 if entry.weights is not None:
                     age = ages[microbatch]
                     state.stashed.setdefault(executor.index, {})[age] = entry.weights
-        for route, queue in transport.queues.items():
-            for message in queue:
-                if message.void or message.scale is not None or route[2] is not MessageKind.DY:
+        for executor in executors[:-1]:
+            route = executor.index + 1, executor.index, MessageKind.DY
+            for message in transport.queued(executor.index, MessageKind.DY):
+                if message.void or message.scale is not None:
                     return None
-                unset = None if flag is None else torch.zeros_like(flag)
-                state.messages.setdefault(route, []).append(
-                    Message(message.index, message.values, message.gradients, found_inf=unset)
-                )
+                state.messages.setdefault(route, []).append(flagged(message, flag))
         return state
 
     @property
@@ -62,6 +59,13 @@ class InFlightState:
         messages = [(m.values, m.gradients) for queue in self.messages.values() for m in queue]
         leaves = pytree.tree_leaves((self.activations, messages, self.stashed))
         return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
+
+
+def flagged(message: Message, flag: Tensor | None) -> Message:
+    """The message with a flag `found_inf` like this one, which is not set unless it was."""
+    if flag is None or message.found_inf is not None:
+        return message
+    return replace(message, found_inf=torch.zeros_like(flag))
 
 
 def missing_memory(state: InFlightState, snapshots: int, device: torch.device) -> str | None:

@@ -77,10 +77,15 @@ class RingBuffers:
         self._finished: Any = None
         """The event after which all copies so far are done."""
 
-    def before_step(self, entering: int, parity: int) -> None:
-        """Fill the read slots of a step, or have the step wait until they are filled."""
+    def before_step(self, entering: int, parity: int, all_stored: bool = False) -> None:
+        """Fill the read slots of a step, or have the step wait until they are filled.
+
+        Args:
+            all_stored: Have it wait also until what the last step has left is stored, because this
+                step may write there.
+        """
         if self._stream is not None and self._prefetched is not None:
-            self._stream.wait_event(self._prefetched)
+            self._stream.wait_event(self._finished if all_stored else self._prefetched)
             self._prefetched = None
             return
         for ring in self._rings.values():

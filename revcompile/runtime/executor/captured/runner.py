@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,8 +21,9 @@ from revcompile.runtime.executor.captured.in_flight import empty_on
 from revcompile.runtime.executor.captured.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline, StepResult
 from revcompile.runtime.executor.captured.static_buffers import Flat
+from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import InProcess
+from revcompile.runtime.executor.transport import Average, Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
@@ -84,6 +85,12 @@ def why_not_capturable(
     if len(devices) != 1:
         return f"the model is on {len(devices)} devices; a step is captured on one"
     method = schedule.method
+    stages = [executor.index for executor in executors]
+    if len(stages) < schedule.stages:
+        if method.order is not Order.CONTINUOUS:
+            return f"{method.name!r} on several ranks is not captured; use a method like 'petra'"
+        if stages != list(range(stages[0], stages[-1] + 1)):
+            return f"the stages of a rank must follow each other, but they are {stages}"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
     if schedule.ties:
@@ -123,6 +130,7 @@ class GraphRunner:
         schedule: Schedule,
         *,
         check_finite: bool,
+        averages: Mapping[int, Average] | None = None,
     ) -> None:
         self._executors, self._loss_head = executors, loss_head
         self._check_finite = check_finite
@@ -141,6 +149,7 @@ class GraphRunner:
         self._has_warned_of_hooks = False
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
+        self._averages = averages
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
 
@@ -168,13 +177,19 @@ class GraphRunner:
             )
 
     def step(
-        self, schedule: Schedule, transport: InProcess, batch: Any, allowed: bool
+        self,
+        schedule: Schedule,
+        transport: Transport,
+        batch: Any,
+        allowed: bool,
+        fingerprint: Fingerprint | None = None,
     ) -> StepResult | None:
         """The step in which a micro-batch enters; None if it has to be run action by action.
 
         Args:
-            batch: Inputs and target.
+            batch: Inputs of the first stage here, and the target where the last stage is.
             allowed: False if a probe or a trace needs to see single actions.
+            fingerprint: Of the micro-batch's data, for the next rank.
         """
         # Not before the first updates: they show what stages and optimizers do.
         if not self.is_on or (not self.is_active and min(schedule.updates) <= schedule.synchronous):
@@ -207,7 +222,7 @@ class GraphRunner:
                 is_same = False
                 if not allowed or not pipeline.enter(schedule, transport, batch, alike):
                     return None
-            result = pipeline.step(schedule, batch)
+            result = pipeline.step(schedule, transport, batch, fingerprint)
         except CaptureUnsupported as error:
             pipeline.leave(schedule, transport)
             pipeline.clear()
@@ -234,6 +249,7 @@ class GraphRunner:
             EagerReplay() if is_static else CudaGraphReplay(self._device),
             check_finite=self._check_finite,
             fused=FusedOps() if self._backend is Backend.INDUCTOR else None,
+            averages=self._averages,
         )
 
     def observe(self, batch: Any) -> None:
@@ -246,7 +262,7 @@ class GraphRunner:
             self._alike = 0
         self._alike += 1
 
-    def leave(self, schedule: Schedule, transport: InProcess) -> None:
+    def leave(self, schedule: Schedule, transport: Transport) -> None:
         """Move what is in flight back to the executors."""
         if self._pipeline is not None:
             self._pipeline.leave(schedule, transport)

@@ -17,7 +17,7 @@ from revcompile.runtime.executor.captured.ring_buffers import WeightStash
 from revcompile.runtime.executor.captured.static_buffers import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Message
+from revcompile.runtime.executor.transport import Average, Message
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Programs, Stage
 from revcompile.schedule import Action, Op
@@ -33,8 +33,11 @@ class CapturedStageExecutor(StageExecutor):
 
     Args:
         executor: The one that performs the same stage action by action.
+        check_finite: Look for gradients that are not finite.
+        has_flags: Micro-batches have flags; other ranks may have set them.
         fused: If given, the stage's programs are run with their fusion regions compiled.
         streams: If given, actions run side by side on these.
+        average: If given, gradients are averaged over replicas between backward pass and update.
     """
 
     updater: CapturedUpdater
@@ -47,8 +50,10 @@ class CapturedStageExecutor(StageExecutor):
         *,
         accumulate: int,
         check_finite: bool,
+        has_flags: bool,
         fused: FusedOps | None = None,
         streams: StepStreams | None = None,
+        average: Average | None = None,
     ) -> None:
         super().__init__(
             executor.stage,
@@ -61,6 +66,12 @@ class CapturedStageExecutor(StageExecutor):
         )
         stage = executor.stage
         self.accumulate, self.check_finite = accumulate, check_finite
+        self.has_flags = has_flags
+        self.average = average
+        self.is_reduced = False
+        """Is the average of the update that has begun known?"""
+        self._is_counted = accumulate > 1 or average is not None
+        """Do updates divide by the number of micro-batches?"""
         self._streams = streams
         self._programs = _fused_programs(stage, fused) if fused is not None else None
         self._statistics = RunningStatistics(stage.statistics())
@@ -103,24 +114,25 @@ class CapturedStageExecutor(StageExecutor):
         return nullcontext()
 
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        if self.check_finite and self._moves_in_forward:
+        if self.has_flags and self._moves_in_forward:
             self._snapshot = self._statistics.snapshot()
         super()._run(microbatch, inputs)
 
     def _differentiate(self, message: Message) -> Message:
-        if self.check_finite and not self._moves_in_forward:
+        if self.has_flags and not self._moves_in_forward:
             self._snapshot = self._statistics.snapshot()
         values, input_gradients, gradients = self.stage.differentiate(
             message.index, message.values, message.gradients
         )
         flag = None
-        if self.check_finite:
+        if self.has_flags:
+            looked_at = gradients.values() if self.check_finite else ()
             flag = self.flag = found_inf(
-                [g for g in gradients.values() if g is not None], self._flag_before(message)
+                [g for g in looked_at if g is not None], self._flag_before(message)
             )
             self._statistics.restore_if(flag, self._snapshot)
             self._snapshot = ()
-            if self.accumulate > 1:
+            if self._is_counted:
                 gradients = {n: g if g is None else zero_if(flag, g) for n, g in gradients.items()}
                 self.count = self.count + (1 - flag).reshape(())
         self.stage.accumulate(gradients, input_gradients)
@@ -131,16 +143,14 @@ class CapturedStageExecutor(StageExecutor):
         if message.found_inf is not None:
             return message.found_inf
         assert self.loss_head is not None
+        if not self.check_finite:
+            return torch.zeros_like(self.flag)
         loss = self.loss_head.losses[message.index]
         return (~torch.isfinite(loss)).float().reshape(1)
 
     def _update(self, action: Action) -> bool:
-        if not self.check_finite:
-            self.updater.found_inf = None
-        elif self.accumulate == 1:
-            self.updater.found_inf = self.flag
-        else:
-            self.updater.found_inf = (self.count == 0).float().reshape(1)
+        if self._mean_gradients() is None:
+            return False
         if self.stash is not None:
             self.stash.shift()
         done = super()._update(action)
@@ -149,14 +159,25 @@ class CapturedStageExecutor(StageExecutor):
         return done
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
-        if self.gradients is None:
-            self.gradients = self.stage.take_gradients()
-            if self.accumulate > 1 and self.gradients:
-                if self.check_finite:
-                    torch._foreach_div_(list(self.gradients.values()), self.count.clamp(min=1))
-                else:
-                    torch._foreach_div_(list(self.gradients.values()), float(self.accumulate))
-            self.count = torch.zeros_like(self.count)
+        if self.gradients is not None:
+            return self.gradients
+        if self._sums is None:
+            self._sums = self.stage.take_gradients()
+            if self.average is not None:
+                self.average.fill(self._sums, self.count)
+        if self.average is not None:
+            if not self.is_reduced:
+                return None
+            self.count = self.average.read(self._sums).to(self.count.dtype)
+        elif self.accumulate > 1 and self._sums:
+            count = self.count.clamp(min=1) if self.has_flags else float(self.accumulate)
+            torch._foreach_div_(list(self._sums.values()), count)
+        self.updater.found_inf = None
+        if self.has_flags:
+            is_empty = (self.count == 0).float().reshape(1)
+            self.updater.found_inf = is_empty if self._is_counted else self.flag
+        self.gradients, self._sums = self._sums, None
+        self.count = torch.zeros_like(self.count)
         return self.gradients
 
 

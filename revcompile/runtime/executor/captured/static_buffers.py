@@ -6,7 +6,7 @@ a later one is therefore copied into buffers that are allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import VerificationError
-from revcompile.runtime.executor.transport import InProcess, Message, MessageKind
+from revcompile.runtime.executor.transport import InProcess, Message, MessageKind, Route
 from revcompile.runtime.stage.buffer_pool import BufferPool
 
 __all__ = [
@@ -25,12 +25,10 @@ __all__ = [
     "StaticTransport",
     "clone_where_in",
     "copy_all",
+    "message_in",
     "payload",
     "pooled_copy",
 ]
-
-Route = tuple[int, int, MessageKind]
-"""Sender, receiver, kind of message."""
 
 _SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
@@ -129,10 +127,18 @@ def clone_where_in(memory: Iterable[Tensor], tree: Any) -> Any:
 
 
 class StaticTransport(InProcess):
-    """Messages between stages; those that wait for the next step lie in static buffers."""
+    """Messages between stages; those that wait for the next step lie in static buffers.
 
-    def __init__(self, stages: int) -> None:
+    Args:
+        stages: How many there are.
+        take: Takes messages to other ranks; False if it is not one.
+    """
+
+    def __init__(
+        self, stages: int, take: Callable[[Route, Message], bool] = lambda *_: False
+    ) -> None:
         super().__init__(stages)
+        self._take = take
         self.buffers: dict[Route, list[StaticBuffers]] = {}
         """For each route as many as messages wait there between two steps."""
         self.in_place: InPlaceMessages | None = None
@@ -150,6 +156,8 @@ class StaticTransport(InProcess):
             VerificationError: The buffer holds a message that has not been read.
         """
         route = source, target, kind
+        if self._take(route, message):
+            return
         if count := len(self.buffers.get(route, ())):
             unread = [queued.index for queued in self.queues.get(route, ())]
             if any(index % count == message.index % count for index in unread):
@@ -162,7 +170,7 @@ class StaticTransport(InProcess):
                 message = self.in_place.add(route, message, buffer)
             else:
                 buffer.copy_(payload(message))
-                message = _message_in(buffer, message.index)
+                message = message_in(buffer, message.index)
         super().send(source, target, kind, message)
 
     def waiting(
@@ -176,7 +184,7 @@ class StaticTransport(InProcess):
         """
         if in_place is not None:
             return [replace(in_place.messages[route], index=index) for index in indices]
-        return [_message_in(self.buffer(route, index), index) for index in indices]
+        return [message_in(self.buffer(route, index), index) for index in indices]
 
 
 class InPlaceMessages:
@@ -210,7 +218,8 @@ def payload(message: Message) -> tuple[dict[str, Any], dict[str, Tensor | None],
     return dict(message.values), dict(message.gradients), message.found_inf
 
 
-def _message_in(buffers: StaticBuffers, index: int) -> Message:
+def message_in(buffers: StaticBuffers, index: int) -> Message:
+    """The message of a micro-batch whose payload lies in static buffers."""
     values, gradients, found_inf = buffers.value
     return Message(index, values, gradients, found_inf=found_inf)
 

@@ -13,6 +13,7 @@ A stage's backward pass waits for its own forward pass only; its update for its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,7 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CopyStream", "StepStreams"]
+__all__ = ["CopyStream", "StepStreams", "stream_for"]
+
+
+@functools.cache
+def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
+    """The stream of a purpose, always the same.
+
+    torch has 32 streams and hands them out again and again: what is never given back would at last
+    share its stream with something else, and wait for it or be captured with it.
+    """
+    return torch.cuda.Stream(device)
 
 
 class StepStreams:
@@ -33,8 +44,8 @@ class StepStreams:
 
     def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
         self._last = last
-        self._backward_streams = [torch.cuda.Stream(device) for _ in range(width)]
-        self._update_stream = torch.cuda.Stream(device)
+        self._backward_streams = [stream_for(f"backward {n}", device) for n in range(width)]
+        self._update_stream = stream_for("update", device)
         self._forward_done: dict[int, torch.cuda.Event] = {}
         self._backward_done: dict[int, torch.cuda.Event] = {}
         self._used: dict[torch.cuda.Stream, None] = {}
@@ -43,6 +54,10 @@ class StepStreams:
     def after_forward(self, stage: int) -> None:
         """Note where a stage's forward pass ends in the current stream."""
         self._forward_done[stage] = torch.cuda.current_stream().record_event()
+
+    def after_all_forward(self, stages: Iterable[int]) -> None:
+        """All forward passes were before, in a graph of their own."""
+        self._forward_done = dict.fromkeys(stages, torch.cuda.current_stream().record_event())
 
     @contextmanager
     def backward(self, stage: int) -> Iterator[None]:
@@ -80,9 +95,10 @@ class StepStreams:
         """The stream of a stage's update.
 
         Args:
-            read: Tensors of the backward pass that the update reads.
+            read: Tensors of the backward pass that the update reads. Of one that was in a graph of
+                its own nothing is known here: the update stays on the current stream.
         """
-        if stage == self._last:
+        if stage == self._last or stage not in self._backward_done:
             yield
             return
         # The allocator gives freed memory to the stream that allocated it, at once: the backward
@@ -118,7 +134,7 @@ class CopyStream:
     """A CUDA stream for copies, beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream_for("copy", device)
 
     def record_event(self) -> torch.cuda.Event:
         """An event in the stream that is current now."""

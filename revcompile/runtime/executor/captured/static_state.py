@@ -1,0 +1,340 @@
+"""What is in flight, in static buffers: allocated, loaded from the executors, and moved back.
+
+`enter` moves what is in flight from the executors that perform single actions into the buffers, and
+`leave` moves it back. All else (filling and draining the pipeline, batches of other shapes,
+checkpoints) goes on action by action and knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revcompile.runtime.executor.captured.boundary import Boundary
+from revcompile.runtime.executor.captured.found_inf import NonFiniteReports
+from revcompile.runtime.executor.captured.fusion import FusedOps
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
+from revcompile.runtime.executor.captured.in_flight import (
+    InFlightState,
+    empty_on,
+    in_flight,
+    missing_memory,
+)
+from revcompile.runtime.executor.captured.optimizers import FixedSettings
+from revcompile.runtime.executor.captured.ring_buffers import (
+    RingBuffer,
+    RingBuffers,
+    WeightStash,
+    updates_since_forward,
+)
+from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
+from revcompile.runtime.executor.captured.static_buffers import (
+    Flat,
+    InPlaceMessages,
+    StaticBuffers,
+    StaticTransport,
+    copy_all,
+    payload,
+)
+from revcompile.runtime.executor.captured.streams import CopyStream, StepStreams
+from revcompile.runtime.executor.scheduler import LocalScheduler
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Average, Route, Transport
+from revcompile.runtime.stage.buffer_pool import BufferPool
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.schedule import Order, Schedule, delay, window
+
+__all__ = ["StaticState"]
+
+
+class StaticState:
+    """The stages of one process, with everything in flight in static buffers.
+
+    Args:
+        executors: Those that perform the stages action by action; the stages follow each other.
+        replay: Calls steps, or captures and replays them.
+        check_finite: Leave micro-batches out whose gradient is not finite.
+        fused: If given, the stages' programs are run with their fusion regions compiled.
+        averages: By stage, if there are replicas of it: the mean of its gradients over them.
+    """
+
+    def __init__(
+        self,
+        executors: Sequence[StageExecutor],
+        loss_head: LossHead,
+        schedule: Schedule,
+        replay: EagerReplay,
+        *,
+        check_finite: bool = True,
+        fused: FusedOps | None = None,
+        averages: Mapping[int, Average] | None = None,
+    ) -> None:
+        self._eager_executors = list(executors)
+        self._replay = replay
+        self._is_fused = fused is not None
+        method, count = schedule.method, schedule.stages
+        self._stages = [executor.index for executor in executors]
+        self._boundary = Boundary(self._stages, count)
+        self._is_last = not self._boundary.has_next
+        self._averages = averages or {}
+        is_alone = not (self._boundary.is_split or self._averages)
+        self._has_flags = check_finite or not is_alone
+        self._accumulate = schedule.accumulate
+        self._delays = [delay(method, count, j, schedule.accumulate) for j in range(count)]
+        self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
+        self._is_continuous = method.order is Order.CONTINUOUS
+        self._waiting_counts = {
+            stage: self._windows[stage] - self._windows[stage + 1] for stage in self._stages[:-1]
+        }
+        """How many messages of the next stage wait for each between two steps."""
+        # Where at most one message waits for each stage, consecutive steps alternate: one leaves
+        # its messages where they were computed, the other copies them to their static buffers.
+        # Each reads what the other has left.
+        self._alternates = self._is_continuous and set(self._waiting_counts.values()) <= {1}
+        # A message's static buffer depends on its micro-batch: after so many steps all buffers are
+        # the same again, and so is the kind of step.
+        self._period = math.lcm(1, *(n for n in self._waiting_counts.values() if n))
+        device = executors[0].stage._device()
+        uses_streams = self._is_continuous and device.type == "cuda"
+        self._streams = StepStreams(device, count - 1) if uses_streams else None
+        self._copy_stream = CopyStream(device) if uses_streams and self._alternates else None
+        self._transport = StaticTransport(count, self._boundary.take)
+        self._loss_head = copy.copy(loss_head)
+        self._loss_head.targets, self._loss_head.losses = {}, {}
+        self._loss_head.outputs, self._loss_head.check_finite = {}, False
+        self.executors = [
+            CapturedStageExecutor(
+                executor,
+                self._transport,
+                self._loss_head if executor.loss_head is not None else None,
+                accumulate=schedule.accumulate,
+                check_finite=check_finite,
+                has_flags=self._has_flags,
+                fused=fused,
+                streams=self._streams,
+                average=self._averages.get(executor.index),
+            )
+            for executor in executors
+        ]
+        self._by_stage = dict(zip(self._stages, self.executors, strict=True))
+        self._scheduler = LocalScheduler(self.executors)
+        # Messages of steps that the device has not come to yet take memory: few on several ranks.
+        self._reports = NonFiniteReports(self._stages, most=8 if is_alone else 2)
+        self._results = BufferPool()
+        self.is_active = False
+        """Is what is in flight here, and not with the executors that perform single actions?"""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._inputs: StaticBuffers | None = None
+        self._rings: dict[int, RingBuffer] = {}
+        self._ring_buffers = RingBuffers(self._rings, self._copy_stream)
+        self._fresh: dict[Hashable, dict[int, Flat]] = {}
+        """By kind of step and stage: where it leaves activations of the entering micro-batch."""
+        self._in_place: dict[Hashable, InPlaceMessages] = {}
+        """By kind of step: its messages, if it leaves them where they were computed."""
+        self._last_in_place: InPlaceMessages | None = None
+        self._last_kind: Hashable = None
+        """That of the last step."""
+        self._parity = 1
+        """Of the next step: 0 if it leaves its messages where they were computed."""
+        self._gradients: dict[int, StaticBuffers] = {}
+        self._result: StaticBuffers | None = None
+        self._boundary.clear()
+        self._flags = self._current_flags()
+        self._counts = torch.stack([executor.count for executor in self.executors])
+        self._settings: FixedSettings | None = None
+        self._transport.buffers.clear()
+
+    def _current_flags(self) -> Tensor:
+        """Of each stage's last backward pass, and that of the message from the next rank."""
+        flags = [executor.flag for executor in self.executors]
+        if (incoming := self._boundary.incoming) is not None:
+            flags.append(incoming.leaves[-1])
+        elif self._boundary.has_next:
+            flags.append(torch.zeros_like(flags[0]))
+        return torch.cat(flags)
+
+    # -- entering and leaving -----------------------------------------------------------------
+
+    def enter(self, schedule: Schedule, transport: Transport, batch: Flat, alike: int) -> bool:
+        """Move what is in flight into the static buffers.
+
+        Args:
+            batch: The micro-batch of the step to come.
+            alike: How many micro-batches of its shape have entered last.
+
+        Returns:
+            False, and nothing is moved, if the pipeline is not full of micro-batches alike.
+
+        Raises:
+            CaptureUnsupported: There is not enough memory; nothing is moved.
+        """
+        if not self._is_full(schedule, alike):
+            return False
+        if not all(executor.updater.started for executor in self.executors):
+            return False
+        flag = self._flags[:1]
+        state = InFlightState.of(
+            self._eager_executors, transport, flag if self._has_flags else None
+        )
+        if state is None or not self._has_steady_ages(schedule):
+            return False
+        expected = self._boundary.expected(transport, flag)
+        if expected.void:
+            return False
+        fits = self._matches(state, batch) and self._boundary.matches(expected)
+        if not fits or self.is_outdated:
+            self.clear()
+            # The last stage's update may run beside another one: two snapshots at a time.
+            sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
+            if why := missing_memory(state, sum(sizes[-2:]), self._flags.device):
+                raise CaptureUnsupported(why)
+            self._allocate(state, batch)
+            self._boundary.allocate(expected)
+        self._load(state)
+        for route, messages in state.messages.items():
+            for _ in messages:
+                transport.receive(*route)
+        return True
+
+    def _is_full(self, schedule: Schedule, alike: int) -> bool:
+        in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
+        if in_flight_counts != self._windows or alike < max(in_flight_counts) - 1:
+            return False
+        # One that was left out in its forward pass is not in flight.
+        return all(
+            len(executor.stage.in_flight) + 1 == self._windows[executor.index]
+            for executor in self._eager_executors
+        )
+
+    def _has_steady_ages(self, schedule: Schedule) -> bool:
+        """Are stashed weights as old as they will be from here on? Not right after a start."""
+        for executor in self._eager_executors:
+            if executor.stage.is_stashing:
+                for microbatch, age in executor.stage.ages().items():
+                    if age != self._age(
+                        microbatch, schedule.injected, schedule.accumulated, executor.index
+                    ):
+                        return False
+        return True
+
+    def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
+        return updates_since_forward(microbatch, entering, accumulated[stage], self._accumulate)
+
+    def _matches(self, state: InFlightState, batch: Flat) -> bool:
+        if self._inputs is None or not self._inputs.matches(batch):
+            return False
+        return all(buffers.matches(values) for buffers, values in self._copies(state))
+
+    def _copies(self, state: InFlightState) -> list[tuple[StaticBuffers, Any]]:
+        """Activations and messages in flight, each with the buffers it belongs into."""
+        return [
+            *(
+                (self._rings[stage].slot(microbatch), activations)
+                for stage, by_microbatch in state.activations.items()
+                for microbatch, activations in by_microbatch.items()
+            ),
+            *(
+                (self._transport.buffer(route, message.index), payload(message))
+                for route, messages in state.messages.items()
+                for message in messages
+            ),
+        ]
+
+    def _allocate(self, state: InFlightState, batch: Flat) -> None:
+        self._inputs = StaticBuffers(empty_on(self._flags.device, batch.value))
+        read_slots = 1 if self._copy_stream is None else 2
+        for stage, by_microbatch in state.activations.items():
+            like = next(iter(by_microbatch.values()))
+            self._rings[stage] = RingBuffer(like, self._windows[stage] - 1, read_slots)
+        for route, messages in state.messages.items():
+            _, target, _ = route
+            self._transport.buffers[route] = [
+                StaticBuffers(payload(messages[0])) for _ in range(self._waiting_counts[target])
+            ]
+        for executor in self.executors:
+            if executor.stage.is_stashing and (count := self._delays[executor.index]):
+                executor.stash = WeightStash(executor.stage.parameters, count)
+
+    def _load(self, state: InFlightState) -> None:
+        copies = self._copies(state)
+        for executor in self._eager_executors:
+            if gradients := executor.stage.gradients:
+                copies.append((self._gradient_buffers(executor.index, gradients), gradients))
+        copy_all(copies)
+        for stage, by_age in state.stashed.items():
+            for age, weights in by_age.items():
+                if (stash := self._by_stage[stage].stash) is not None:
+                    stash[age] = weights
+        contributed = [float(executor.contributed) for executor in self._eager_executors]
+        self._counts.copy_(torch.tensor(contributed))
+        for eager, captured in zip(self._eager_executors, self.executors, strict=True):
+            eager.stage.in_flight.clear()
+            eager.stage.gradients, eager.contributed = {}, 0
+            captured.updater.enter()
+        self._settings = FixedSettings(executor.updater for executor in self.executors)
+        self._last_in_place, self._parity = None, 0 if self._alternates else 1
+        self.is_active = True
+
+    def _gradient_buffers(self, stage: int, gradients: Mapping[str, Tensor]) -> StaticBuffers:
+        if stage not in self._gradients or not self._gradients[stage].matches(dict(gradients)):
+            self._gradients[stage] = StaticBuffers(dict(gradients))
+        return self._gradients[stage]
+
+    def leave(self, schedule: Schedule, transport: Transport) -> None:
+        """Move what is in flight back to the executors; waits for the device."""
+        if not self.is_active:
+            return
+        self._ring_buffers.synchronize()
+        counts = self._counts.tolist()
+        for eager, captured, count in zip(
+            self._eager_executors, self.executors, counts, strict=True
+        ):
+            captured.updater.leave()
+            stage, index = eager.stage, eager.index
+            # Micro-batches of one age share a copy; those of age 0 have the latest weights.
+            weights: dict[int, Any] = {0: None}
+            for microbatch in schedule.outstanding[index]:
+                activations = self._rings[index].slot(microbatch).value
+                age = self._age(microbatch, schedule.injected, schedule.accumulated, index)
+                if age not in weights and captured.stash is not None:
+                    weights[age] = captured.stash.clone(age)
+                stage.in_flight[microbatch] = in_flight(activations, weights.get(age))
+            if accumulated := schedule.accumulated[index]:
+                eager.contributed = int(count) if self._has_flags else accumulated
+                stage.gradients = dict(self._gradients[index].value) if eager.contributed else {}
+        for route in self._transport.buffers:
+            indices = self._waiting_indices(schedule.outstanding, route)
+            for message in self._transport.waiting(route, indices, self._last_in_place):
+                transport.send(*route, message.resolved())
+        self.is_active = False
+
+    def _waiting_indices(self, outstanding: Sequence[Sequence[int]], route: Route) -> Sequence[int]:
+        """The micro-batches whose messages wait at the end of a route."""
+        _, target, _ = route
+        return outstanding[target][: self._waiting_counts[target]]
+
+    def clear(self) -> None:
+        """Free all buffers and captured steps: shapes, or the trainer's tensors, have changed."""
+        self.is_active = False
+        self._ring_buffers.synchronize()
+        for executor in self.executors:
+            executor.updater.leave()
+        self._replay.clear()
+        self._reset()
+
+    def accepts(self, batch: Flat) -> bool:
+        """Can the next step be run here?"""
+        matches = self._inputs is not None and self._inputs.matches(batch)
+        return self.is_active and matches and not self.is_outdated
+
+    @property
+    def is_outdated(self) -> bool:
+        """Have optimizer settings other than learning rates changed since `enter`?"""
+        return self._settings is not None and self._settings.have_changed()

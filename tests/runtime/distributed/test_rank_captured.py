@@ -1,0 +1,81 @@
+"""Captured steps on ranks: the same training as in one process, whatever comes in between.
+
+The stretches between messages run over static buffers, but are called (`backend="static"`):
+that works over gloo, on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from distributed_worker import Run, launch, trained
+from rank_captured import several
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STATIC: Final = {"backend": "static"}
+
+
+def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    assert expected.keys() == found.keys()
+    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+def todo(name: str, run: Run, *arguments: Any, **trainer: Any) -> tuple[Any, ...]:
+    return name, dataclasses.asdict(run), arguments, trainer
+
+
+def pattern(captured: list[bool]) -> str:
+    return "".join("-c"[each] for each in captured)
+
+
+UNDISTURBED: Final = {
+    Run(accumulate=2, steps=14): {},
+    Run(order="paper", clip=0.1, steps=14): {"check_finite": False},
+    Run(method="petra_stashed", steps=12, stage_to_rank=(0, 1, 1, 1)): {},
+}
+"""The last micro-batch of each is smaller: it goes the ordinary way."""
+
+
+def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path) -> None:
+    """As action by action, running statistics too; with one stage a rank, and with all stages."""
+    runs = [
+        Run(stages=2, steps=14, accumulate=2, clip=0.1),
+        Run(stages=2, steps=14, stage_to_rank=(0, 0)),
+    ]
+    both = [todo("copied", run, backend=b) for run in runs for b in ("static", "eager")]
+    results, codes = launch(tmp_path, 4, several, todo=both)
+    assert codes == [0] * 4
+    for each in results:
+        for static, eager in zip(each[::2], each[1::2], strict=True):
+            assert not differences(eager["state"], static["state"])
+            assert all(static["captured"][5:]) and not any(eager["captured"])
+
+
+def test_captured_ranks_train_as_one_process(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    folders = [str(tmp_path / backend) for backend in ("static", "eager")]
+    disturbed = [todo("disturbed", Run(), f, backend=Path(f).name) for f in folders]
+    runs = [todo("undisturbed", run, **STATIC, **how) for run, how in UNDISTURBED.items()]
+    results, codes = launch(tmp_path, 2, several, todo=[*runs, *disturbed])
+    assert codes == [0, 0]
+    for number, (run, how) in enumerate(UNDISTURBED.items()):
+        expected = trained(dataclasses.replace(run, stage_to_rank=None), **how)
+        assert results[1][number]["losses"] == expected["losses"], run
+        for each in results:
+            found = each[number]
+            assert not differences(expected["state"], found["state"]), run
+            assert pattern(found["captured"]).rstrip("-").endswith("cccc"), run
+            assert not found["captured"][-1]
+    for each in results:
+        static, eager = each[-2:]
+        assert not differences(eager["state"], static["state"])
+        assert static["evaluated"] == eager["evaluated"]
+        assert static["failed"] == eager["failed"]
+        assert not any(eager["captured"])
+        assert pattern(static["captured"])[:18] == "----cccccccccc----"  # an odd micro-batch

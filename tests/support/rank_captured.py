@@ -1,0 +1,81 @@
+"""What a rank does in the tests of captured steps on ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from typing import Any
+
+import torch
+from distributed_worker import Run, batches, fed, final, trainer_of
+
+from revcompile.errors import NonFiniteError
+
+Found = dict[str, Any]
+
+
+def undisturbed(run: Run, **options: Any) -> Found:
+    """Training; after each step, was it captured?"""
+    net, trainer = trainer_of(run, **options)
+    losses, captured = [], []
+    for batch in batches(run):
+        losses.append(fed(trainer, batch).loss)
+        captured.append(trainer.runner.is_active)
+    trainer.flush()
+    return {"losses": losses, "captured": captured, "state": final(net, trainer)}
+
+
+def disturbed(run: Run, folder: str, **options: Any) -> Found:
+    """A bad micro-batch, an odd one, an evaluation, a checkpoint; a rank that may not capture."""
+    net, trainer = trainer_of(run, **options)
+    data = batches(dataclasses.replace(run, steps=30))
+    odd, bad = data.pop(), (torch.full_like(data[0][0], torch.nan), data[0][1])
+    captured: list[bool] = []
+    failed: list[Any] = []
+
+    def step(batch: Any) -> None:
+        try:
+            fed(trainer, batch)
+        except NonFiniteError as error:
+            failed.append((error.stage, error.microbatch))
+        captured.append(trainer.runner.is_active)
+
+    for batch in [*data[:9], bad, *data[9:13], odd, *data[13:20]]:
+        step(batch)
+    trainer.save(folder)
+    evaluated = trainer.evaluate(data[:2]).loss
+    for batch in data[20:24]:
+        step(batch)
+    trainer.load(folder)
+    layers = trainer.executors[0].stage.hooks.layers if trainer.rank == 1 else []
+    handles = [layer.register_forward_hook(lambda *_: None) for layer in layers[:1]]
+    for batch in [*data[20:25], bad, *data[25:29]]:
+        step(batch)
+    for handle in handles:
+        handle.remove()
+    for batch in data[:4]:
+        step(batch)
+    trainer.flush()
+    told = {"failed": failed, "captured": captured, "evaluated": evaluated}
+    return {**told, "state": final(net, trainer)}
+
+
+def copied(run: Run, **options: Any) -> Found:
+    """Copies of the pipeline, each with its own data; some of it is bad in one or in all."""
+    net, trainer = trainer_of(run, average_statistics=True, **options)
+    captured = []
+    for number, (x, y) in enumerate(batches(run)[:-1]):
+        is_bad = number == 8 or (number == 10 and trainer.replica == 1)
+        with suppress(NonFiniteError):
+            fed(trainer, (x * torch.nan if is_bad else x + trainer.replica, y))
+        captured.append(trainer.runner.is_active)
+    trainer.flush()
+    return {"captured": captured, "state": final(net, trainer)}
+
+
+def several(rank: int, options: dict[str, Any]) -> list[Found]:
+    """One after the other: name of a function here, a run, and what else it takes."""
+    return [
+        globals()[name](Run(**run), *arguments, **trainer)
+        for name, run, arguments, trainer in options["todo"]
+    ]
