@@ -28,7 +28,7 @@ def undisturbed(run: Run, **options: Any) -> Found:
 def disturbed(run: Run, folder: str, **options: Any) -> Found:
     """A bad micro-batch, an odd one, an evaluation, a checkpoint; a rank that may not capture."""
     net, trainer = trainer_of(run, **options)
-    data = batches(dataclasses.replace(run, steps=30))
+    data = batches(dataclasses.replace(run, steps=24))
     odd, bad = data.pop(), (torch.full_like(data[0][0], torch.nan), data[0][1])
     captured: list[bool] = []
     failed: list[Any] = []
@@ -40,20 +40,20 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
             failed.append((error.stage, error.microbatch))
         captured.append(trainer.runner.is_active)
 
-    for batch in [*data[:9], bad, *data[9:13], odd, *data[13:20]]:
+    for batch in [*data[:6], bad, *data[6:8], odd, *data[8:13]]:
         step(batch)
     trainer.save(folder)
     evaluated = trainer.evaluate(data[:2]).loss
-    for batch in data[20:24]:
+    for batch in data[13:16]:
         step(batch)
     trainer.load(folder)
     layers = trainer.executors[0].stage.hooks.layers if trainer.rank == 1 else []
     handles = [layer.register_forward_hook(lambda *_: None) for layer in layers[:1]]
-    for batch in [*data[20:25], bad, *data[25:29]]:
+    for batch in [*data[13:17], bad, *data[17:20]]:
         step(batch)
     for handle in handles:
         handle.remove()
-    for batch in data[:4]:
+    for batch in data[20:22]:
         step(batch)
     trainer.flush()
     told = {"failed": failed, "captured": captured, "evaluated": evaluated}
