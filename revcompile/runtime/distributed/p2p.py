@@ -88,19 +88,21 @@ class Channel:
         work.wait(_NO_TIMEOUT)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arrival:
     """A received message; on a GPU its tensors are complete at `event`."""
 
     kind: MessageKind
     message: Message
     event: Any = None
+    _waited: Any = None
+    """The stream that waits for them already."""
 
     def ready(self) -> Message:
         """The message, after making the current stream wait for its tensors."""
-        if self.event is not None:
-            stream = torch.cuda.current_stream()
+        if self.event is not None and self._waited != (stream := torch.cuda.current_stream()):
             stream.wait_event(self.event)
+            self._waited = stream
             for tensor in _tensors(self.message):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
