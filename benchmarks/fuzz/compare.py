@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.runtime.reversible import coupling
+from revcompile.runtime.reversible.stream_sums import Averaged
 
 __all__ = [
     "Call",
@@ -196,12 +197,13 @@ def rounded_outputs(module: nn.Module) -> Iterator[None]:
     couple = coupling._couple
 
     def couple_rounded(
-        root: nn.Module, block: Any, a: Tensor, b: Tensor, sides: Any, cast: Any, grid: Any
+        root: nn.Module, block: Any, index: int, a: Tensor, b: Tensor, *given: Any
     ) -> Any:
-        if grid is None and b.numel():
+        sums = given[-1]
+        if sums.grid is None and not isinstance(sums, Averaged) and b.numel():
             noise = torch.randn(b.shape, generator=generator, dtype=torch.float64).to(b.dtype)
             b = b + 4 * torch.finfo(b.dtype).eps * b.detach().abs().max() * noise
-        return couple(root, block, a, b, sides, cast, grid)
+        return couple(root, block, index, a, b, *given)
 
     layers = [inner for inner in module.modules() if not list(inner.children())]
     handles = [layer.register_forward_hook(change) for layer in layers]

@@ -52,6 +52,9 @@ class Policy:
         averaged: whether couplings are `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))`, with
             gamma = ±½ at random for each sample and block in training and 0 in eval mode, instead
             of `(b, a + F(b))`. Such streams enter as copies and leave by the second.
+        stream_bits: 32 or 64, of the integers that averaged streams are in chains of float32. With
+            32, elements may grow to 8192 times the chain's largest input; 64 take more memory and
+            time, and have no such bound.
 
     Raises:
         PolicyError: averaged streams are to enter or leave in another way.
@@ -64,6 +67,7 @@ class Policy:
     fuse: Fuse = Fuse.MEAN
     leave: Fuse = Fuse.CONCAT
     averaged: bool = False
+    stream_bits: int = 32
 
     def __post_init__(self) -> None:
         ends = self.enter, self.fuse, self.leave
@@ -73,6 +77,8 @@ class Policy:
                 "copies and leave by the second; write Policy(Enter.DUPLICATE, Fuse.SECOND, "
                 'Fuse.SECOND, averaged=True), which is policy="pretrained"'
             )
+        if self.stream_bits not in (32, 64):
+            raise PolicyError(f"policy: stream_bits={self.stream_bits!r}; use 32 or 64")
         if not self.averaged and Fuse.SECOND in ends:
             raise PolicyError(
                 "policy: Fuse.SECOND drops the first stream, and with it half of what blocks have "

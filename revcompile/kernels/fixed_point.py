@@ -28,6 +28,7 @@ from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.kernels.loading import average_kernels
 
 __all__ = [
+    "FORMATS",
     "STREAM_RANGE",
     "average",
     "average_and_value",
@@ -60,6 +61,9 @@ _FORMATS: Final = {
     torch.float32: _Format(torch.int32, 16, 2.0**29),
     torch.float64: _Format(torch.int64, 40, 2.0**52),
 }
+_WIDE: Final = _FORMATS | {torch.float32: _Format(torch.int64, 20, 2.0**45)}
+FORMATS: Final = {32: _FORMATS, 64: _WIDE}
+"""By the bits of an integer, and then by the type of the streams' values."""
 _IN_FLOATS: Final = _FORMATS | {torch.float32: _Format(torch.int32, 14, 2.0**23)}
 """Of streams that pass from block to block as floating-point numbers without an error."""
 STREAM_RANGE: Final = int(_FORMATS[torch.float32].limit) >> _FORMATS[torch.float32].precision
@@ -80,9 +84,9 @@ def unit_of(a: Tensor, b: Tensor, formats: Mapping[torch.dtype, _Format] = _FORM
         return torch.exp2(exponent - formats[b.dtype].precision)
 
 
-def fixed(x: Tensor, unit: Tensor) -> Tensor:
+def fixed(x: Tensor, unit: Tensor, formats: Mapping[torch.dtype, _Format] = _FORMATS) -> Tensor:
     """A stream in units, rounded."""
-    return (x.detach() / unit).round_().to(_FORMATS[x.dtype].integers)
+    return (x.detach() / unit).round_().to(formats[x.dtype].integers)
 
 
 def value(stream: Tensor, unit: Tensor) -> Tensor:
@@ -122,7 +126,12 @@ def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
 
 
 def average_and_value(
-    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    formats: Mapping[torch.dtype, _Format] = _FORMATS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`y` in units and its value; the lost bits, and the unit, NaN after an overflow."""
     if kernels := kernels_for(sign, a, b, addend):
@@ -130,7 +139,7 @@ def average_and_value(
         found: tuple[Tensor, Tensor, Tensor, Tensor]
         found = kernels.average(a, b, addend.detach(), sign, unit, limit)
         return found
-    y, lost, unit = average(a, b, addend, sign, unit)
+    y, lost, unit = average(a, b, addend, sign, unit, formats)
     return y, value(y, unit), lost, unit
 
 

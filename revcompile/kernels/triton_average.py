@@ -122,6 +122,7 @@ def supports(sign: Tensor, *tensors: Tensor) -> bool:
     return (
         first.is_cuda
         and MIN_ELEMENTS <= first.numel() < _MAX_ELEMENTS
+        and first.dtype in (torch.int32, torch.float32)
         and sign.dtype == torch.float32
         and sign.numel() in (1, sign.shape[0])
         and all(t.shape == first.shape and t.is_contiguous() for t in tensors)

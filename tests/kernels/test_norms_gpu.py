@@ -21,7 +21,7 @@ from revcompile.kernels import layer_norm as norms
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.kernels.layer_norm import call_layer_norm, layer_norm
-from revcompile.runtime.reversible import coupling
+from revcompile.runtime.reversible import stream_sums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -222,9 +222,9 @@ def test_a_step_with_copied_sums_to_the_bit(
     twin = copy.deepcopy(net)
     found = _step(net, x)
     assert counted == {"add_and_cast": 9}, "three sums each way, and three of gradients"
-    add_or_subtract, added = coupling.add_or_subtract, gradients.add_gradients
+    add_or_subtract, added = stream_sums.add_or_subtract, gradients.add_gradients
     monkeypatch.setattr(
-        coupling, "add_or_subtract", lambda *given: add_or_subtract(*given[:-1], False)
+        stream_sums, "add_or_subtract", lambda *given: add_or_subtract(*given[:-1], False)
     )
     monkeypatch.setattr(gradients, "add_gradients", lambda *given: added(*given[:2]))
     expected = _step(twin, x)

@@ -20,7 +20,7 @@ from revcompile.ir.ops import as_read
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
-from revcompile.runtime.reversible import coupling
+from revcompile.runtime.reversible import coupling, stream_sums
 from revcompile.runtime.reversible import module as reversible
 from revcompile.runtime.reversible.precision_rewrites import cast_down
 from revcompile.runtime.stage import stage as stages
@@ -124,8 +124,8 @@ def test_a_sum_is_read_as_it_was_copied(
     links = [coupling.rearrange is not None for coupling in net.rewired.couplings]
     assert links == [False, False, isinstance(model, _Turned)]
     results = []
-    for add_or_subtract in (coupling.add_or_subtract, _copied):
-        monkeypatch.setattr(coupling, "add_or_subtract", add_or_subtract)
+    for add_or_subtract in (stream_sums.add_or_subtract, _copied):
+        monkeypatch.setattr(stream_sums, "add_or_subtract", add_or_subtract)
         with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
             results.append(gradients(copy.deepcopy(net), X))
     # Seeds of three backward passes are cast too.
@@ -204,7 +204,7 @@ def test_streams_of_the_branches_type_need_no_copied_gradients(
 def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        coupling, "add_or_subtract", lambda *given: (asked.append(given[-1]), _copied(*given))[1]
+        stream_sums, "add_or_subtract", lambda *given: (asked.append(given[-1]), _copied(*given))[1]
     )
     net = revcompile.reversify(_Stack().bfloat16(), X.bfloat16(), check="off").train()
     gradients(net, X.bfloat16())

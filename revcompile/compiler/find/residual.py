@@ -104,6 +104,8 @@ def _classify(flow: Flow, total: fx.Node) -> Residual | Refusal:
     for x in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
         others = [t for t in terms if t is not x]
         if x not in flow.constant and any(flow.depends(t, x) for t in others):
+            if len(others) + 1 < len(terms):  # x + x + F(x): the shortcut is scaled
+                others = terms
             result = _identity(flow, path, total, adds, x, x, others)
             if isinstance(result, Residual):
                 return result

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from revcompile.compiler.capture.memory import works_in_place
@@ -21,17 +22,39 @@ def whole_pieces(body: Body) -> tuple[Segment, ...]:
     """Every segment as one piece; couplings of one chain share a grid."""
     grids: dict[tuple[str, str], str] = {}
     pieces: list[Segment] = []
+    continued = {s.streams_in for s in body.segments if isinstance(s, Coupling)}
     for segment in body.segments:
         if not isinstance(segment, Coupling):
             pieces.append(segment)
             continue
         opens = segment.streams_in not in grids
+        is_alone = opens and segment.streams_out not in continued
+        if segment.averaged and is_alone and segment.rearrange is None:
+            pieces.append(_block_alone(segment))
+            continue
         grid = f"{segment.streams_in[0]}_grid" if opens else grids[segment.streams_in]
         if opens and grid in grids.values():  # two chains start from one pair of streams
             grid = f"{segment.streams_out[0]}_grid"
         grids[segment.streams_out] = grid
         pieces.append(replace(segment, grid=grid, opens=opens))
     return tuple(pieces)
+
+
+def _block_alone(coupling: Coupling) -> Opaque:
+    """An averaged coupling without others to average with: `b + F(b)`, which keeps its input."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(coupling.branch, copies)
+    values = results if isinstance(results, tuple | list) else (results,)
+    stream = copies[next(iter(coupling.branch.nodes))]
+    with graph.inserting_before(next(iter(graph.nodes))):
+        graph.placeholder(coupling.streams_in[0])  # equal to the other
+    total = graph.call_function(torch.add, (stream, values[0]))
+    total.meta = dict(stream.meta)
+    graph.output((stream, total, *values[1:]))
+    inputs = (*coupling.streams_in, *coupling.sides)
+    reason = "a block alone: there is no other whose input it could be averaged with"
+    return Opaque(coupling.name, inputs, (*coupling.streams_out, *coupling.extras), graph, reason)
 
 
 def split_pieces(

@@ -133,5 +133,6 @@ def _guarded(step: _Step) -> _Step:
     if not isinstance(chain, Chain):
         return step
     settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
-    once = _OnceChain(*settings, failures_allowed=1, averaged=chain.averaged)
+    averaged = chain.averaged, chain.stream_bits
+    once = _OnceChain(*settings, 1, *averaged)
     return replace(step, run=once)

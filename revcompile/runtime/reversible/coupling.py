@@ -176,6 +176,8 @@ class Chain:
     """Consecutive calls that may rebuild their input wrongly without an error."""
     averaged: bool = False
     """Do its couplings average the streams, so that in eval mode they are `b + F(b)`?"""
+    stream_bits: int = 32
+    """Of the integers that averaged streams are."""
     check: ReconstructionCheck = field(init=False)
 
     def __post_init__(self) -> None:
@@ -277,7 +279,7 @@ class Chain:
             return Averaged(None, dims)
         samples = b.shape[dims[0] or 0] if b.ndim > (dims[0] or 0) else 1
         signs = draw_signs(len(self.blocks), samples, b)
-        return FixedAverage(signs, dims) if exact else Averaged(signs, dims)
+        return FixedAverage(signs, dims, self.stream_bits) if exact else Averaged(signs, dims)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

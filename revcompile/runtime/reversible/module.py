@@ -308,6 +308,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
                 has_convolutions,
                 root.overlap,
                 averaged=couplings[0].averaged,
+                stream_bits=root.rewired.policy.stream_bits,
             )
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned)
         steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))

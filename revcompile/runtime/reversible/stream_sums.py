@@ -15,6 +15,7 @@ from torch import Tensor
 
 from revcompile.kernels.exact_sum import add_or_subtract, rounded
 from revcompile.kernels.fixed_point import (
+    FORMATS,
     average_and_value,
     average_gradients,
     average_value,
@@ -122,10 +123,11 @@ class Averaged(Added):
 
 
 class FixedAverage(Averaged):
-    """The same, exact. Holds the integers of both streams beside their values."""
+    """The same, exact. Holds the integers of both streams, of so many bits, beside their values."""
 
-    def __init__(self, signs: Tensor | None, batch_dims: tuple[int | None, ...]) -> None:
+    def __init__(self, signs: Tensor, batch_dims: tuple[int | None, ...], bits: int = 32) -> None:
         super().__init__(signs, batch_dims)
+        self._formats = FORMATS[bits]
         self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
         self._dtypes: list[torch.dtype] = []
@@ -134,9 +136,9 @@ class FixedAverage(Averaged):
         """The latest stream that was rebuilt, and its value, if a kernel wrote both."""
 
     def enter(self, a: Tensor, b: Tensor) -> _Pair:
-        self._unit = unit_of(a, b)
-        of_b = fixed(b, self._unit)
-        of_a = of_b if a is b else fixed(a, self._unit)
+        self._unit = unit_of(a, b, self._formats)
+        of_b = fixed(b, self._unit, self._formats)
+        of_a = of_b if a is b else fixed(a, self._unit, self._formats)
         self._streams = of_a, of_b
         values = [value(stream, self._unit) for stream in (of_a, of_b)]
         return with_value(a, values[0]), with_value(b, values[1])
@@ -151,7 +153,7 @@ class FixedAverage(Averaged):
         assert self._streams is not None
         sign = self.sign(index, b)
         given = *self._streams, addend, sign, self._unit
-        y, total, lost, self._unit = average_and_value(*given)
+        y, total, lost, self._unit = average_and_value(*given, self._formats)
         self._streams = self._streams[1], y
         self._lost.append(lost)
         self._dtypes.append(addend.dtype)

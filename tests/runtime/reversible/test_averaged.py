@@ -151,6 +151,11 @@ def test_streams_that_outgrow_the_integers_are_refused_and_never_silent() -> Non
     model.load_state_dict(net.state_dict())
     with pytest.raises(InversionError, match="8192 times"):
         revcompile.reversify(model, x, policy="pretrained")
+    policy = replace(Policy.named("pretrained"), stream_bits=64)
+    wide = revcompile.reversify(model, x, policy=policy, check="off").train()
+    assert max(error for _, error in wide.inversion_errors(x)) == 0.0
+    assert wide(x).isfinite().all()
+    assert worst(gradients(stored(wide), x), gradients(wide, x))[0] < 1e-4
 
 
 def test_numbers_that_are_not_finite_stay_visible() -> None:

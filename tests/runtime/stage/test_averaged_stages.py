@@ -109,3 +109,22 @@ def test_rearranged_streams() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     revcompile.petrafy(Arranged().double(), 2, x, policy="pretrained", check="full")
+
+
+def test_blocks_alone_and_sums_with_the_input_twice_are_the_original() -> None:
+    class Alone(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.g, self.head = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.f(x).tanh() + x
+            x = torch.nn.functional.layer_norm(x, (WIDTH,))
+            return self.head(x + self.g(x).tanh())
+
+    torch.manual_seed(0)
+    model, x = Alone().double(), torch.randn(4, WIDTH).double()
+    net = revcompile.petrafy(model, 2, x, policy="pretrained", check="full")
+    assert len(net.partition.rewired.couplings) == 2 and not net.stages[0].reversible
+    for module in (net.module(), net.module().eval()):
+        assert torch.allclose(module(x), model(x), atol=1e-14)
