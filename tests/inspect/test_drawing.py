@@ -304,6 +304,15 @@ def test_the_graph_goes_down_from_layer_to_layer() -> None:
         graph = drawn_graph(program.forward)
         assert all(graph.layers[a] < graph.layers[b] for a, b in graph.arrows)
         assert graph.vertices[-1].kind == "output"
+        assert len(graph.carried) == len(graph.arrows)
+
+
+def test_arrows_carry_shapes_and_the_colours_of_the_streams() -> None:
+    (program,) = [p for p in compiled("tower", 3).programs if p.index == 1]
+    graph = drawn_graph(program.forward)
+    streams = {stream: shape for shape, stream in graph.carried}
+    assert streams.keys() == {"one", "two", ""}
+    assert streams["one"] == streams["two"] and streams["one"].startswith("f32[B,")
 
 
 def test_sizes_and_weights_are_not_drawn() -> None:

@@ -117,7 +117,19 @@ def _graph(program: StageProgram) -> tuple[list[Any], str]:
         [*box, one.label, one.kind, one.about]
         for box, one in zip(where.boxes, graph.vertices, strict=True)
     ]
-    arrows = [[value for point in arrow for value in point] for arrow in where.arrows]
+    shapes: dict[int, set[str]] = {}  # what each box reads: only what it changes is written down
+    for (_, target), (shape, _) in zip(graph.arrows, graph.carried, strict=True):
+        shapes.setdefault(target, set()).add(shape)
+    arrows = [
+        [
+            [value for point in points for value in point],
+            *carried,
+            carried[0] not in shapes.get(source, ()),
+        ]
+        for (source, _), points, carried in zip(
+            graph.arrows, where.arrows, graph.carried, strict=True
+        )
+    ]
     every = len(program.forward.nodes)
     drawn = sum(len(one.nodes) for one in graph.vertices)
     note = f"{drawn} of the forward program's {every} operations"

@@ -18,7 +18,8 @@ import networkx as nx
 from torch import fx
 
 from revcompile.inspect.drawing.svg import width_of
-from revcompile.ir.coupling_ops import call_norm
+from revcompile.inspect.formatting import listed
+from revcompile.ir.coupling_ops import call_norm, plus
 from revcompile.ir.types import PATH, TYPE, TensorType
 
 __all__ = ["HEIGHT", "Drawn", "Placed", "Vertex", "drawn_graph", "operation", "placed"]
@@ -47,25 +48,52 @@ class Drawn:
     vertices: tuple[Vertex, ...]
     arrows: tuple[tuple[int, int], ...]
     layers: tuple[int, ...]
+    carried: tuple[tuple[str, str], ...]
+    """Of each arrow the types of its tensors, and which stream it is: "one", "two" or ""."""
 
 
 def drawn_graph(graph: fx.Graph, most: int = MOST) -> Drawn:
     """The graph's vertices and arrows, about `most` vertices at the most."""
     shown = vertices(graph, most)
     owner = {node: number for number, vertex in enumerate(shown) for node in vertex.nodes}
-    arrows = {
-        (owner[source], owner[node])
-        for node in owner
-        for source in node.all_input_nodes
-        if source in owner and owner[source] != owner[node]
-    }
-    net = nx.DiGraph(sorted(arrows))
+    passed: dict[tuple[int, int], dict[fx.Node, None]] = {}
+    for node in owner:
+        for source in node.all_input_nodes:
+            if source in owner and owner[source] != owner[node]:
+                passed.setdefault((owner[source], owner[node]), {})[source] = None
+    arrows, streams = sorted(passed), _streams(graph)
+    net = nx.DiGraph(arrows)
     net.add_nodes_from(range(len(shown)))
     layers = [0] * len(shown)
     for layer, members in enumerate(nx.topological_generations(net)):
         for member in members:
             layers[member] = layer
-    return Drawn(tuple(shown), tuple(sorted(arrows)), tuple(layers))
+    carried = []
+    for arrow in arrows:
+        kinds = [kind for node in passed[arrow] if (kind := _type(node)) is not None]
+        colours = {streams.get(node, "") for node in passed[arrow]}
+        carried.append((listed(kinds), colours.pop() if len(colours) == 1 else ""))
+    return Drawn(tuple(shown), tuple(arrows), tuple(layers), tuple(carried))
+
+
+def _type(node: fx.Node) -> TensorType | None:
+    """A value's type; a sum of couplings has that of the stream it is added to."""
+    kind, first = node.meta.get(TYPE), node.args[0] if node.args else None
+    if kind is None and node.target is plus and isinstance(first, fx.Node):
+        return _type(first)
+    return kind if isinstance(kind, TensorType) else None
+
+
+def _streams(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The values of the two streams: what couplings add to, and their sums."""
+    streams: dict[fx.Node, str] = {}
+    begun = itertools.cycle(("one", "two"))
+    for node in graph.nodes:
+        if node.target is plus and isinstance(node.args[0], fx.Node):
+            before = node.args[0]
+            streams[node] = streams.setdefault(before, "") or next(begun)
+            streams[before] = streams[node]
+    return streams
 
 
 def vertices(graph: fx.Graph, most: int = MOST) -> list[Vertex]:

@@ -51,7 +51,8 @@ function graph(stage) {
   const [width, height, boxes, arrows] = stage.graph;
   const drawn = vector("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
     "aria-label": "the forward program's graph" });
-  for (const points of arrows) {
+  const shapes = new Map(); // one for each box that gives another shape than it reads
+  for (const [points, shape, stream, isNew] of arrows) {
     let d = `M${points[0]} ${points[1] + 12}`;
     for (let i = 2; i < points.length; i += 2) {
       const last = i + 2 === points.length;
@@ -59,8 +60,11 @@ function graph(stage) {
       const fromY = points[i - 1] + (i === 2 ? 12 : 0), middle = (y + fromY) / 2;
       d += `C${fromX} ${middle} ${x} ${middle} ${x} ${y}`;
     }
-    drawn.append(vector("path", { d }));
+    drawn.append(vector("path", { d, class: stream }, vector("title", {}, shape)));
+    if (isNew) shapes.set(points.slice(0, 2).join(), [points[0] + 5, points[1] + 22, shape]);
   }
+  for (const [x, y, shape] of shapes.values())
+    drawn.append(vector("text", { class: "shape", x, y }, shape));
   for (const [x, y, wide, label, kind, about] of boxes) {
     const hit = word && (label + "\n" + about).toLowerCase().includes(word.toLowerCase());
     drawn.append(vector("g", { class: hit ? kind + " hit" : kind },
