@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from revcompile.errors import InputError
 from revcompile.kernels.autocast import is_autocasting
+from revcompile.units import is_int
 
 __all__ = ["linear_cross_entropy"]
 
 _CHUNK_BYTES: Final = 2**28
 """Of float32 logits that exist at a time, if no number of rows is given."""
-
-
-_OPTIONS: Any = getattr(nn, "LinearCrossEntropyOptions", None)
-"""Of torch's own function, where it has one."""
 
 
 def linear_cross_entropy(
@@ -34,9 +31,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` without ever holding all logits.
 
-    Logits are computed for some rows at a time, in the dtype of autocast, and their softmax in
-    float32. The gradient is computed along with the loss, so it is a gradient of one backward pass
-    only. In a model's forward it is one operation for `reversify` and `petrafy`.
+    Logits are computed for some rows at a time, in the dtype of autocast; their softmax, the loss
+    and sums over rows are float32 (torch's own `linear_cross_entropy` adds up in bfloat16, which
+    loses digits with every chunk). In a model's forward it is one operation for `reversify` and
+    `petrafy`.
 
     Args:
         hidden: What the head reads, `[..., width]`.
@@ -71,30 +69,28 @@ def linear_cross_entropy(
         )
     if reduction not in ("mean", "sum"):
         raise InputError(f"linear_cross_entropy: reduction={reduction!r}; use 'mean' or 'sum'")
-    hidden, target = hidden.flatten(0, -2), target.flatten()
+    if target.is_floating_point() or target.is_complex():
+        raise InputError(f"linear_cross_entropy: target is {target.dtype}; use numbers of classes")
+    if rows is not None and not (is_int(rows) and rows >= 1):
+        raise InputError(f"linear_cross_entropy: rows={rows!r}; use a whole number from 1, or None")
+    hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
     if is_autocasting(hidden.device):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     rows = rows or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
     with torch.autocast(hidden.device.type, enabled=False):
-        if _OPTIONS is not None:
-            chunked: Any = getattr(F, "linear_cross_entropy")  # noqa: B009 torch 2.11 has none
-            loss: Tensor = chunked(
-                *(hidden, weight, target),
-                linear_bias=bias,
-                reduction=reduction,
-                ignore_index=ignore_index,
-                options=_OPTIONS(batch_chunk_size=rows),
-            )
-            return loss
         total, count = _Chunked.apply(hidden, weight, bias, target, ignore_index, rows)
     summed: Tensor = total
-    return summed / count if reduction == "mean" else summed
+    if reduction == "sum":
+        return summed
+    # As in torch: if no row counts the mean is not a number, and its gradient is zero.
+    mean: Tensor = summed / count.clamp(min=1) + torch.where(count == 0, torch.nan, 0.0)
+    return mean
 
 
 class _Chunked(torch.autograd.Function):
-    """The summed loss, and how many rows count, where torch has no such function."""
+    """The summed loss, and how many rows count."""
 
     @staticmethod
     def forward(

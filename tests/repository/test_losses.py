@@ -12,22 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile import losses
 from revcompile.errors import InputError
 from revcompile.losses import linear_cross_entropy
 
 CLASSES, WIDTH = 11, 8
 
 
-@pytest.fixture(params=["torch's", "ours"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "ours":
-        monkeypatch.setattr(losses, "_OPTIONS", None)
-    elif losses._OPTIONS is None:
-        pytest.skip("this torch has none")
-
-
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_it_equals_torch(reduction: Any, has_bias: bool) -> None:
@@ -50,6 +40,39 @@ def test_it_equals_torch(reduction: Any, has_bias: bool) -> None:
         )
 
 
+def test_sums_over_chunks_are_float32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4096, 16), 0.3 * torch.randn(50, 16)
+    target = torch.randint(50, (4096,))
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, target, rows=8)
+    want = F.cross_entropy(F.linear(hidden, weight), target)
+    assert loss.dtype == torch.float32 and abs(loss - want) < 2e-3
+    found, wanted = (torch.autograd.grad(each, weight)[0] for each in (loss, want))
+    assert (found - wanted).abs().max() < 1e-2 * wanted.abs().max()
+
+
+def test_if_no_row_counts_the_gradient_is_zero() -> None:
+    hidden, weight = torch.randn(3, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH)
+    loss = linear_cross_entropy(hidden, weight, torch.full((3,), -100))
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert loss.isnan() and not gradient.any()
+
+
+def test_a_single_row() -> None:
+    hidden, weight = torch.randn(WIDTH), torch.randn(CLASSES, WIDTH)
+    want = F.cross_entropy(F.linear(hidden, weight), torch.tensor(3))
+    assert torch.allclose(linear_cross_entropy(hidden, weight, torch.tensor(3)), want)
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 2.5}, {"target": torch.rand(3)}])
+def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
+    given = {"target": torch.zeros(3, dtype=torch.long)} | wrong
+    with pytest.raises(InputError, match=f"linear_cross_entropy: {next(iter(wrong))}"):
+        linear_cross_entropy(torch.randn(3, WIDTH), torch.randn(CLASSES, WIDTH), **given)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +84,6 @@ class Model(nn.Module):
         return linear_cross_entropy(self.body(x), self.head.weight, target, self.head.bias, rows=4)
 
 
-@pytest.mark.usefixtures("implementation")
 def test_in_chains_and_in_the_last_stage() -> None:
     torch.manual_seed(0)
     x, target = torch.randn(3, 5, WIDTH).double(), torch.randint(CLASSES, (3, 5))
