@@ -110,6 +110,8 @@ class LossHead:
         try:
             with torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
                 loss = self.loss(output, target)
+        except InputError:
+            raise
         except Exception as error:
             raise InputError(
                 f"loss, {where}: it raised {type(error).__name__}: {error}\n"
@@ -131,6 +133,11 @@ class LossHead:
 
 def _returned_loss(output: Any, target: Any) -> Any:
     """The loss that the model has computed: its output, or the item or attribute `loss` of it."""
+    if target is not None:
+        raise InputError(
+            "loss=None: the model computes its own loss, and a target was given, which nothing "
+            "would read; give labels with the inputs, trainer.step({..., 'labels': labels})"
+        )
     if isinstance(output, Mapping):
         return output.get("loss")
     return output if isinstance(output, Tensor) else getattr(output, "loss", None)
