@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -160,7 +161,15 @@ def _call_factory(module: str, function: str) -> tuple[nn.Module, Any]:
             f"{module}:{function} cannot be imported ({error}); expected package.module:factory, "
             "seen from the folder the command is run in"
         ) from error
-    result = factory()
+    try:
+        result = factory()
+    except Exception as error:  # whatever the user's own code raises: the last line says where
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(place.filename)}:{place.lineno}"
+        raise InputError(
+            f"{module}:{function}() failed with {type(error).__name__}: {error} ({where}); "
+            "expected a function without arguments that returns a model"
+        ) from error
     model, example = result if isinstance(result, tuple) else (result, None)
     if not isinstance(model, nn.Module):
         raise InputError(

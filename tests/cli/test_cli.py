@@ -121,6 +121,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["inspect", MODEL], "--stages"),
         (["inspect", "test_cli:nothing", "--stages", "2"], "cannot be imported"),
         (["inspect", "no.such.module:net", "--stages", "2"], "cannot be imported"),
+        (["inspect", "test_cli:MODEL", "--stages", "2"], "MODEL() failed with TypeError"),
         (["inspect", "test_cli:number", "--stages", "2"], "returned int"),
         (["inspect", "test_cli:unshaped", "--stages", "2"], "example_inputs"),
         (["inspect", MODEL, "--stages", "2", "--explain", "2.g"], "did you mean"),
