@@ -85,12 +85,17 @@ def test_ctrl_c_in_the_middle_of_an_epoch_is_a_termination() -> None:
         yield from range(3)
         signal.signal(signal.SIGTERM, before)
 
-    ours = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        for batch in example("interrupts").as_termination(batches()):
-            if batch > 0:
-                os.kill(os.getpid(), signal.SIGINT)
-    assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is ours
+    # Of a process that a script has started in the background, SIGINT is ignored.
+    ours, before = signal.default_int_handler, signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, ours)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for batch in example("interrupts").as_termination(batches()):
+                if batch > 0:
+                    os.kill(os.getpid(), signal.SIGINT)
+        assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is ours
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_elsewhere_is_a_line() -> None:
