@@ -32,9 +32,8 @@ def linear_cross_entropy(
     """`cross_entropy(linear(hidden, weight, bias), target)` without ever holding all logits.
 
     Logits are computed for some rows at a time, in the dtype of autocast; their softmax, the loss
-    and sums over rows are float32 (torch's own `linear_cross_entropy` adds up in bfloat16, which
-    loses digits with every chunk). In a model's forward it is one operation for `reversify` and
-    `petrafy`.
+    and sums over rows in float32 at least (torch 2.15's own function loses digits with every chunk
+    in bfloat16). In a model's forward it is one operation for `reversify` and `petrafy`.
 
     Args:
         hidden: What the head reads, `[..., width]`.

@@ -163,11 +163,11 @@ def _call_factory(module: str, function: str) -> tuple[nn.Module, Any]:
         ) from error
     try:
         result = factory()
-    except Exception as error:  # whatever the user's own code raises: the last line says where
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(place.filename)}:{place.lineno}"
+    except Exception as error:  # whatever the user's own code raises
+        places = traceback.extract_tb(error.__traceback__)[1:]  # the first is this call
+        where = f" in {places[-1].filename}:{places[-1].lineno}" if places else ""
         raise InputError(
-            f"{module}:{function}() failed with {type(error).__name__}: {error} ({where}); "
+            f"{module}:{function}() failed with {type(error).__name__}: {error}{where}; "
             "expected a function without arguments that returns a model"
         ) from error
     model, example = result if isinstance(result, tuple) else (result, None)

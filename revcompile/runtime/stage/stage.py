@@ -224,7 +224,7 @@ class Stage:
         """
         held = self.in_flight[microbatch]
         original = held.original
-        with self._samples.collecting() as sampled:
+        with self._samples.collecting(is_exact) as sampled:
             rebuilt, input_grads, own_grads = self.differentiate(microbatch, values, gradients)
         if self.check_finite:
             refuse_non_finite(self.program.index, microbatch, own_grads, input_grads, scale)

@@ -62,10 +62,10 @@ class StreamSamples:
             self._sampled[name] = samples_of(stream)
 
     @contextmanager
-    def collecting(self) -> Iterator[dict[str, Tensor]]:
-        """What the program that runs inside samples, by the stream's name."""
+    def collecting(self, is_compared: bool = True) -> Iterator[dict[str, Tensor]]:
+        """What the program that runs inside samples, by the stream's name; or nothing."""
         sampled: dict[str, Tensor] = {}
-        self._sampled = sampled if self.is_on else None
+        self._sampled = sampled if self.is_on and is_compared else None
         try:
             yield sampled
         finally:
