@@ -1,17 +1,18 @@
 """Predict throughput, memory, delay and efficiency on a cluster, for PETRA and other methods.
 
 The model is cut into one stage a device; where there are more devices than stages, whole pipelines
-are replicated and gradients averaged. Times come from counted work on devices of the given figures,
-or with --cost measured from this machine. Slow links need more micro-batches in flight: the least
-alpha that hides them is chosen, and the delay it costs is shown. "zero-bubble" is an optimistic
-bound, not a schedule that we run.
+are replicated and gradients averaged. All methods are compared with the same number of samples to
+an update; PETRA, which need not wait for them, also with an update after every micro-batch. Times
+come from counted work on devices of the given figures, or with --cost measured from this machine.
+Slow links need more micro-batches in flight: the least alpha that hides them is chosen, and the
+delay it costs is shown. "zero-bubble" is an optimistic bound, not a schedule that we run.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from revcompile.cli.models import add_model, load, rewired
@@ -20,6 +21,7 @@ from revcompile.cli.units import bandwidth, count, rate, seconds, size
 
 if TYPE_CHECKING:
     from revcompile.ir.program import Partition
+    from revcompile.ir.types import Rewired
     from revcompile.plan.cluster import TimeModel
     from revcompile.plan.forecast import Forecast
 
@@ -27,6 +29,8 @@ __all__ = ["add", "run"]
 
 _BUFFERS: Final = {"bf16": 2, "fp16": 2, "fp8": 1, "offload": 0}
 """Bytes an element of a kept input takes on the device."""
+_NEARLY: Final = 1.02
+"""Throughputs up to this many times another are as good as equal."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -44,12 +48,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--batch-size", type=count, default=32, help="samples a micro-batch")
     training.add_argument("--stages", type=count, help="default: as many as there are segments")
     training.add_argument(
-        "--microbatches", type=count, help="an update, where pipelines drain (default: 4 a stage)"
+        "--accumulate", type=count, help="micro-batches to an update (default: 4 a stage)"
     )
-    training.add_argument(
-        "--accumulate", type=count, default=1, help="micro-batches an update, where they do not"
-    )
-    training.add_argument("--alpha", type=float, help="micro-batches in flight (default: chosen)")
+    training.add_argument("--alpha", type=float, help="of PETRA, 1 or more: sets what is in flight")
     training.add_argument("--methods", help="comma between (petra,1f1b,gpipe,zero-bubble)")
     training.add_argument("--adam", action="store_true", help="two numbers of optimizer state")
     training.add_argument(
@@ -67,11 +68,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecasts; exit code 1 if a memory budget was given and nothing fits."""
+    from revcompile.arguments import check_device
     from revcompile.compiler.cost import Workload
     from revcompile.plan.cluster import Cluster, NetworkLink
-    from revcompile.plan.forecast import METHODS, plan_cluster
+    from revcompile.plan.forecast import METHODS, better_stages, plan_cluster
     from revcompile.schedule import choose
 
+    check_device("--device", args.device)
     measured = args.cost != "analytic"
     loaded = load(
         args,
@@ -79,39 +82,49 @@ def run(args: argparse.Namespace) -> int:
         device=args.device if measured else "meta",
     )
     workload = Workload(
-        choose("petra"),
+        choose("petra", alpha=args.alpha),
         args.batch_size,
-        args.accumulate,
         optimizer_copies=2 if args.adam else 1,
         buffer_bytes=_BUFFERS[args.buffers] if args.buffers else None,
     )
+    cluster = Cluster(args.devices, NetworkLink(args.link, args.latency), _time_model(args))
+    options = {"alpha": args.alpha, "cost": args.cost, "memory_budget": args.memory_budget}
+    model = rewired(loaded, args).rewired
     cut, forecasts = plan_cluster(
-        rewired(loaded, args).rewired,
-        Cluster(args.devices, NetworkLink(args.link, args.latency), _time_model(args)),
+        model,
+        cluster,
         workload,
         methods=args.methods.split(",") if args.methods else METHODS,
         stages=args.stages,
-        microbatches=args.microbatches,
-        alpha=args.alpha,
-        cost=args.cost,
-        memory_budget=args.memory_budget,
+        accumulate=args.accumulate,
+        **options,
     )
-    say_json(_facts(loaded.name, args, cut, forecasts)) if args.json else say(
-        _table(loaded.name, args, forecasts)
+    notes = _notes(
+        model,
+        forecasts,
+        lambda petra: better_stages(model, cluster, workload, petra, **options),
+    )
+    say_json(_facts(loaded.name, args, cut, forecasts, notes)) if args.json else say(
+        _table(loaded.name, args, forecasts, notes)
     )
     return 1 if args.memory_budget and not any(forecast.fits for forecast in forecasts) else 0
 
 
 def _time_model(args: argparse.Namespace) -> TimeModel:
-    from revcompile.plan.cluster import Device, TimeModel, update_speed
+    from revcompile.plan.cluster import Device, TimeModel, sum_speed, update_speed
 
+    copies = 2 if args.adam else 1
     if args.cost != "analytic":
-        return TimeModel.measured(update_speed(args.device))
-    return TimeModel.on(Device(args.flops, args.memory_bandwidth))
+        return TimeModel.measured(update_speed(args.device, copies), sum_speed(args.device))
+    return TimeModel.on(Device(args.flops, args.memory_bandwidth), copies)
 
 
 def _facts(
-    name: str, args: argparse.Namespace, cut: Partition, forecasts: Sequence[Forecast]
+    name: str,
+    args: argparse.Namespace,
+    cut: Partition,
+    forecasts: Sequence[Forecast],
+    notes: Sequence[str],
 ) -> dict[str, Any]:
     return {
         "model": name,
@@ -121,10 +134,13 @@ def _facts(
         "cost": args.cost,
         "stages": [[piece.name for piece in part.pieces] for part in cut.parts],
         "forecasts": [dataclasses.asdict(forecast) for forecast in forecasts],
+        "notes": list(notes),
     }
 
 
-def _table(name: str, args: argparse.Namespace, forecasts: Sequence[Forecast]) -> str:
+def _table(
+    name: str, args: argparse.Namespace, forecasts: Sequence[Forecast], notes: Sequence[str]
+) -> str:
     from rich import box
     from rich.table import Table
 
@@ -141,45 +157,85 @@ def _table(name: str, args: argparse.Namespace, forecasts: Sequence[Forecast]) -
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    columns = ("samples/s", "busy", "memory", "delay", "alpha", "accumulate", "bottleneck")
+    columns = ("accumulate", "samples/s", "busy", "updates", "memory", "delay")
     table.add_column("method", min_width=len("zero-bubble"))
     for column in columns:
-        is_text = column == "bottleneck"
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
     for forecast in forecasts:
         fits = {None: "", True: "", False: "\n(too much)"}[forecast.fits]
         table.add_row(
             forecast.method,
+            str(forecast.accumulate),
             formatting.amount(forecast.throughput),
-            f"{100 * forecast.efficiency:.1f} %",
+            f"{100 * forecast.efficiency:.0f} %",
+            f"{100 * forecast.updating:.1f} %",
             formatting.size(forecast.memory) + fits,
             str(forecast.delay),
-            "" if forecast.alpha is None else f"{forecast.alpha:g}",
-            str(forecast.accumulate),
             forecast.bottleneck,
         )
     idle = [f"{args.devices - used} devices stay idle"] if used < args.devices else []
-    return render(table, "", *idle, *_advice(forecasts))
+    return render(table, "", *idle, *notes)
 
 
-def _advice(forecasts: Sequence[Forecast]) -> list[str]:
-    petra = next((forecast for forecast in forecasts if forecast.method == "petra"), None)
-    if petra is None:
+def _notes(
+    model: Rewired,
+    forecasts: Sequence[Forecast],
+    better_stages: Callable[[Forecast], Forecast | None],
+) -> list[str]:
+    """What PETRA's delay costs, whether another method is faster, and what would help."""
+    from revcompile.plan.learning import cost_of_delay
+
+    rows = [forecast for forecast in forecasts if forecast.method == "petra"]
+    if not rows:
         return []
-    if petra.bottleneck.startswith("link"):
-        return [
-            f"petra: {petra.bottleneck} is too narrow whatever is in flight; fewer stages, a "
-            "faster link or streams of lower precision would help"
-        ]
-    if petra.bottleneck == "averaging":
-        return [
-            f"petra: averaging {petra.replicas} replicas at every update is the bottleneck; use a "
-            f"larger --accumulate than {petra.accumulate}, or more stages and fewer replicas"
-        ]
-    if petra.alpha is None or petra.alpha == 1:
-        return []
-    least = -(-(petra.stages - 1) // petra.accumulate)
-    return [
-        f"petra: alpha {petra.alpha:g} hides the links; gradients of the first stage are "
-        f"{petra.delay} updates late instead of {least}"
+    notes = [
+        f"petra, accumulate {row.accumulate}: {cost_of_delay(model, row.delay)}." for row in rows
     ]
+    petra = rows[0]
+    if petra.alpha and petra.alpha > 1:
+        notes.append(
+            f"petra: alpha={petra.alpha:g} in place of 1: more micro-batches are in flight, which "
+            "hides slow links."
+        )
+    if petra.bottleneck == "averaging":
+        notes.append(
+            f"petra: averaging {petra.replicas} replicas at every update is the bottleneck; use a "
+            f"larger --accumulate than {petra.accumulate}, or more stages and fewer replicas."
+        )
+    others = [
+        forecast
+        for forecast in forecasts
+        if forecast.method != "petra"
+        and "bound" not in forecast.method
+        and forecast.fits is not False
+    ]
+    best = max(others, key=lambda forecast: forecast.throughput, default=petra)
+    if best.throughput > _NEARLY * petra.throughput:
+        notes.append(_slower(petra, best, better_stages(petra)))
+    elif petra.bottleneck.startswith("link"):
+        notes.append(
+            f"petra: {petra.bottleneck} is too slow however much is in flight; fewer stages, a "
+            "faster link or streams of lower precision would help."
+        )
+    return notes
+
+
+def _slower(petra: Forecast, best: Forecast, better: Forecast | None) -> str:
+    from revcompile.inspect.formatting import amount, size
+
+    def figures(forecast: Forecast) -> str:
+        return f"{amount(forecast.throughput)} samples/s in {size(forecast.memory)}"
+
+    lost = (
+        f"petra is slower than {best.method} here: {figures(petra)} against {figures(best)}, "
+        f"limited by {petra.bottleneck}, devices {100 * petra.efficiency:.0f} % busy. "
+    )
+    if better is None:
+        return lost + "No other number of stages that uses as many devices is faster."
+    parallel = " (data parallel: reversify under DDP)" if better.stages == 1 else ""
+    return (
+        f"{lost}Its best number of stages is {better.stages}, with {better.replicas} replicas"
+        f"{parallel}: {figures(better)}; see --stages {better.stages} "
+        f"--accumulate {better.accumulate}."
+    )

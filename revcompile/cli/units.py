@@ -13,7 +13,7 @@ __all__ = ["bandwidth", "count", "rate", "seconds", "shape", "size"]
 
 Number = TypeVar("Number", int, float)
 
-_TIMES: Final = {"s": 1.0, "": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_TIMES: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def bandwidth(text: str) -> float:
@@ -50,12 +50,12 @@ def size(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time.
+    """A time; only 0 needs no unit.
 
     >>> seconds("50ms"), seconds("0")
     (0.05, 0.0)
     """
-    return _parsed(text, _TIMES, "10us, 50ms, 1s")
+    return 0.0 if text.strip() == "0" else _parsed(text, _TIMES, "10us, 50ms, 1s")
 
 
 def count(text: str) -> int:

@@ -20,10 +20,18 @@ from revcompile.ir.types import Cost
 from revcompile.runtime.stage.tensors import all_finite
 from revcompile.schedule import Costs, Keep
 
-__all__ = ["Cluster", "Device", "NetworkLink", "TimeModel", "stage_times", "update_speed"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "NetworkLink",
+    "TimeModel",
+    "stage_times",
+    "sum_speed",
+    "update_speed",
+]
 
-_UPDATE_TRAFFIC: Final = 5
-"""Times SGD with momentum moves a parameter's bytes: three reads, two writes."""
+_SUM_TRAFFIC: Final = 3
+"""Times that adding a gradient to a sum moves its bytes: two reads, one write."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,16 @@ class TimeModel:
     """Seconds of a forward and of a backward pass that computes forward again."""
     update_speed: float
     """Bytes of parameters that an update handles in a second."""
+    sum_speed: float = math.inf
+    """Bytes of gradients that are added to their sum in a second."""
 
     @classmethod
-    def on(cls, device: Device) -> TimeModel:
-        """Arithmetic and memory traffic one after the other, on a device of these figures."""
+    def on(cls, device: Device, optimizer_copies: float = 1.0) -> TimeModel:
+        """Arithmetic and memory traffic one after the other, on a device of these figures.
+
+        `optimizer_copies` is as in `Workload`: an update reads and writes parameters and optimizer
+        state, and reads gradients twice, as it checks first that they are finite.
+        """
 
         def passes(cost: Cost) -> tuple[float, float]:
             moved = (cost.forward - cost.flops) / FLOPS_PER_BYTE
@@ -89,12 +103,13 @@ class TimeModel:
             ratio = cost.backward / cost.forward if cost.forward else 0.0
             return forward, ratio * forward
 
-        return cls(passes, device.bandwidth / _UPDATE_TRAFFIC)
+        update_traffic = 4 + 2 * optimizer_copies
+        return cls(passes, device.bandwidth / update_traffic, device.bandwidth / _SUM_TRAFFIC)
 
     @classmethod
-    def measured(cls, update_speed: float) -> TimeModel:
+    def measured(cls, update_speed: float, sum_speed: float = math.inf) -> TimeModel:
         """Costs measured on this machine are seconds."""
-        return cls(lambda cost: (cost.forward, cost.backward), update_speed)
+        return cls(lambda cost: (cost.forward, cost.backward), update_speed, sum_speed)
 
 
 @dataclass(frozen=True)
@@ -121,7 +136,7 @@ def stage_times(
 
     Args:
         partition: The stages, one on each device.
-        workload: Method and batch size.
+        workload: Method, batch size, and micro-batches to an update.
         time_model: How costs become seconds.
         link: Between two stages, and between replicas.
         replicas: Copies of the pipeline, whose gradients are averaged at every update.
@@ -133,9 +148,13 @@ def stage_times(
     rebuilds = [keep is Keep.NOTHING and part.pieces[-1].reversible for part in parts[:-1]]
     sent_back = [2 * size if twice else size for size, twice in zip(sent, rebuilds, strict=True)]
     trained = [sum(cost.trained for cost in part.costs) for part in parts]
+    summed = 1 - 1 / workload.accumulate  # the first gradient of an update begins the sum
     return Costs(
         forward=tuple(forward for forward, _ in passes),
-        backward=tuple(backward for _, backward in passes),
+        backward=tuple(
+            backward + summed * size / time_model.sum_speed
+            for (_, backward), size in zip(passes, trained, strict=True)
+        ),
         update=tuple(
             size / time_model.update_speed + _all_reduce(size, replicas, link) for size in trained
         ),
@@ -165,19 +184,43 @@ def _all_reduce(nbytes: int, replicas: int, link: NetworkLink) -> float:
     return link.busy_time(2 * nbytes * (replicas - 1) / replicas) + hops * link.latency
 
 
-def update_speed(device: str = "cpu", elements: int = 2**23, repeats: int = 5) -> float:
-    """Bytes of parameters that SGD updates in a second here, their gradients checked first."""
+def update_speed(
+    device: str = "cpu", optimizer_copies: float = 1.0, elements: int = 2**23, repeats: int = 5
+) -> float:
+    """Bytes of parameters that SGD (or, with two copies of state, AdamW) updates in a second here.
+
+    Gradients are checked for infinities first, as in training.
+    """
     parameters = [torch.zeros(elements // 8, device=device, requires_grad=True) for _ in range(8)]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    times = []
     gradients = [torch.ones_like(parameter) for parameter in parameters]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(parameters)
+        if optimizer_copies > 1
+        else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    )
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
+
+    def update() -> None:
         all_finite(gradients)
         optimizer.step()
+
+    return 4 * elements / _seconds(update, device, repeats)
+
+
+def sum_speed(device: str = "cpu", elements: int = 2**23, repeats: int = 5) -> float:
+    """Bytes of gradients that are added to their sum in a second here."""
+    total, gradient = (torch.ones(elements, device=device) for _ in range(2))
+    return 4 * elements / _seconds(lambda: total.add_(gradient), device, repeats)
+
+
+def _seconds(step: Callable[[], object], device: str, repeats: int) -> float:
+    """The median time of a step; the first one is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        step()
         if device != "cpu":
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - start)
-    return 4 * elements / statistics.median(times[1:])
+    return statistics.median(times[1:])

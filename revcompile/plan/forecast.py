@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from revcompile.compiler.cost import CostSource, MemoryModel, Workload
 from revcompile.compiler.partition import partition
@@ -17,6 +17,7 @@ from revcompile.ir.types import Rewired
 from revcompile.plan.cluster import Cluster, NetworkLink, stage_times
 from revcompile.schedule import (
     Costs,
+    Method,
     Order,
     busy_share,
     choose,
@@ -27,7 +28,7 @@ from revcompile.schedule import (
     zero_bubble_period,
 )
 
-__all__ = ["METHODS", "Forecast", "forecast", "plan_cluster"]
+__all__ = ["METHODS", "Forecast", "better_stages", "forecast", "plan_cluster", "stage_counts"]
 
 ZERO_BUBBLE: Final = "zero-bubble"
 """An optimistic bound, not a schedule that we run."""
@@ -53,6 +54,8 @@ class Forecast:
     """Between two micro-batches of a full pipeline."""
     efficiency: float
     """Mean share of the time during which a device computes."""
+    updating: float
+    """Of this, the share that updates take."""
     delay: int
     """Most updates between forward and backward pass of a micro-batch."""
     memory: int
@@ -88,7 +91,7 @@ def forecast(
     costs = stage_times(cut, workload, cluster.time, cluster.link, replicas)
     link_busy = _link_busy(costs, cluster.link)
     if method.order is Order.CONTINUOUS:
-        alpha = alpha or hiding_alpha(method, costs, accumulate, link_busy)
+        alpha = hiding_alpha(method, costs, accumulate, link_busy) if alpha is None else alpha
         method = choose(method, alpha=alpha)
         workload = dataclasses.replace(workload, method=method)
     else:
@@ -108,6 +111,7 @@ def forecast(
         throughput=replicas * workload.batch_size / time if time else math.inf,
         period=time,
         efficiency=busy_share(alone, time, accumulate),
+        updating=busy_share(_updates_alone(alone), time, accumulate) if time else 0.0,
         delay=max(delay(method, stages, j, accumulate) for j in range(stages)),
         memory=memory,
         fits=None if memory_budget is None else memory <= memory_budget,
@@ -115,6 +119,11 @@ def forecast(
             time, stage_work(alone, accumulate), stage_work(costs, accumulate), link_busy
         ),
     )
+
+
+def _updates_alone(costs: Costs) -> Costs:
+    nothing = (0.0,) * len(costs.update)
+    return dataclasses.replace(costs, forward=nothing, backward=nothing)
 
 
 def _link_busy(costs: Costs, link: NetworkLink) -> tuple[float, ...]:
@@ -146,24 +155,25 @@ def plan_cluster(
     *,
     methods: Sequence[str] = METHODS,
     stages: int | None = None,
-    microbatches: int | None = None,
+    accumulate: int | None = None,
     alpha: float | None = None,
     cost: CostSource = "analytic",
     memory_budget: int | None = None,
 ) -> tuple[Partition, tuple[Forecast, ...]]:
     """Cut a model for a cluster and predict each method on these stages.
 
-    There is one stage a device; with more devices than stages whole pipelines are replicated.
+    There is one stage a device; with more devices than stages whole pipelines are replicated. All
+    methods are compared with the same number of samples to an update. Those that do not need it,
+    as they never drain, are also predicted with an update after every micro-batch.
 
     Args:
         rewired: The model.
         cluster: Its devices and links.
-        workload: How to train. The model is cut for its method; its `accumulate` is for methods
-            that do not drain.
+        workload: How to train. The model is cut for its method; its `accumulate` is not used.
         methods: The methods to predict, by name, and "zero-bubble".
         stages: How many. Default: as many as the model has segments, or, with a memory budget, as
             many as make the first method fastest among those that fit.
-        microbatches: Micro-batches an update for methods that drain. Default: four a stage.
+        accumulate: Micro-batches to an update, for every method. Default: four a stage.
         alpha: See `forecast`.
         cost: Where the work of a piece comes from.
         memory_budget: Bytes that one device may hold.
@@ -174,45 +184,68 @@ def plan_cluster(
     devices = cluster.devices
     if stages is not None and not 1 <= stages <= devices:
         raise InputError(f"plan: stages={stages} on {devices} devices; use 1 to {devices}")
-    most = len(whole_pieces(rewired.body))
-    counts = [stages] if stages else _stage_counts(devices, most, memory_budget is not None)
+    counts = [stages] if stages else stage_counts(rewired, devices)
     plans = []
-    for count in counts:
+    for count in counts if memory_budget is not None else counts[:1]:
         cut = partition(rewired, count, workload, cost=cost)
         forecasts = tuple(
             forecast(
                 cut,
-                _workload_of(name, workload, microbatches or 4 * count),
+                dataclasses.replace(workload, method=method, accumulate=each),
                 cluster,
                 replicas=devices // count,
                 alpha=alpha,
                 memory_budget=memory_budget,
                 zero_bubble=name == ZERO_BUBBLE,
             )
-            for name in methods
+            for name, method in _chosen(methods)
+            for each in _accumulations(method, accumulate or 4 * count)
         )
         plans.append((cut, forecasts))
     return max(plans, key=lambda plan: _rank(plan[1][0]))
 
 
-def _workload_of(name: str, workload: Workload, microbatches: int) -> Workload:
-    """The workload of one method; one that drains has `microbatches` an update."""
-    method = choose("1f1b" if name == ZERO_BUBBLE else name)
-    drains = method.order in (Order.GPIPE, Order.ONE_F_ONE_B)
-    accumulate = microbatches if drains else workload.accumulate
-    return dataclasses.replace(workload, method=method, accumulate=accumulate)
+def better_stages(
+    rewired: Rewired, cluster: Cluster, workload: Workload, chosen: Forecast, **options: Any
+) -> Forecast | None:
+    """The same method in another number of stages, if it is faster so; `plan_cluster`'s options.
+
+    As few devices as possible are left idle, and an update has about as many samples.
+    """
+    found = [chosen]
+    for count in stage_counts(rewired, cluster.devices):
+        each = max(chosen.accumulate * chosen.replicas * count // cluster.devices, 1)
+        if count != chosen.stages:
+            options |= {"methods": [chosen.method], "stages": count, "accumulate": each}
+            found.append(plan_cluster(rewired, cluster, workload, **options)[1][0])
+    best = max(found, key=_rank)
+    return None if best is chosen else best
 
 
-def _stage_counts(devices: int, most: int, search: bool) -> list[int]:
-    """Numbers of stages worth trying: those that leave the fewest devices idle.
+def _chosen(names: Sequence[str]) -> list[tuple[str, Method]]:
+    """Methods by name; the zero-bubble bound is that of 1F1B's work."""
+    return [(name, choose("1f1b" if name == ZERO_BUBBLE else name)) for name in names]
 
-    >>> _stage_counts(64, 18, search=False), _stage_counts(64, 18, search=True)
-    ([16], [16, 8, 4, 2, 1])
+
+def _accumulations(method: Method, accumulate: int) -> tuple[int, ...]:
+    """The numbers of micro-batches to an update for which a method is predicted."""
+    drains = method.order not in (Order.CONTINUOUS, Order.SYNTHETIC)
+    return (accumulate,) if drains or accumulate == 1 else (accumulate, 1)
+
+
+def stage_counts(rewired: Rewired, devices: int) -> list[int]:
+    """Numbers of stages worth trying, largest first: those that leave the fewest devices idle."""
+    return _fewest_idle(devices, len(whole_pieces(rewired.body)))
+
+
+def _fewest_idle(devices: int, most: int) -> list[int]:
+    """
+    >>> _fewest_idle(64, 18)
+    [16, 8, 4, 2, 1]
     """
     possible = range(min(devices, most), 0, -1)
     used = {count: count * (devices // count) for count in possible}
-    best = [count for count in possible if used[count] == max(used.values())]
-    return best if search else best[:1]
+    return [count for count in possible if used[count] == max(used.values())]
 
 
 def _rank(candidate: Forecast) -> tuple[bool, float]:

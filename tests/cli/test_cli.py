@@ -128,6 +128,10 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["inspect", MODEL, "--stages", "2", "--code", "7"], "there are stages 0 to 1"),
         (["inspect", MODEL, "--stages", "2", "--method", "petar"], "did you mean 'petra'"),
         (["draw", MODEL, "--stages", "2"], "nothing to draw"),
+        (["inspect", "resnet18", "--stages", "2", "--input", "4,32,32"], "fails on the example"),
+        (["plan", MODEL, "--devices", "2", "--alpha", "0"], "use alpha >= 1"),
+        (["plan", MODEL, "--devices", "2", "--latency", "3"], "'3' is not understood"),
+        (["plan", MODEL, "--devices", "2", "--device", "foo"], "device='foo' does not exist"),
         (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
         (["plan", MODEL, "--devices", "4", "--link", "fast"], "'fast' is not understood"),
         (["coverage", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
@@ -251,6 +255,7 @@ def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
     found = in_json(called, *argv, "--batch-size", "4")
     assert [one["method"] for one in found["forecasts"]] == [
         "petra",
+        "petra",
         "1f1b",
         "gpipe",
         "zero-bubble (bound)",
@@ -258,6 +263,14 @@ def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
     assert {(one["stages"], one["replicas"]) for one in found["forecasts"]} == {(4, 2)}
     code, out, _ = called(*argv)
     assert code == 0 and "4 stages x 2 replicas on 8 devices" in out
+    assert re.search(r"petra, accumulate 16: .*(update|updates) late", out)
+
+
+def test_where_another_method_is_faster_plan_says_so_and_what_helps(called: Called) -> None:
+    argv = ("plan", MODEL, "--devices", "4", "--link", "1kbps", "--latency", "0")
+    out = " ".join(called(*argv)[1].split())
+    assert "petra is slower than 1f1b here" in out or "petra is slower than gpipe here" in out
+    assert "Its best number of stages is 1, with 4 replicas (data parallel" in out
 
 
 def test_a_plan_that_does_not_fit_ends_in_1(called: Called) -> None:
@@ -267,7 +280,7 @@ def test_a_plan_that_does_not_fit_ends_in_1(called: Called) -> None:
 
 def test_a_plan_can_be_measured_here(called: Called) -> None:
     argv = ("plan", MODEL, "--devices", "2", "--cost", "measured", "--methods", "petra")
-    (petra,) = in_json(called, *argv)["forecasts"]
+    (petra,) = in_json(called, *argv, "--accumulate", "1")["forecasts"]
     assert petra["throughput"] > 0
 
 

@@ -491,6 +491,14 @@ def test_wrong_example_shape() -> None:
     assert "expected input[2, 3, 8] to have 4 channels, but got 3 channels instead" in text
 
 
+def test_wrong_example_shape_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model, example = zoo.Mlp(), torch.randn(2, 3)
+    text = message(InputError, lambda: FX(model, example))
+    assert text.startswith("capture: Mlp fails on the example inputs themselves")
+    assert "\n" not in text
+
+
 def test_wrong_example_dtype_deep_inside() -> None:
     text = message(InputError, lambda: FX(zoo.TinyGPT(), torch.randn(2, 6)))
     assert "capture: TinyGPT fails on the example inputs themselves (words: float32[2, 6])" in text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from revcompile.plan.cluster import (
     stage_times,
     update_speed,
 )
-from revcompile.plan.forecast import Forecast, forecast, plan_cluster
+from revcompile.plan.forecast import Forecast, better_stages, forecast, plan_cluster
+from revcompile.plan.learning import cost_of_delay
 from revcompile.schedule import (
     Costs,
     busy_share,
@@ -149,12 +152,9 @@ FAST = NetworkLink(bandwidth=1e12)
 PETRA = Workload(choose("petra"), batch_size=16)
 
 
-def planned(
-    devices: int, link: NetworkLink = FAST, accumulate: int = 1, **options: Any
-) -> dict[str, Forecast]:
-    workload = replace(PETRA, accumulate=accumulate)
-    cluster = Cluster(devices, link, SLOW_DEVICE)
-    _, found = plan_cluster(rewired(), cluster, workload, **options)
+def planned(devices: int, link: NetworkLink = FAST, **options: Any) -> dict[str, Forecast]:
+    """By method; of those that never drain, what comes with an update every micro-batch."""
+    _, found = plan_cluster(rewired(), Cluster(devices, link, SLOW_DEVICE), PETRA, **options)
     return {one.method: one for one in found}
 
 
@@ -172,6 +172,54 @@ def test_every_method_is_forecast_on_the_same_stages() -> None:
     # PETRA computes forward twice, but has no bubbles; GPipe keeps every graph of a group.
     assert petra.efficiency > drained.efficiency
     assert petra.memory < drained.memory < gpipe.memory
+
+
+def test_methods_are_compared_with_the_same_samples_to_an_update() -> None:
+    _, found = plan_cluster(rewired(), Cluster(4, FAST, SLOW_DEVICE), PETRA, accumulate=6)
+    assert [(one.method, one.accumulate) for one in found] == [
+        ("petra", 6),
+        ("petra", 1),
+        ("1f1b", 6),
+        ("gpipe", 6),
+        ("zero-bubble (bound)", 6),
+    ]
+    assert [one.delay for one in found] == [1, 3, 0, 0, 0]
+
+
+def test_an_update_costs_time_that_accumulation_shares_out() -> None:
+    cluster = Cluster(4, FAST, SLOW_DEVICE)
+    seldom, always = plan_cluster(rewired(), cluster, PETRA, methods=["petra"])[1]
+    assert always.updating == pytest.approx(
+        16 * seldom.updating * seldom.period / always.period, rel=1e-6
+    )
+    adam = replace(cluster, time=TimeModel.on(Device(flops=1e9, bandwidth=1e9), 2))
+    assert plan_cluster(rewired(), adam, PETRA, methods=["petra"])[1][1].updating > always.updating
+    # What accumulation saves in updates it loses in part to sums of gradients.
+    free = replace(cluster, time=replace(SLOW_DEVICE, sum_speed=float("inf")))
+    assert plan_cluster(rewired(), free, PETRA, methods=["petra"])[1][0].period < seldom.period
+
+
+def test_the_better_number_of_stages_is_found() -> None:
+    cluster = Cluster(8, NetworkLink(bandwidth=1e6), SLOW_DEVICE)
+    narrow = plan_cluster(rewired(), cluster, PETRA)[1][0]
+    better = better_stages(rewired(), cluster, PETRA, narrow)
+    assert better is not None and better.throughput > narrow.throughput
+    assert better.accumulate * better.replicas == narrow.accumulate * narrow.replicas
+    assert better_stages(rewired(), cluster, PETRA, better) is None
+
+
+def test_what_delay_costs_is_said_in_figures_of_the_results() -> None:
+    """Never an invented number: each is in docs/results.md."""
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    attention = revcompile.reversify(encoder, torch.randn(2, 5, 8), check="off").rewired
+    results = Path(__file__).parents[2].joinpath("docs/results.md").read_text()
+    for model, delays in ((attention, (1, 2, 7, 8)), (rewired(), (1, 3, 9, 18, 19))):
+        texts = [cost_of_delay(model, delay) for delay in delays]
+        assert "more than was ever measured" in texts[-1]
+        assert "ever measured" not in texts[-2]
+        for figure in re.findall(r"\d+\.\d+", " ".join(texts)):
+            assert figure in results
+    assert cost_of_delay(attention, 0) == "no gradient is late"
 
 
 def test_devices_beyond_the_stages_become_copies() -> None:
@@ -203,9 +251,9 @@ def test_narrow_links_are_named() -> None:
 
 
 def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
-    roomy = planned(8, memory_budget=10**9)["petra"]
+    roomy = planned(8, memory_budget=10**9, accumulate=1)["petra"]
     assert (roomy.stages, roomy.fits) == (1, True)
-    tight = planned(8, memory_budget=roomy.memory // 2)["petra"]
+    tight = planned(8, memory_budget=roomy.memory // 2, accumulate=1)["petra"]
     assert tight.stages > 1 and tight.fits and tight.memory <= roomy.memory // 2
     assert planned(8, memory_budget=1000)["petra"].fits is False
 
@@ -217,7 +265,8 @@ def test_averaging_over_slow_links_is_counted_but_is_no_work() -> None:
     assert slow.throughput < 0.5 * fast.throughput
     assert slow.efficiency < 0.5 * fast.efficiency
     assert (fast.bottleneck, slow.bottleneck) == ("stage 0", "averaging")
-    seldom = planned(8, NetworkLink(1e6), stages=1, accumulate=100)["petra"]
+    cluster = Cluster(8, NetworkLink(1e6), SLOW_DEVICE)
+    seldom = plan_cluster(rewired(), cluster, PETRA, stages=1, accumulate=100)[1][0]
     assert seldom.throughput > 2 * slow.throughput
 
 
