@@ -52,7 +52,8 @@ def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype |
     each = 4 if buffers is None else buffers.itemsize
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
         ring, count = pipeline._rings.get(index), window(net.method, net.num_stages, index)
-        kept = bytes_in([*ring.slots, *ring.read_slots]) if ring is not None else 0
+        slots = [ring.slot(n) for n in range(ring.count)] if ring is not None else []
+        kept = bytes_in(slots)
         assert memory.buffers == kept // count * (count - 1 + 4 // each)
         messages = pipeline._transport.buffers[index + 1, index, MessageKind.DY]
         assert bytes_in(messages) == memory.waiting + 4 * len(messages)

@@ -49,14 +49,6 @@ class EagerReplay:
         """Are steps of this kind replayed, and not called?"""
         return False
 
-    def is_before(self, kind: Hashable, other: Hashable) -> bool:
-        """Were steps of this kind captured before those of the other?
-
-        What a graph leaves in the pool's memory, later captures do not use; but memory that an
-        earlier graph needs for a while may hold what a later one leaves.
-        """
-        return False
-
     def clear(self) -> None:
         """Forget all captured steps."""
 
@@ -68,8 +60,6 @@ class _Capture:
     draws: list[tuple[Pass, int] | None] | None = None
     """For each seeding of random numbers: what was seeded, if numbers were drawn."""
     graph: torch.cuda.CUDAGraph | None = None
-    number: int = 0
-    """How many were captured before."""
     generators: list[tuple[torch.Generator, Pass, int]] = field(default_factory=list)
 
     def replay(self, keys: RandomKeys) -> None:
@@ -94,17 +84,11 @@ class CudaGraphReplay(EagerReplay):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._captures: dict[Hashable, list[_Capture]] = {}
-        self._count = 0
         self._pool = torch.cuda.graph_pool_handle()
 
     def is_captured(self, kind: Hashable) -> bool:
         captures = self._captures.get(kind, [_Capture()])
         return all(capture.graph is not None for capture in captures)
-
-    def is_before(self, kind: Hashable, other: Hashable) -> bool:
-        if not (self.is_captured(kind) and self.is_captured(other)):
-            return False
-        return self._captures[kind][0].number < self._captures[other][0].number
 
     def clear(self) -> None:
         self._captures.clear()
@@ -120,8 +104,6 @@ class CudaGraphReplay(EagerReplay):
         if not self.is_captured(kind):
             for capture, stretch in pairs:
                 self._capture(capture, stretch)
-                self._count += 1
-                capture.number = self._count
         return [partial(capture.replay, keys) for capture in captures]
 
     def _default_generator(self) -> torch.Generator:

@@ -25,12 +25,10 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Pass
-from revcompile.runtime.executor.captured.in_flight import in_flight
 from revcompile.runtime.executor.captured.static_buffers import (
     Flat,
     InPlaceMessages,
     StaticBuffers,
-    clone_where_in,
     pooled_copy,
 )
 from revcompile.runtime.executor.captured.static_state import StaticState
@@ -82,9 +80,6 @@ class StaticPipeline(StaticState):
         ]
         """Those that average their gradients with their replicas before they update."""
         self._boundary.buffer_key = kind[1:]
-        all_stored = self._replay.is_before(kind, self._last_kind)
-        self._ring_buffers.before_step(entering, self._parity, all_stored)
-        self._last_kind = kind
         for executor in self.executors:
             executor.stage.cast_weights.refresh_if_changed()
             executor.updater.prepare()
@@ -142,7 +137,6 @@ class StaticPipeline(StaticState):
         if not is_replay:
             for executor in self.executors:
                 executor.stage.cast_weights.mark_fresh()
-        self._ring_buffers.after_step(entering, self._parity, self._fresh[kind])
         if self._alternates:
             self._last_in_place, self._parity = self._in_place.get(kind), 1 - self._parity
         for executor in self.executors:
@@ -202,14 +196,11 @@ class StaticPipeline(StaticState):
             accumulated: By stage, how many are in the accumulated gradient.
         """
         for position, (index, executor) in enumerate(self._by_stage.items()):
-            stage = executor.stage
-            if index in self._rings:
-                activations = self._rings[index].read_slot(self._parity).value
+            if executor.stash is not None:
                 age = self._age(due[index], entering, accumulated, index)
-                weights = executor.stash[age] if executor.stash is not None else None
-                stage.in_flight[due[index]] = in_flight(activations, weights)
+                executor.stashed = executor.stash[age]
             if accumulated[index]:
-                stage.gradients = dict(self._gradients[index].value)
+                executor.stage.gradients = dict(self._gradients[index].value)
             executor.count = self._counts[position]
         if (message := self._boundary.message(due[self._boundary.last])) is not None:
             self.executors[-1].incoming[message.index] = message
@@ -223,20 +214,15 @@ class StaticPipeline(StaticState):
 
     def _overwritten(self) -> list[Tensor]:
         """What is written to before the next step reads what this one leaves."""
-        buffers = [slot for ring in self._rings.values() for slot in ring.read_slots]
-        buffers += [each for each in (self._inputs, self._boundary.incoming) if each is not None]
-        return [tensor for each in buffers for tensor in each.tensors]
+        buffers = (self._inputs, self._boundary.incoming)
+        return [tensor for each in buffers if each is not None for tensor in each.tensors]
 
     def _store_results(self, entering: int, kind: Hashable) -> None:
         """Copy what outlives the step to static buffers, and clear the executors."""
-        self._fresh[kind] = {}
         if self._transport.in_place is not None:
             self._in_place[kind] = self._transport.in_place
-        # The copy stream may store activations while the next batch is copied to the inputs.
-        overwritten = self._inputs.tensors if self._copy_stream is not None and self._inputs else ()
-        for index in self._rings:
-            activations = self._by_stage[index].stage.in_flight[entering].kept
-            self._fresh[kind][index] = Flat.of(clone_where_in(overwritten, activations))
+        if self._rings:
+            torch.remainder(self._ends + 1, self._slot_counts, out=self._ends)
         for index, executor in self._by_stage.items():
             if gradients := executor.stage.gradients:
                 self._gradient_buffers(index, gradients).copy_(gradients)

@@ -1,18 +1,14 @@
 """Static buffers for what outlives a step by more than one: activations and stashed weights.
 
-A stage that keeps the inputs of n micro-batches in flight has n slots. Each step reads the oldest
-micro-batch and writes the newest over it, so the slot moves on from step to step. A captured step
-cannot follow: its addresses are fixed. It reads a copy in a read slot, and leaves what is new at
-one place; copies between steps connect both to the slots:
+A stage that keeps the inputs of several micro-batches in flight has a slot for each. Every step
+writes the newest micro-batch to one slot and reads the oldest from another, so the slots move on
+from step to step. The addresses in a captured step are fixed; which slots it uses is a number on
+the device, which its kernels read:
 
-    slots       | m-3 | m-2 | m-1 |       m, which enters with the step, takes the slot of m-3
-                   |  ^
-         prefetch  |  |  store
-                   v  |
-                | m-3 | m |               read slot, and what the step leaves of m
-                   |    ^
-                   v    |
-                captured step
+    slots       | m-3 | m-2 | m-1 |  m  |       m enters with the step, which differentiates m-3
+                   |                 ^
+                   v pop             | push
+               backward           forward
 """
 
 from __future__ import annotations
@@ -23,106 +19,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
-from revcompile.runtime.executor.captured.streams import CopyStream
+from revcompile.runtime.executor.captured.static_buffers import Flat, StaticBuffers
 from revcompile.runtime.stage.weights import detached_copies
 
-__all__ = ["RingBuffer", "RingBuffers", "WeightStash", "updates_since_forward"]
+__all__ = ["RingBuffer", "WeightStash", "updates_since_forward"]
 
 
 class RingBuffer:
-    """What one stage keeps of its micro-batches in flight.
+    """A queue of nested values of one form, in static buffers.
+
+    >>> ring = RingBuffer({"x": torch.zeros(2), "size": 2}, 3, torch.tensor([1]), torch.tensor([1]))
+    >>> ring.push({"x": torch.ones(2), "size": 2})
+    >>> ring.pop()
+    {'x': tensor([1., 1.]), 'size': 2}
 
     Args:
-        like: What it keeps of one micro-batch.
-        count: How many micro-batches are in flight.
-        read_slots: With two, one can be filled while a step reads the other.
+        like: One of them.
+        count: How many slots there are.
+        newest: The number of the slot that `push` writes to: a tensor with one element, which
+            whoever owns it advances.
+        oldest: That of the slot that `pop` reads.
     """
 
-    def __init__(self, like: Any, count: int, read_slots: int = 1) -> None:
-        self.slots = [StaticBuffers(like) for _ in range(count)]
-        self.read_slots = [StaticBuffers(like) for _ in range(read_slots)]
+    def __init__(self, like: Any, count: int, newest: Tensor, oldest: Tensor) -> None:
+        self.count, self._newest, self._oldest = count, newest, oldest
+        self._like = Flat.of(like)
+        self._rows = [
+            _Rows(leaf, count) if isinstance(leaf, Tensor) else None for leaf in self._like.leaves
+        ]
 
-    def slot(self, microbatch: int) -> StaticBuffers:
-        """Where a micro-batch is kept."""
-        return self.slots[microbatch % len(self.slots)]
+    def push(self, tree: Any) -> None:
+        """Copy values to the newest slot."""
+        for rows, leaf in zip(self._rows, Flat.of(tree).leaves, strict=True):
+            if rows is not None:
+                rows.write(self._newest, leaf)
 
-    def read_slot(self, parity: int) -> StaticBuffers:
-        """Where a step of this parity reads."""
-        return self.read_slots[parity % len(self.read_slots)]
+    def pop(self) -> Any:
+        """A copy of the values in the oldest slot."""
+        pairs = zip(self._rows, self._like.leaves, strict=True)
+        leaves = [leaf if rows is None else rows.read(self._oldest) for rows, leaf in pairs]
+        return self._like.with_leaves(leaves).value
 
-    def oldest(self, entering: int) -> int:
-        """The micro-batch read by the step in which micro-batch `entering` enters."""
-        return entering - len(self.slots)
-
-    def prefetch(self, entering: int, parity: int) -> None:
-        """Copy to the read slot what the step of micro-batch `entering` reads."""
-        self.read_slot(parity).copy_(self.slot(self.oldest(entering)))
+    def slot(self, number: int) -> StaticBuffers:
+        """The buffers of a slot; numbers go on beyond the last slot with the first."""
+        pairs = zip(self._rows, self._like.leaves, strict=True)
+        leaves = [leaf if rows is None else rows.view(number % self.count) for rows, leaf in pairs]
+        return StaticBuffers(self._like.with_leaves(leaves), allocate=False)
 
 
-class RingBuffers:
-    """The ring buffers of all stages, and the copies between two steps.
+class _Rows:
+    """Tensors of one form, each a row of a matrix: indexed in large words, which is faster."""
 
-    With a `copy_stream` the copies run beside the steps: during step e the read slots of step e + 1
-    are filled, and what step e - 1 has left is stored. Consecutive steps then have to use different
-    read slots and leave what is new at different places: their parity is 0 and 1 in turn.
-    """
+    def __init__(self, like: Tensor, count: int) -> None:
+        form = torch.empty_like(like.detach(), device="meta")
+        self._shape, self._stride, self._dtype = form.shape, form.stride(), form.dtype
+        self._word = torch.int64 if form.nbytes % 8 == 0 else torch.uint8
+        words = form.nbytes // self._word.itemsize
+        self._rows = torch.empty(count, words, dtype=self._word, device=like.device)
 
-    def __init__(
-        self, rings: Mapping[int, RingBuffer], copy_stream: CopyStream | None = None
-    ) -> None:
-        self._rings, self._stream = rings, copy_stream
-        self._prefetched: Any = None
-        """The event after which the next step's read slots are filled."""
-        self._finished: Any = None
-        """The event after which all copies so far are done."""
+    def write(self, row: Tensor, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
+        if tensor.stride() != self._stride or not is_aligned:
+            tensor = tensor.new_empty_strided(self._shape, self._stride).copy_(tensor)
+        flat = tensor.as_strided((1, tensor.numel()), (tensor.numel(), 1))
+        self._rows.index_copy_(0, row, flat.view(self._word))
 
-    def before_step(self, entering: int, parity: int, all_stored: bool = False) -> None:
-        """Fill the read slots of a step, or have the step wait until they are filled.
+    def read(self, row: Tensor) -> Tensor:
+        return self._shaped(self._rows.index_select(0, row))
 
-        Args:
-            all_stored: Have it wait also until what the last step has left is stored, because this
-                step may write there.
-        """
-        if self._stream is not None and self._prefetched is not None:
-            self._stream.wait_event(self._finished if all_stored else self._prefetched)
-            self._prefetched = None
-            return
-        for ring in self._rings.values():
-            ring.prefetch(entering, parity)
-        if self._stream is not None:
-            self._stream.follow(self._stream.record_event())
+    def view(self, row: int) -> Tensor:
+        return self._shaped(self._rows[row : row + 1])
 
-    def after_step(self, entering: int, parity: int, fresh: Mapping[int, Any]) -> None:
-        """Store what a step has left of the newest micro-batch, and prefetch for the next step."""
-        rings, stream = self._rings, self._stream
-        if stream is None:
-            self._store(entering, fresh)
-            return
-        step_done = stream.record_event()
-        with stream.active():
-            # These read slots belong to the other parity, whose last step is over: no need to wait
-            # for this step. Only a ring of one slot needs what this step has just computed.
-            for ring in rings.values():
-                if ring.oldest(entering + 1) < entering:
-                    ring.prefetch(entering + 1, 1 - parity)
-            stream.follow(step_done)
-            for stage, ring in rings.items():
-                if ring.oldest(entering + 1) == entering:
-                    ring.read_slot(1 - parity).copy_(fresh[stage])
-            self._prefetched = stream.record_event()
-            self._store(entering, fresh)
-            self._finished = stream.record_event()
-
-    def synchronize(self) -> None:
-        """Have the current stream wait until everything is in the slots."""
-        if self._stream is not None and self._finished is not None:
-            self._stream.wait_event(self._finished)
-        self._prefetched = self._finished = None
-
-    def _store(self, entering: int, fresh: Mapping[int, Any]) -> None:
-        for stage, activations in fresh.items():
-            self._rings[stage].slot(entering).copy_(activations)
+    def _shaped(self, row: Tensor) -> Tensor:
+        return row.view(self._dtype).as_strided(self._shape, self._stride)
 
 
 # -- stashed weights -------------------------------------------------------------------------------

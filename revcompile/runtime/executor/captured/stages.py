@@ -12,8 +12,9 @@ from torch import Tensor
 from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf, zero_if
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
+from revcompile.runtime.executor.captured.in_flight import in_flight
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
-from revcompile.runtime.executor.captured.ring_buffers import WeightStash
+from revcompile.runtime.executor.captured.ring_buffers import RingBuffer, WeightStash
 from revcompile.runtime.executor.captured.static_buffers import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -86,6 +87,10 @@ class CapturedStageExecutor(StageExecutor):
         self._is_stashing = stage.is_stashing
         self.stash: WeightStash | None = None
         """Its weights of some updates ago, if the method stashes them."""
+        self.stashed: Mapping[str, Tensor] | None = None
+        """Those that the backward pass of this step computes with."""
+        self.ring: RingBuffer | None = None
+        """What it keeps of micro-batches in flight, unless none is between two steps."""
 
     def prepare_stage(self, captured: bool) -> None:
         """Let the stage compute as captured steps need it, or as it did before."""
@@ -117,8 +122,12 @@ class CapturedStageExecutor(StageExecutor):
         if self.has_flags and self._moves_in_forward:
             self._snapshot = self._statistics.snapshot()
         super()._run(microbatch, inputs)
+        if self.ring is not None:
+            self.ring.push(self.stage.in_flight.pop(microbatch).kept)
 
     def _differentiate(self, message: Message) -> Message:
+        if self.ring is not None:
+            self.stage.in_flight[message.index] = in_flight(self.ring.pop(), self.stashed)
         if self.has_flags and not self._moves_in_forward:
             self._snapshot = self._statistics.snapshot()
         values, input_gradients, gradients = self.stage.differentiate(

@@ -23,7 +23,6 @@ __all__ = [
     "InPlaceMessages",
     "StaticBuffers",
     "StaticTransport",
-    "clone_where_in",
     "copy_all",
     "message_in",
     "payload",
@@ -49,6 +48,10 @@ class Flat:
         """The tree itself."""
         return pytree.tree_unflatten(self.leaves, self._spec)
 
+    def with_leaves(self, leaves: list[Any]) -> Flat:
+        """A tree of the same structure."""
+        return Flat(leaves, self._spec)
+
     def is_alike(self, other: Flat) -> bool:
         """The same structure, shapes and types? Devices may differ."""
         return other._spec == self._spec and all(map(_is_alike, self.leaves, other.leaves))
@@ -66,11 +69,15 @@ class StaticBuffers(Flat):
 
     Args:
         like: Values with the structure, shapes, types, devices and memory layouts to allocate.
+        allocate: False if the tensors of `like` are the buffers.
     """
 
-    def __init__(self, like: Any) -> None:
+    def __init__(self, like: Any, allocate: bool = True) -> None:
         flat = Flat.of(like)
-        leaves = [_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
+        leaves = [
+            _empty_like(leaf) if allocate and isinstance(leaf, Tensor) else leaf
+            for leaf in flat.leaves
+        ]
         super().__init__(leaves, flat._spec)
 
     @property
@@ -108,19 +115,7 @@ def pooled_copy(pool: BufferPool, tree: Any) -> Any:
     flat = Flat.of(tree)
     copies = [buffer(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
     _copy([(a, b) for a, b in zip(copies, flat.leaves, strict=True) if isinstance(a, Tensor)])
-    return Flat(copies, flat._spec).value
-
-
-def clone_where_in(memory: Iterable[Tensor], tree: Any) -> Any:
-    """The values, with clones of the tensors that share memory with one of `memory`.
-
-    >>> static, other = torch.zeros(2), torch.ones(2)
-    >>> values = clone_where_in([static], {"view": static.view(2, 1), "other": other})
-    >>> values["other"] is other, values["view"].data_ptr() == static.data_ptr()
-    (True, False)
-    """
-    storages = {_storage(tensor) for tensor in memory}
-    return pytree.tree_map_only(Tensor, lambda tensor: _clone_if_in(storages, tensor), tree)
+    return flat.with_leaves(copies).value
 
 
 # -- messages between stages -----------------------------------------------------------------------

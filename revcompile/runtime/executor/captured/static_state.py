@@ -28,7 +28,6 @@ from revcompile.runtime.executor.captured.in_flight import (
 from revcompile.runtime.executor.captured.optimizers import FixedSettings
 from revcompile.runtime.executor.captured.ring_buffers import (
     RingBuffer,
-    RingBuffers,
     WeightStash,
     updates_since_forward,
 )
@@ -41,7 +40,7 @@ from revcompile.runtime.executor.captured.static_buffers import (
     copy_all,
     payload,
 )
-from revcompile.runtime.executor.captured.streams import CopyStream, StepStreams
+from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Route, Transport
@@ -102,7 +101,6 @@ class StaticState:
         device = executors[0].stage._device()
         uses_streams = self._is_continuous and device.type == "cuda"
         self._streams = StepStreams(device, count - 1) if uses_streams else None
-        self._copy_stream = CopyStream(device) if uses_streams and self._alternates else None
         self._transport = StaticTransport(count, self._boundary.take)
         self._loss_head = copy.copy(loss_head)
         self._loss_head.targets, self._loss_head.losses = {}, {}
@@ -133,14 +131,11 @@ class StaticState:
     def _reset(self) -> None:
         self._inputs: StaticBuffers | None = None
         self._rings: dict[int, RingBuffer] = {}
-        self._ring_buffers = RingBuffers(self._rings, self._copy_stream)
-        self._fresh: dict[Hashable, dict[int, Flat]] = {}
-        """By kind of step and stage: where it leaves activations of the entering micro-batch."""
+        for executor in self.executors:
+            executor.ring = None
         self._in_place: dict[Hashable, InPlaceMessages] = {}
         """By kind of step: its messages, if it leaves them where they were computed."""
         self._last_in_place: InPlaceMessages | None = None
-        self._last_kind: Hashable = None
-        """That of the last step."""
         self._parity = 1
         """Of the next step: 0 if it leaves its messages where they were computed."""
         self._gradients: dict[int, StaticBuffers] = {}
@@ -197,7 +192,7 @@ class StaticState:
                 raise CaptureUnsupported(why)
             self._allocate(state, batch)
             self._boundary.allocate(expected)
-        self._load(state)
+        self._load(state, schedule.injected)
         for route, messages in state.messages.items():
             for _ in messages:
                 transport.receive(*route)
@@ -249,10 +244,15 @@ class StaticState:
 
     def _allocate(self, state: InFlightState, batch: Flat) -> None:
         self._inputs = StaticBuffers(empty_on(self._flags.device, batch.value))
-        read_slots = 1 if self._copy_stream is None else 2
-        for stage, by_microbatch in state.activations.items():
+        counts = [self._windows[stage] for stage in state.activations]
+        self._slot_counts = torch.tensor(counts, device=self._flags.device)
+        self._ends = torch.zeros(2, len(counts), dtype=torch.int64, device=self._flags.device)
+        """For each ring: the slots of the newest and of the oldest micro-batch of the next step."""
+        for position, (stage, by_microbatch) in enumerate(state.activations.items()):
+            ends = self._ends[:, position : position + 1]
             like = next(iter(by_microbatch.values()))
-            self._rings[stage] = RingBuffer(like, self._windows[stage] - 1, read_slots)
+            self._rings[stage] = RingBuffer(like, counts[position], *ends)
+            self._by_stage[stage].ring = self._rings[stage]
         for route, messages in state.messages.items():
             _, target, _ = route
             self._transport.buffers[route] = [
@@ -262,12 +262,15 @@ class StaticState:
             if executor.stage.is_stashing and (count := self._delays[executor.index]):
                 executor.stash = WeightStash(executor.stage.parameters, count)
 
-    def _load(self, state: InFlightState) -> None:
+    def _load(self, state: InFlightState, entering: int) -> None:
         copies = self._copies(state)
         for executor in self._eager_executors:
             if gradients := executor.stage.gradients:
                 copies.append((self._gradient_buffers(executor.index, gradients), gradients))
         copy_all(copies)
+        if self._rings:
+            newest = torch.tensor([[entering], [entering + 1]], device=self._ends.device)
+            torch.remainder(newest, self._slot_counts, out=self._ends)
         for stage, by_age in state.stashed.items():
             for age, weights in by_age.items():
                 if (stash := self._by_stage[stage].stash) is not None:
@@ -291,7 +294,6 @@ class StaticState:
         """Move what is in flight back to the executors; waits for the device."""
         if not self.is_active:
             return
-        self._ring_buffers.synchronize()
         counts = self._counts.tolist()
         for eager, captured, count in zip(
             self._eager_executors, self.executors, counts, strict=True
@@ -323,7 +325,6 @@ class StaticState:
     def clear(self) -> None:
         """Free all buffers and captured steps: shapes, or the trainer's tensors, have changed."""
         self.is_active = False
-        self._ring_buffers.synchronize()
         for executor in self.executors:
             executor.updater.leave()
         self._replay.clear()

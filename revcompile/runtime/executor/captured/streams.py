@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["CopyStream", "StepStreams", "stream_for"]
+__all__ = ["StepStreams", "stream_for"]
 
 
 @functools.cache
@@ -128,28 +127,3 @@ class StepStreams:
 
     def _backward_stream(self, stage: int) -> torch.cuda.Stream:
         return self._backward_streams[stage % len(self._backward_streams)]
-
-
-class CopyStream:
-    """A CUDA stream for copies, beside the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = stream_for("copy", device)
-
-    def record_event(self) -> torch.cuda.Event:
-        """An event in the stream that is current now."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._stream.device))
-        return event
-
-    def wait_event(self, event: torch.cuda.Event) -> None:
-        """The current stream waits for an event."""
-        torch.cuda.current_stream(self._stream.device).wait_event(event)
-
-    def follow(self, event: torch.cuda.Event) -> None:
-        """The copy stream waits for an event."""
-        self._stream.wait_event(event)
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Makes the copy stream the current one."""
-        return torch.cuda.stream(self._stream)
