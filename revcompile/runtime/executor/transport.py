@@ -13,6 +13,7 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.stage.loss_scale import OVERFLOW
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
 __all__ = [
@@ -50,10 +51,12 @@ class Message:
     void: bool = False
     """The micro-batch was lost on the way, and there are no values."""
     found_inf: Tensor | None = None
-    """In a captured step: a flag on the device, set if a gradient so far was not finite."""
-    scale: float | None = None
+    """In a captured step: a flag on the device, 1 if a gradient so far was not finite, OVERFLOW if
+    that was because of the loss scale."""
+    scale: float | Tensor | None = None
     """In a message back, the loss scale that the gradients have; in a message forward, the least
-    scale at which gradients have overflowed since the message before."""
+    scale at which gradients have overflowed since the message before. In a captured step it is on
+    the device."""
     fingerprint: Fingerprint | None = None
     """In a message forward to another rank: of the data that the first stage was given."""
     is_exact: bool = False
@@ -66,12 +69,13 @@ class Message:
         return self.values, self.gradients, flag
 
     def resolved(self) -> Message:
-        """The same without a flag on the device; void if that is set. May wait for the device."""
-        if self.found_inf is None:
+        """The same with nothing but tensors on the device; void if the flag is set."""
+        if self.found_inf is None and not isinstance(self.scale, Tensor):
             return self
-        if bool(self.found_inf):
-            return Message(self.index, void=True)
-        return replace(self, found_inf=None)
+        scale = None if self.scale is None else float(self.scale)
+        if flag := self.found_inf is not None and float(self.found_inf):
+            return Message(self.index, void=True, scale=scale if flag == OVERFLOW else None)
+        return replace(self, found_inf=None, scale=scale)
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         message = self.resolved()

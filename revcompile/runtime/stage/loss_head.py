@@ -46,11 +46,11 @@ class LossHead:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.check_finite = True
-        self.scale: float | None = None
+        self.scale: float | Tensor | None = None
         """Factor of the last loss."""
 
     def __call__(
-        self, microbatch: int, outputs: Mapping[str, Any], scale: float | None = None
+        self, microbatch: int, outputs: Mapping[str, Any], scale: float | Tensor | None = None
     ) -> dict[str, Tensor | None]:
         """The gradients of `scale` times the loss with respect to the outputs.
 
@@ -73,7 +73,9 @@ class LossHead:
                     "to train; do not detach the output or return a plain number"
                 )
             self.scale = scale
-            seed = None if scale is None else torch.full_like(loss, scale)
+            seed = scale.to(loss.dtype) if isinstance(scale, Tensor) else None
+            if isinstance(scale, float):
+                seed = torch.full_like(loss, scale)
             try:
                 grads = torch.autograd.grad(loss, list(inputs.values()), seed, allow_unused=True)
             except RuntimeError as error:

@@ -29,11 +29,21 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.schedule import Method, Order
 
-__all__ = ["LossScale", "Scaling", "loss_scale_of", "scaling_of", "unscaled"]
+__all__ = [
+    "OVERFLOW",
+    "DeviceScaling",
+    "LossScale",
+    "Scaling",
+    "loss_scale_of",
+    "scaling_of",
+    "unscaled",
+]
 
 LOWEST: Final = 2.0**-16
 """An overflow at this scale is not the scale's fault: it is an error."""
 _HIGHEST: Final = torch.finfo(torch.float32).max
+OVERFLOW: Final = 2.0
+"""The flag of a micro-batch whose gradient overflowed because of its loss scale."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,73 @@ class Scaling:
             setattr(self, name, value)
 
 
+class DeviceScaling:
+    """`Scaling` as numbers on the device: a captured step reads and changes them without waiting.
+
+    >>> on_device = DeviceScaling(Scaling(LossScale(growth_interval=1), 8.0), torch.device("cpu"))
+    >>> on_device.record_overflow(torch.tensor(8.0))
+    >>> float(on_device.next_scale())
+    4.0
+    >>> on_device.updated(None)
+    >>> float(on_device.next_scale())
+    8.0
+    """
+
+    def __init__(self, scaling: Scaling, device: torch.device) -> None:
+        self.settings = scaling.settings
+        self._values = torch.zeros(4, dtype=torch.float64, device=device)
+        self.scale, self._good, self._overflow, self.skipped = self._values.unbind()
+        self.load(scaling)
+
+    def load(self, scaling: Scaling) -> None:
+        """Go on from there."""
+        values = scaling.scale, float(scaling.good), scaling.overflow, float(scaling.skipped)
+        self._values.copy_(torch.tensor(values, dtype=torch.float64))
+
+    def store(self, scaling: Scaling) -> None:
+        """Have it go on from here; waits for the device."""
+        scaling.scale, good, scaling.overflow, skipped = self._values.tolist()
+        scaling.good, scaling.skipped = int(good), int(skipped)
+
+    def overflowed(self, found: Tensor, before: Tensor, scale: Tensor) -> Tensor:
+        """The flag of a micro-batch: that from the stage after this one, if it was set there.
+
+        Args:
+            found: Is one of its gradients not finite?
+            before: Its flag from the stage after this one.
+            scale: That of its loss.
+        """
+        is_due_to_scale = (before == 0) & (found != 0) & (scale > LOWEST) & self.settings.dynamic
+        self.skipped.add_(is_due_to_scale.reshape(()))
+        self.record_overflow(torch.where(is_due_to_scale.reshape(()), scale, math.inf))
+        return torch.where(before != 0, before, torch.where(is_due_to_scale, OVERFLOW, found))
+
+    def record_overflow(self, scale: Tensor) -> None:
+        """As `Scaling`; infinite if there was none."""
+        torch.minimum(self._overflow, scale, out=self._overflow)
+
+    def take_overflow(self) -> Tensor:
+        overflow = self._overflow.clone()
+        self._overflow.fill_(math.inf)
+        return overflow
+
+    def next_scale(self) -> Tensor:
+        overflow = self.take_overflow()
+        is_new = overflow <= self.scale
+        lower = (overflow * self.settings.backoff_factor).clamp(min=LOWEST)
+        torch.where(is_new, lower, self.scale, out=self.scale)
+        self._good.mul_(~is_new)
+        return self.scale.clone()
+
+    def updated(self, found_inf: Tensor | None) -> None:
+        """The last stage has updated, unless the flag is set."""
+        self._good.add_(1 if found_inf is None else (found_inf == 0).reshape(()))
+        grows = (self._good == self.settings.growth_interval) & self.settings.dynamic
+        grown = self.scale * self.settings.growth_factor
+        torch.where(grows & (grown < _HIGHEST), grown, self.scale, out=self.scale)
+        self._good.mul_(~grows)
+
+
 def scaling_of(settings: LossScale | None, method: Method) -> Scaling | None:
     """The initial state of a stage; None: the loss is not scaled."""
     if settings is None:
@@ -160,7 +237,9 @@ def scaling_of(settings: LossScale | None, method: Method) -> Scaling | None:
     return Scaling(settings, settings.init_scale)
 
 
-def unscaled(gradients: Mapping[str, Tensor | None], scale: float) -> dict[str, Tensor | None]:
+def unscaled(
+    gradients: Mapping[str, Tensor | None], scale: float | Tensor
+) -> dict[str, Tensor | None]:
     """Gradients of the unscaled loss, as new tensors.
 
     >>> unscaled({"w": torch.tensor([8.0]), "b": None}, 4.0)
@@ -169,5 +248,8 @@ def unscaled(gradients: Mapping[str, Tensor | None], scale: float) -> dict[str, 
     scaled = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     if not scaled:
         return dict(gradients)
+    dtypes = dict.fromkeys(gradient.dtype for gradient in scaled.values())
+    if isinstance(scale, Tensor) and len(dtypes) == 1:
+        scale = scale.to(next(iter(dtypes)))
     divided = torch._foreach_div(list(scaled.values()), scale)
     return {**gradients, **dict(zip(scaled, divided, strict=True))}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.ir.coupling_ops import mix
@@ -300,8 +300,11 @@ class Trainer(ABC):
         if outcome.loss is not None:
             self.loss_head.losses[microbatch] = outcome.loss
             self.loss_head.outputs[microbatch] = outcome.output
+            self.loss_head.scale = outcome.loss_scale
 
-    def _metrics(self, microbatch: int, samples: int) -> Metrics:
+    def _metrics(
+        self, microbatch: int, samples: int, skipped: int | Tensor | None = None
+    ) -> Metrics:
         if self.memory_plan is not None:
             warn_if_larger_than_planned(self.memory_plan, samples)
         errors = {}
@@ -324,8 +327,8 @@ class Trainer(ABC):
             loss_tensor=loss,
             output=self.loss_head.outputs.pop(microbatch, None),
             reconstruction=errors,
-            loss_scale=self.loss_head.scale,
-            skipped=sum(scaling.skipped for scaling in scalings),
+            scale=self.loss_head.scale,
+            overflowed=sum(s.skipped for s in scalings) if skipped is None else skipped,
         )
 
     def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:

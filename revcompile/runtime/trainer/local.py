@@ -129,7 +129,8 @@ class LocalTrainer(Trainer):
         if outcome is None:
             return None
         self._keep(microbatch, outcome)
-        self.metrics = self._metrics(microbatch, self.binder.count_samples(values))
+        samples = self.binder.count_samples(values)
+        self.metrics = self._metrics(microbatch, samples, outcome.skipped)
         self._raise_failures()
         return self.metrics
 

@@ -32,7 +32,7 @@ class Metric(Protocol):
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a step reports. Reading `loss` waits for the device."""
+    """What a step reports. Reading `loss`, `loss_scale` or `skipped` waits for the device."""
 
     microbatch: int
     samples: int
@@ -45,15 +45,23 @@ class Metrics:
     output: Any = field(default=None, repr=False)
     reconstruction: Mapping[int, float] = field(default_factory=dict)
     """Relative error of each stage's rebuilt input, when measured in this step."""
-    loss_scale: float | None = None
-    """The factor of the loss before it was differentiated, where it is known."""
-    skipped: int = 0
-    """Micro-batches that overflowed at a stage of this process and were left out, so far."""
+    scale: float | Tensor | None = field(default=None, repr=False)
+    overflowed: int | Tensor = field(default=0, repr=False)
 
     @property
     def loss(self) -> float:
         """The micro-batch's loss; nan on ranks that do not know it."""
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss before it was differentiated, where it is known."""
+        return None if self.scale is None else float(self.scale)
+
+    @property
+    def skipped(self) -> int:
+        """Micro-batches that overflowed at a stage of this process and were left out, so far."""
+        return int(self.overflowed)
 
     def __repr__(self) -> str:
         loss = "None" if self.loss_tensor is None else f"{self.loss:.6g}"

@@ -40,6 +40,7 @@ from revcompile.runtime.executor.captured.static_buffers import (
 )
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.buffer_pool import BufferPool
+from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 
@@ -104,6 +105,37 @@ def test_the_same_training_to_the_bit(name: str) -> None:
         assert is_active(trainer) == (backend == "static")
         trainer.flush()
         found.append((losses, weights(net)))
+    assert same(*found)
+
+
+SCALED: Final[dict[str, dict[str, Any]]] = {
+    "petra": {},
+    "accumulate": {"accumulate": 3},
+    "stashed, paper order": {"method": "petra_stashed", "order": "paper"},
+    "clipped": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
+    "constant": {"loss_scale": 256.0},
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scaled_loss(name: str) -> None:
+    """A scale that overflows at one stage or another again and again."""
+    interval = 1 if "accumulate" in SCALED[name] else 6
+    scale = LossScale(init_scale=2.0**122, growth_interval=interval)
+    found = []
+    for backend in ("eager", "static"):
+        net = fresh(Loose, 3, torch.float32)
+        settings = {"optimizer": adam, "loss_scale": scale, "backend": backend, **SCALED[name]}
+        trainer = net.trainer(loss=lambda y, t: 1e3 * F.cross_entropy(y, t), **settings)
+        data = [(x.float(), y) for x, y in even(4 * FULL)]
+        steps = [trainer.step(*batch) for batch in data]
+        assert is_active(trainer) == (backend == "static")
+        scales = [(metrics.loss, metrics.loss_scale, metrics.skipped) for metrics in steps]
+        state = trainer.state_dict()
+        trainer.flush()
+        found.append((scales, state["stages"][-1]["scaling"], weights(net)))
+    skipped = [count for _, _, count in found[1][0]]
+    assert (skipped[-1] > skipped[FULL] + 1) == (name != "constant"), skipped
     assert same(*found)
 
 

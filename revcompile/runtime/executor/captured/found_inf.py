@@ -17,6 +17,8 @@ from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.stage.buffer_pool import BufferPool
+from revcompile.runtime.stage.loss_scale import OVERFLOW
+from revcompile.runtime.stage.tensors import overlaps
 
 __all__ = ["NonFiniteReports", "RunningStatistics", "found_inf", "restore_if", "zero_if"]
 
@@ -31,7 +33,7 @@ def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return flag
-    if gradients[0].is_cuda:
+    if gradients[0].is_cuda and not any(map(overlaps, gradients)):
         unscaled = torch.ones(1, device=flag.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, unscaled)
         return flag
@@ -139,7 +141,7 @@ class NonFiniteReports:
         for (stage, microbatch), flag in reversed(flagged):
             if flag and microbatch not in self._reported:
                 self._reported.add(microbatch)
-                if stage in self._stages:
+                if stage in self._stages and flag != OVERFLOW:
                     errors.append(_error(stage, microbatch))
         oldest = min(microbatches.values(), default=0)
         self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}

@@ -49,8 +49,11 @@ class InFlightState:
         for executor in executors[:-1]:
             route = executor.index + 1, executor.index, MessageKind.DY
             for message in transport.queued(executor.index, MessageKind.DY):
-                if message.void or message.scale is not None:
+                if message.void:
                     return None
+                if message.scale is not None:
+                    scale = torch.tensor(message.scale, dtype=torch.float64)
+                    message = replace(message, scale=scale.to(executor.stage._device()))
                 state.messages.setdefault(route, []).append(flagged(message, flag))
         return state
 

@@ -46,6 +46,9 @@ class StepResult:
     loss: Tensor | None = None
     """Where the last stage is."""
     output: Any = None
+    loss_scale: Tensor | None = None
+    skipped: Tensor | None = None
+    """How many micro-batches have overflowed, if the loss is scaled."""
 
 
 class StaticPipeline(StaticState):
@@ -227,7 +230,10 @@ class StaticPipeline(StaticState):
             if gradients := executor.stage.gradients:
                 self._gradient_buffers(index, gradients).copy_(gradients)
         if self._is_last:
-            result = self._loss_head.losses[entering], self._loss_head.outputs[entering]
+            head = self._loss_head
+            skipped = [e.scaling.skipped for e in self.executors if e.scaling is not None]
+            skipped_sum = torch.stack(skipped).sum() if skipped else None
+            result = head.losses[entering], head.outputs[entering], head.scale, skipped_sum
             if self._result is None:
                 self._result = StaticBuffers(result)
             self._result.copy_(result)

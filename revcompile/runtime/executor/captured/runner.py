@@ -91,14 +91,14 @@ def why_not_capturable(
             return f"{method.name!r} on several ranks is not captured; use a method like 'petra'"
         if stages != list(range(stages[0], stages[-1] + 1)):
             return f"the stages of a rank must follow each other, but they are {stages}"
+        if any(executor.scaling is not None for executor in executors):
+            return "the loss is scaled on several ranks; bfloat16 needs no scale"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
     if schedule.ties:
         return "stages share parameters; compile with fewer stages, or so that they share a stage"
     if (count := schedule.accumulate) > _MOST_KINDS:
         return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
-    if any(executor.scaling is not None for executor in executors):
-        return "the loss is scaled, which waits for what the gradients say; bfloat16 needs no scale"
     if any(executor.stage.activations.offloads for executor in executors):
         return "buffers='offload' moves inputs to the host, and captured steps need static buffers"
     for executor in executors:

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from revcompile.ir.python_code import compile_graph
-from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf, zero_if
+from revcompile.runtime.executor.captured.found_inf import (
+    RunningStatistics,
+    found_inf,
+    zero_if,
+)
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.in_flight import in_flight
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
@@ -20,8 +24,9 @@ from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Message
 from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.loss_scale import OVERFLOW, DeviceScaling, unscaled
 from revcompile.runtime.stage.stage import Programs, Stage
-from revcompile.schedule import Action, Op
+from revcompile.schedule import Action, Op, Order
 
 __all__ = ["CapturedStageExecutor"]
 
@@ -56,16 +61,18 @@ class CapturedStageExecutor(StageExecutor):
         streams: StepStreams | None = None,
         average: Average | None = None,
     ) -> None:
+        stage, device = executor.stage, executor.stage._device()
+        scaling = None if executor.scaling is None else DeviceScaling(executor.scaling, device)
         super().__init__(
-            executor.stage,
+            stage,
             CapturedUpdater(executor.updater),
             transport,
             loss_head=loss_head,
             clip_grad_norm=executor.clip_grad_norm,
+            scaling=scaling,
             delay=executor.delay,
             synchronous=executor.synchronous,
         )
-        stage = executor.stage
         self.accumulate, self.check_finite = accumulate, check_finite
         self.has_flags = has_flags
         self.average = average
@@ -73,13 +80,15 @@ class CapturedStageExecutor(StageExecutor):
         """Is the average of the update that has begun known?"""
         self._is_counted = accumulate > 1 or average is not None
         """Do updates divide by the number of micro-batches?"""
+        is_continuous = stage.program.method.order is Order.CONTINUOUS
+        self._shares_norm = executor.clip_grad_norm is not None and not is_continuous
+        """Do other stages clip their gradients by the norm of this one's, too?"""
         self._streams = streams
         self._programs = _fused_programs(stage, fused) if fused is not None else None
         self._statistics = RunningStatistics(stage.statistics())
         self._moves_in_forward = bool(stage.snapshot())
         """Do running statistics change before backward?"""
         self._snapshot: Sequence[Tensor] = ()
-        device = stage._device()
         self.flag = torch.zeros(1, device=device)
         """`found_inf` of the last backward pass."""
         self.count = torch.zeros((), device=device)
@@ -101,7 +110,7 @@ class CapturedStageExecutor(StageExecutor):
         """Do it, on the stream it belongs to."""
         with self._stream_of(action):
             done = super().perform(action)
-        if self._streams is not None and action.op is Op.FORWARD:
+        if self._streams is not None and action.op in (Op.FORWARD, Op.SEND_Y):
             self._streams.after_forward(self.index)
         return done
 
@@ -135,17 +144,27 @@ class CapturedStageExecutor(StageExecutor):
         )
         flag = None
         if self.has_flags:
-            looked_at = gradients.values() if self.check_finite else ()
-            flag = self.flag = found_inf(
-                [g for g in looked_at if g is not None], self._flag_before(message)
-            )
-            self._statistics.restore_if(flag, self._snapshot)
-            self._snapshot = ()
-            if self._is_counted:
+            before = self._flag_before(message)
+            looked_at: list[Tensor | None] = []
+            if self.check_finite:
+                looked_at += gradients.values()
+            if self.check_finite and self.scaling is not None:
+                looked_at += input_gradients.values()
+            flag = restored = found_inf([g for g in looked_at if g is not None], before)
+            if self.scaling is not None:
+                flag = self.scaling.overflowed(flag, before, message.scale)
+                # The forward pass of what overflowed here was right: it moves running statistics.
+                restored = torch.where(flag == OVERFLOW, before, flag)
+            self._statistics.restore_if(restored, self._snapshot)
+            self.flag, self._snapshot = flag, ()
+            if self._is_counted or self._shares_norm:
                 gradients = {n: g if g is None else zero_if(flag, g) for n, g in gradients.items()}
-                self.count = self.count + (1 - flag).reshape(())
+            if self._is_counted:
+                self.count = self.count + (flag == 0).reshape(())
+        if message.scale is not None:
+            gradients = unscaled(gradients, message.scale)
         self.stage.accumulate(gradients, input_gradients)
-        return Message(message.index, values, input_gradients, found_inf=flag)
+        return Message(message.index, values, input_gradients, scale=message.scale, found_inf=flag)
 
     def _flag_before(self, message: Message) -> Tensor:
         """The flag from the stage after this one; at the last stage, that of the loss."""
@@ -165,6 +184,8 @@ class CapturedStageExecutor(StageExecutor):
         done = super()._update(action)
         if done:
             self.stage.cast_weights.refresh()
+            if self.scaling is not None and self.loss_head is not None:
+                self.scaling.updated(self.updater.found_inf)
         return done
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
@@ -183,8 +204,8 @@ class CapturedStageExecutor(StageExecutor):
             torch._foreach_div_(list(self._sums.values()), count)
         self.updater.found_inf = None
         if self.has_flags:
-            is_empty = (self.count == 0).float().reshape(1)
-            self.updater.found_inf = is_empty if self._is_counted else self.flag
+            is_empty = self.count == 0 if self._is_counted else self.flag != 0
+            self.updater.found_inf = is_empty.float().reshape(1)
         self.gradients, self._sums = self._sums, None
         self.count = torch.zeros_like(self.count)
         return self.gradients

@@ -195,8 +195,8 @@ class InPlaceMessages:
 
     def add(self, route: Route, message: Message, like: StaticBuffers) -> Message:
         """Note a message; its tensors get the precision that its static buffer has."""
-        values, gradients, found_inf = pytree.tree_map(self._stable, payload(message), like.value)
-        message = Message(message.index, values, gradients, found_inf=found_inf)
+        value = pytree.tree_map(self._stable, payload(message), like.value)
+        message = _message(message.index, *value)
         self.messages[route] = message
         return message
 
@@ -208,15 +208,18 @@ class InPlaceMessages:
         return _clone_if_in(self._overwritten, leaf)
 
 
-def payload(message: Message) -> tuple[dict[str, Any], dict[str, Tensor | None], Tensor | None]:
+def payload(message: Message) -> tuple[Any, ...]:
     """The part of a message that static buffers hold."""
-    return dict(message.values), dict(message.gradients), message.found_inf
+    return dict(message.values), dict(message.gradients), message.scale, message.found_inf
 
 
 def message_in(buffers: StaticBuffers, index: int) -> Message:
     """The message of a micro-batch whose payload lies in static buffers."""
-    values, gradients, found_inf = buffers.value
-    return Message(index, values, gradients, found_inf=found_inf)
+    return _message(index, *buffers.value)
+
+
+def _message(index: int, values: Any, gradients: Any, scale: Any, found_inf: Any) -> Message:
+    return Message(index, values, gradients, scale=scale, found_inf=found_inf)
 
 
 # -- tensors ---------------------------------------------------------------------------------------

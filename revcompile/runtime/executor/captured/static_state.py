@@ -202,9 +202,11 @@ class StaticState:
         in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
         if in_flight_counts != self._windows or alike < max(in_flight_counts) - 1:
             return False
-        # One that was left out in its forward pass is not in flight.
+        # One that was left out in its forward pass is not in flight; if all since the last update
+        # were left out, there are no gradients.
         return all(
             len(executor.stage.in_flight) + 1 == self._windows[executor.index]
+            and (executor.contributed > 0 or not schedule.accumulated[executor.index])
             for executor in self._eager_executors
         )
 
@@ -281,6 +283,8 @@ class StaticState:
             eager.stage.in_flight.clear()
             eager.stage.gradients, eager.contributed = {}, 0
             captured.updater.enter()
+            if captured.scaling is not None:
+                captured.scaling.load(eager.scaling)
         self._settings = FixedSettings(executor.updater for executor in self.executors)
         self._last_in_place, self._parity = None, 0 if self._alternates else 1
         self.is_active = True
@@ -299,6 +303,8 @@ class StaticState:
             self._eager_executors, self.executors, counts, strict=True
         ):
             captured.updater.leave()
+            if captured.scaling is not None:
+                captured.scaling.store(eager.scaling)
             stage, index = eager.stage, eager.index
             # Micro-batches of one age share a copy; those of age 0 have the latest weights.
             weights: dict[int, Any] = {0: None}
