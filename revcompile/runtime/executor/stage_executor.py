@@ -34,7 +34,7 @@ from revcompile.runtime.executor.transport import Message, MessageKind, Transpor
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.loss_scale import Scaling
+from revcompile.runtime.stage.loss_scale import DeviceScaling, Scaling
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
 from revcompile.runtime.stage.update import Updater
@@ -74,13 +74,14 @@ class StageExecutor:
         tied_owners: Mapping[int, tuple[str, ...]] | None = None,
         tied_replicas: Mapping[int, tuple[str, ...]] | None = None,
         skip_on_error: bool = False,
-        scaling: Scaling | None = None,
+        scaling: Scaling | DeviceScaling | None = None,
         delay: float = 0.0,
         synchronous: int = 0,
     ) -> None:
         self.delay, self.synchronous = delay, synchronous
         self.stage, self.updater, self.transport = stage, updater, transport
-        self.loss_head, self.scaling = loss_head, scaling
+        self.loss_head = loss_head
+        self.scaling: Any = scaling  # in captured steps with tensors instead of numbers
         self.gradient_predictor = gradient_predictor
         self.clip_grad_norm, self.skip_on_error = clip_grad_norm, skip_on_error
         self.tied_owners, self.tied_replicas = tied_owners or {}, tied_replicas or {}

@@ -53,10 +53,10 @@ class Message:
     found_inf: Tensor | None = None
     """In a captured step: a flag on the device, 1 if a gradient so far was not finite, OVERFLOW if
     that was because of the loss scale."""
-    scale: float | Tensor | None = None
+    scale: Any = None
     """In a message back, the loss scale that the gradients have; in a message forward, the least
-    scale at which gradients have overflowed since the message before. In a captured step it is on
-    the device."""
+    scale at which gradients have overflowed since the message before. A number; in a captured step
+    it is on the device."""
     fingerprint: Fingerprint | None = None
     """In a message forward to another rank: of the data that the first stage was given."""
     is_exact: bool = False

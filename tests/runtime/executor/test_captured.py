@@ -36,6 +36,7 @@ from revcompile.runtime.executor.captured.static_buffers import (
     StaticBuffers,
     StaticTransport,
     copy_all,
+    payload,
     pooled_copy,
 )
 from revcompile.runtime.executor.transport import Message, MessageKind
@@ -455,7 +456,9 @@ def test_static_buffers_copied_from_each_other_swap() -> None:
 
 def test_a_message_never_overwrites_one_that_is_not_read() -> None:
     transport = StaticTransport(2)
-    transport.buffers[1, 0, MessageKind.DY] = [StaticBuffers(({}, {"g": torch.zeros(2)}, None))]
+    transport.buffers[1, 0, MessageKind.DY] = [
+        StaticBuffers(payload(Message(0, {}, {"g": torch.zeros(2)})))
+    ]
     transport.send(1, 0, MessageKind.DY, Message(0, {}, {"g": torch.ones(2)}))
     with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
         transport.send(1, 0, MessageKind.DY, Message(1, {}, {"g": torch.ones(2)}))
@@ -464,7 +467,7 @@ def test_a_message_never_overwrites_one_that_is_not_read() -> None:
 def test_messages_left_in_place_hold_nothing_that_is_overwritten() -> None:
     route, overwritten, own = (1, 0, MessageKind.DY), torch.zeros(2), torch.zeros(2)
     message = Message(0, {"a": overwritten[:1], "b": own}, {"g": own.bfloat16()})
-    like = StaticBuffers(({"a": torch.zeros(1), "b": own}, {"g": own}, None))
+    like = StaticBuffers(payload(Message(0, {"a": torch.zeros(1), "b": own}, {"g": own})))
     left = InPlaceMessages([overwritten]).add(route, message, like)
     overwritten.fill_(7)
     assert same(left.values, {"a": torch.zeros(1), "b": own})

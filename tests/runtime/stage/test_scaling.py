@@ -363,8 +363,3 @@ def test_bad_arguments() -> None:
     for field, value in [("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_interval", 0)]:
         with pytest.raises(InputError, match=f"LossScale: {field}="):
             LossScale(**{field: value})
-
-
-def test_steps_with_a_scaled_loss_are_not_captured() -> None:
-    with pytest.warns(UserWarning, match="because the loss is scaled"):
-        trainer_of(fresh(Plain), loss_scale="dynamic", backend="static")
