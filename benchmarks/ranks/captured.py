@@ -2,16 +2,19 @@
 
     python -m benchmarks run ranks
     python -m benchmarks run ranks --case resnet18:64:64:10 --ranks 2 --backends eager cudagraphs
+    python -m benchmarks run ranks --device cpu --case transformer-4x32:64:1:4 --backends static
 
 Cases are model:pixels:batch:stages. Every rank count trains the same weights on the same
-micro-batches with a full pipeline. All ranks may be on one GPU; there each claims to be a machine
-of its own, and messages go through the host, so the link's own time is measured too:
+micro-batches with a full pipeline; backends take turns. All ranks may be on one GPU; there each
+claims to be a machine of its own, and messages go through the host, so the link's own time is
+measured too:
 
     ms        a micro-batch, of the slowest rank; the median of the rounds
     host      processor time of each rank's main thread for a micro-batch, waiting not counted
     kernels   each rank's captured stretches alone, while all others are idle
     link      all messages of a micro-batch at once between all ranks, and nothing else
-    bound     the larger of link and all kernels together
+    of bound  ms, divided by the larger of link and all kernels together
+    memory    the most that each rank has taken of the device for this training
     losses    largest relative difference to the first row of the case
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -29,15 +33,14 @@ from torch import Tensor, distributed
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.harness import mib, show
+from benchmarks.harness import mib, synchronize
 from benchmarks.models import Case, create, sgd
 from benchmarks.ranks.launch import on_ranks
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.engine import Feed
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.trainer.core import Trainer
 
-CASES: Final = ("resnet18:64:64:10", "transformer-24x1024:64:1:8", "transformer-24x1024:64:8:8")
+CASES: Final = ("transformer-24x1024:64:1:8", "resnet18:64:64:10", "transformer-24x1024:64:8:8")
 REPLAYS: Final = 20
 
 
@@ -45,6 +48,7 @@ REPLAYS: Final = 20
 class Found:
     """What one rank has measured of one variant."""
 
+    backend: str
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     host: float = 0.0
@@ -52,152 +56,209 @@ class Found:
     link: float = 0.0
     sent: int = 0
     """Bytes a micro-batch to other ranks."""
-    allocated: int = 0
+    reserved: int = 0
     captured: bool = False
 
 
-def trained(text: str, backend: str, options: argparse.Namespace, control: Any) -> Found:
-    """One rank's part of one variant; `control` is the group of all ranks over gloo."""
-    *parts, stages = text.split(":")
-    case, device = Case.parse(":".join(parts)), torch.device("cuda", 0)
-    torch.cuda.reset_peak_memory_stats()
-    with device:  # made there, which is faster
-        model = create(case.model, case.size, case.classes).to(memory_format=torch.channels_last)
-    batches = Feed(case, device).batches
-    example, _ = replace(case, batch=2).data(device)
-    net = revcompile.petrafy(model, int(stages), example, check="off")
-    trainer = net.trainer(sgd, F.cross_entropy, autocast=torch.bfloat16, backend=backend)
-    given = [(x if trainer.is_first else None, y if trainer.is_last else None) for x, y in batches]
-    found = Found()
+class Variant:
+    """One rank's part of a case's training with one backend."""
 
-    def turn(steps: int) -> list[Tensor]:
-        metrics = [trainer.step(*given[n % len(given)]) for n in range(steps)]
+    def __init__(self, text: str, backend: str, options: argparse.Namespace, groups: Any) -> None:
+        *parts, stages = text.split(":")
+        case = Case.parse(":".join(parts))
+        self.device = torch.device(options.device)
+        self._control, self._links = groups
+        before = self._reserved()
+        with self.device:  # made there, which is faster
+            model = create(case.model, case.size, case.classes)
+        batches = Feed(case, self.device).batches
+        example, _ = replace(case, batch=2).data(self.device)
+        net = revcompile.petrafy(
+            model.to(memory_format=torch.channels_last), int(stages), example, check="off"
+        )
+        autocast = torch.bfloat16 if options.device == "cuda" else None
+        self.trainer = net.trainer(sgd, F.cross_entropy, autocast=autocast, backend=backend)
+        self._reserved()
+        is_first, is_last = self.trainer.is_first, self.trainer.is_last
+        self._batches = [(x if is_first else None, y if is_last else None) for x, y in batches]
+        self.found = Found(backend)
+        warm_up = 2 * int(stages) + 12
+        self.found.losses = [float(loss) for loss in self._turn(warm_up)]
+        self.found.captured = self.trainer.runner.is_active
+        if self.device.type == "cuda":
+            self.found.reserved = torch.cuda.max_memory_reserved() - before
+
+    def _reserved(self) -> int:
+        """What this process takes of the GPU, caches emptied; the peak is counted from here."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_reserved()
+
+    def _turn(self, steps: int) -> list[Tensor]:
+        batches, step = self._batches, self.trainer.step
+        metrics = [step(*batches[n % len(batches)]) for n in range(steps)]
         return [m.loss_tensor for m in metrics if m.loss_tensor is not None]
 
-    found.losses = [float(loss) for loss in turn(2 * int(stages) + 12)]
-    for _ in range(options.rounds):
-        distributed.barrier(control)
-        torch.cuda.synchronize()
+    def round(self, steps: int) -> None:
+        """Time some steps."""
+        distributed.barrier(self._control)
+        synchronize(self.device)
         began, processor = time.perf_counter(), time.thread_time()
-        turn(options.steps)
-        found.host += (time.thread_time() - processor) / options.steps / options.rounds
-        torch.cuda.synchronize()
-        found.seconds.append((time.perf_counter() - began) / options.steps)
-    found.captured = trainer.runner.is_active
-    found.allocated = torch.cuda.max_memory_allocated()
-    found.sent, found.link = linked(trainer, control)
-    if found.captured:
-        found.kernels = alone(trainer, control)
-    if isinstance(trainer, DistributedTrainer):
-        trainer.close()
-    return found
+        self._turn(steps)
+        host = time.thread_time() - processor
+        synchronize(self.device)
+        self.found.seconds.append((time.perf_counter() - began) / steps)
+        self.found.host = min(self.found.host or 1.0, host / steps)
 
+    def finish(self) -> Found:
+        """Measure what the steps are compared with, and close the trainer."""
+        found = self.found
+        found.sent, found.link = self._link()
+        if found.captured and self.device.type == "cuda":
+            found.kernels = self._kernels()
+        if isinstance(self.trainer, DistributedTrainer):
+            self.trainer.close()
+        return found
 
-def alone(trainer: Trainer, control: Any) -> float:
-    """Seconds of a rank's captured stretches. What they compute is of no use any more."""
-    replay: Any = trainer.runner._pipeline._replay  # type: ignore[union-attr]
-    captures = [capture for each in replay._captures.values() for capture in each]
-    seconds = 0.0
-    for turn in range(distributed.get_world_size()):
-        torch.cuda.synchronize()
-        distributed.barrier(control)
-        if turn == trainer.rank:
-            began = time.perf_counter()
-            for _ in range(REPLAYS):
-                for capture in captures:
-                    capture.graph.replay()
+    def _kernels(self) -> float:
+        """Seconds of a rank's captured stretches. What they compute is of no use any more."""
+        replay: Any = self.trainer.runner._pipeline._replay  # type: ignore[union-attr]
+        captures = [capture for each in replay._captures.values() for capture in each]
+        seconds = 0.0
+        for turn in range(distributed.get_world_size()):
             torch.cuda.synchronize()
-            seconds = (time.perf_counter() - began) / (REPLAYS * len(replay._captures))
-    distributed.barrier(control)
-    return seconds
+            distributed.barrier(self._control)
+            if turn == self.trainer.rank:
+                began = time.perf_counter()
+                for _ in range(REPLAYS):
+                    for capture in captures:
+                        capture.graph.replay()
+                torch.cuda.synchronize()
+                seconds = (time.perf_counter() - began) / (REPLAYS * len(replay._captures))
+        distributed.barrier(self._control)
+        return seconds
 
-
-def linked(trainer: Trainer, control: Any) -> tuple[int, float]:
-    """Bytes that a rank sends for a micro-batch, and seconds of all ranks' messages alone."""
-    if not isinstance(trainer, DistributedTrainer):
-        return 0, 0.0
-    own: dict[int, int] = {}
-    for (_, target), sender in trainer.transport._senders.items():
-        formats = [form for each in sender._describers.values() for form in each._formats]
-        own[trainer.ranks.owner(target)] = sum(f.numel * f.dtype.itemsize for f in formats)
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, own, group=control)
-    ops = [(distributed.isend, size, peer) for peer, size in own.items()]
-    ops += [
-        (distributed.irecv, sends[trainer.rank], peer)
-        for peer, sends in enumerate(every)
-        if trainer.rank in sends
-    ]
-    buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _, size, _ in ops]
-    group, seconds = distributed.new_group(backend="nccl"), []
-    for _ in range(8):
-        torch.cuda.synchronize()
-        distributed.barrier(control)
-        began = time.perf_counter()
-        batch = [
-            distributed.P2POp(call, buffer, peer, group)
-            for (call, _, peer), buffer in zip(ops, buffers, strict=True)
+    def _link(self) -> tuple[int, float]:
+        """Bytes that a rank sends for a micro-batch, and seconds of all ranks' messages alone."""
+        if not isinstance(self.trainer, DistributedTrainer):
+            return 0, 0.0
+        own, here = dict[int, int](), self.trainer.rank
+        for (_, target), sender in self.trainer.transport._senders.items():
+            own[self.trainer.ranks.owner(target)] = sum(sender.bytes_by_kind().values())
+        every: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(every, own, group=self._control)
+        ops = [(distributed.isend, size, peer) for peer, size in own.items()]
+        ops += [
+            (distributed.irecv, sends[here], peer)
+            for peer, sends in enumerate(every)
+            if here in sends
         ]
-        for work in distributed.batch_isend_irecv(batch):
-            work.wait()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return sum(own.values()), median(seconds[2:])
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _, size, _ in ops]
+        seconds = []
+        for _ in range(10):
+            synchronize(self.device)
+            distributed.barrier(self._control)
+            began = time.perf_counter()
+            batch = [
+                distributed.P2POp(call, buffer, peer, self._links)
+                for (call, _, peer), buffer in zip(ops, buffers, strict=True)
+            ]
+            for work in distributed.batch_isend_irecv(batch):
+                work.wait()
+            synchronize(self.device)
+            seconds.append(time.perf_counter() - began)
+        return sum(own.values()), median(seconds[2:])
 
 
-def all_variants(rank: int, options: argparse.Namespace) -> list[Found]:
-    """One rank's part of all of them."""
-    torch.cuda.set_device(0)
-    control = distributed.new_group(backend="gloo")
-    found = []
+Losses = dict[str, list[float]]
+
+
+def all_cases(rank: int, options: argparse.Namespace, reference: Losses) -> list[Row]:
+    """One rank's part of all cases; prints a line for each variant."""
+    warnings.simplefilter("ignore")
+    if options.device == "cuda":
+        torch.cuda.set_device(0)
+    groups = [distributed.new_group(backend=b) for b in ("gloo", _backend(options))]
+    rows = []
     for case in options.case:
-        for backend in options.backends:
-            found.append(trained(case, backend, options, control))
+        began = time.perf_counter()
+        variants = [Variant(case, backend, options, groups) for backend in options.backends]
+        for _ in range(options.rounds):
+            for variant in variants:
+                variant.round(options.steps)
+        for variant in variants:
+            by_rank: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(by_rank, variant.finish(), group=groups[0])
+            rows.append(row_of(case, by_rank, reference))
+            if rank == 0:
+                print(line_of(rows[-1]), flush=True)
+        del variant, variants
+        if rank == 0:
+            print(f"    ({time.perf_counter() - began:.0f} s)", flush=True)
+        if options.device == "cuda":
             torch.cuda.empty_cache()
-    return found
+    return rows
+
+
+def _backend(options: argparse.Namespace) -> str:
+    return "nccl" if options.device == "cuda" else "gloo"
+
+
+def row_of(case: str, by_rank: list[Found], reference: Losses) -> Row:
+    """A variant's figures over all ranks."""
+    ms = 1e3 * median(map(max, zip(*(each.seconds for each in by_rank), strict=True)))
+    kernels = 1e3 * sum(each.kernels for each in by_rank)
+    link = 1e3 * max(each.link for each in by_rank)
+    losses = by_rank[-1].losses
+    pairs = zip(losses, reference.setdefault(case, losses), strict=True)
+    return {
+        "case": case,
+        "ranks": len(by_rank),
+        "backend": by_rank[0].backend,
+        "ms": ms,
+        "kernels_ms": kernels,
+        "link_ms": link,
+        "deviation": max(abs(a - b) / abs(b) for a, b in pairs),
+        "by_rank": [asdict(each) for each in by_rank],
+    }
+
+
+COLUMNS: Final = (28, 11, 7, 24, 26, 6, 8, 26, 7)
+
+
+def line_of(row: Row) -> str:
+    """A line of the table."""
+    by_rank = row["by_rank"]
+    bound = max(row["kernels_ms"], row["link_ms"])
+    is_off = row["backend"] != "eager" and not all(each["captured"] for each in by_rank)
+    cells = (
+        row["case"],
+        f"{row['backend']} (off)" if is_off else row["backend"],
+        f"{row['ms']:.2f}",
+        " ".join(f"{1e3 * each['host']:.2f}" for each in by_rank),
+        " + ".join(f"{1e3 * each['kernels']:.2f}" for each in by_rank),
+        f"{row['link_ms']:.2f}",
+        f"{row['ms'] / bound:.2f}" if bound == bound and bound else "",
+        " ".join(mib(each["reserved"]) for each in by_rank),
+        f"{row['deviation']:.0e}",
+    )
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, COLUMNS, strict=True))
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    """One for each case, rank count and backend."""
-    reference: dict[str, list[float]] = {}
+    """One for each rank count, case and backend."""
+    reference: Losses = {}
+    names = ("", "backend", "ms", "host", "kernels", "link", "of bound", "memory", "losses")
     for ranks in options.ranks:
-        by_rank = on_ranks(all_variants, options, ranks=ranks, device="cuda")
-        names = [(case, backend) for case in options.case for backend in options.backends]
-        shown = []
-        for number, (case, backend) in enumerate(names):
-            found: list[Found] = [each[number] for each in by_rank]
-            ms = 1e3 * median(map(max, zip(*(each.seconds for each in found), strict=True)))
-            kernels = 1e3 * sum(each.kernels for each in found)
-            link = 1e3 * max(each.link for each in found)
-            losses = found[-1].losses
-            pairs = zip(losses, reference.setdefault(case, losses), strict=True)
-            deviation = max(abs(a - b) / abs(b) for a, b in pairs)
-            host = [f"{1e3 * each.host:.2f}" for each in found]
-            memory = [mib(each.allocated) for each in found]
-            shown.append(
-                (
-                    case,
-                    backend if found[0].captured or backend == "eager" else f"{backend} (off)",
-                    f"{ms:.2f}",
-                    " ".join(host),
-                    " + ".join(f"{1e3 * each.kernels:.2f}" for each in found),
-                    f"{link:.2f}",
-                    f"{ms / max(kernels, link):.2f}" if kernels == kernels else "",
-                    " ".join(memory),
-                    f"{deviation:.1e}",
-                )
-            )
-            yield {
-                "case": case,
-                "ranks": ranks,
-                "backend": backend,
-                "ms": ms,
-                "link_ms": link,
-                "deviation": deviation,
-                "by_rank": [asdict(each) for each in found],
-            }
-        columns = ("", "backend", "ms", "host", "kernels", "link", "of bound", "MiB", "losses")
-        show(f"{ranks} ranks", columns, shown)
+        print(f"\n{ranks} ranks")
+        print("  ".join(f"{n:<{w}}" for n, w in zip(names, COLUMNS, strict=True)), flush=True)
+        found = on_ranks(all_cases, options, reference, ranks=ranks, device=options.device)[0]
+        for row in found:
+            reference.setdefault(row["case"], row["by_rank"][-1]["losses"])
+        yield from found
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,8 +266,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", default=list(CASES), help="model:pixels:batch:stages")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--backends", nargs="+", default=["cudagraphs", "eager"])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=4)
 
 
 BENCHMARK = Benchmark("ranks", arguments, rows, smallest=None, needs="a GPU, for NCCL")

@@ -20,9 +20,19 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.codec import decode, encode
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.transport import Message, MessageKind
+from revcompile.runtime.executor.transport import Layout, Message, MessageKind, PacketForm
+from revcompile.runtime.stage.tensors import aligned
 
-__all__ = ["HEADER", "Describer", "Description", "Flag", "Header", "TensorFormat", "describe"]
+__all__ = [
+    "HEADER",
+    "Describer",
+    "Description",
+    "Flag",
+    "Header",
+    "Packing",
+    "TensorFormat",
+    "describe",
+]
 
 HEADER: Final = 8
 """How many int64 a header has."""
@@ -127,10 +137,6 @@ class TensorFormat:
             tensor = core
         return tensor.contiguous().reshape(-1).view(torch.uint8)
 
-    def empty_bytes(self, device: torch.device) -> Tensor:
-        """A buffer for the bytes to receive."""
-        return torch.empty(self.numel, dtype=self.dtype, device=device).view(torch.uint8)
-
     def from_bytes(self, buffer: Tensor) -> Tensor:
         """The tensor whose bytes `to_bytes` gave."""
         elements = buffer.view(self.dtype)
@@ -145,6 +151,11 @@ class TensorFormat:
     @property
     def _dense(self) -> bool:
         return _span(self.core, self.stride) == self.numel
+
+    @property
+    def is_plain(self) -> bool:
+        """Are its bytes the tensor as it lies in memory?"""
+        return self._dense and not self.on_host and self.core == self.shape
 
 
 def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -169,6 +180,32 @@ def _is_injective(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         reach += (size - 1) * step
     return True
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where in a buffer of `size` bytes the tensors of a message are."""
+
+    formats: tuple[TensorFormat, ...]
+    slices: tuple[slice, ...]
+    size: int
+    layout: Layout
+
+    @classmethod
+    def of(cls, formats: Sequence[TensorFormat]) -> Packing:
+        sizes = [form.numel * form.dtype.itemsize for form in formats]
+        offsets, end = aligned(sizes)
+        layout = tuple(
+            (offset, form.dtype, form.shape, form.stride) if form.is_plain else None
+            for form, offset in zip(formats, offsets, strict=True)
+        )
+        slices = (slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))
+        return cls(tuple(formats), tuple(slices), end, layout)
+
+    def pack(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        for part, form, tensor in zip(self.slices, self.formats, tensors, strict=True):
+            if form.numel:
+                buffer[part].copy_(form.to_bytes(tensor))
 
 
 def describe(
@@ -202,20 +239,34 @@ class Describer:
         self._device = device
         self._last = b""
         self._signature: tuple[Any, ...] | None = None
-        self._formats: list[TensorFormat] = []
+        self._form: PacketForm | None = None
+        """The form of packets that the last description fits."""
+        self.packing = Packing.of(())
 
-    def describe(self, message: Message) -> tuple[bytes, list[tuple[TensorFormat, Tensor]]]:
-        """The description, empty if it is the last one, and the message's tensors."""
+    def describe(self, message: Message) -> tuple[bytes, Tensor | list[Tensor]]:
+        """The description, empty if it is the last one; the message's bytes, or its tensors.
+
+        There are bytes if the message has a packet that is laid out as `packing` says.
+        """
+        text, packet = b"", message.packet
+        if packet is not None and packet.form is self._form:
+            return text, packet.memory
         signature = _signature(message)
         if signature is not None and signature == self._signature:
             tensors = [v for part in message.parts for v in part.values() if isinstance(v, Tensor)]
-            return b"", list(zip(self._formats, tensors, strict=True))
-        text, described = describe(message, self._device)
-        self._signature, self._formats = signature, [form for form, _ in described]
-        if text == self._last:
-            return b"", described
-        self._last = text
-        return text, described
+        else:
+            text, described = describe(message, self._device)
+            tensors = [tensor for _, tensor in described]
+            self._signature = signature
+            if text == self._last:
+                text = b""
+            else:
+                self._last, self._form = text, None
+                self.packing = Packing.of([form for form, _ in described])
+        if packet is not None and packet.form.layout == self.packing.layout:
+            self._form = packet.form
+            return text, packet.memory
+        return text, tensors
 
 
 def _signature(message: Message) -> tuple[Any, ...] | None:
@@ -238,16 +289,20 @@ class Description:
 
     def __init__(self, text: bytes) -> None:
         self._parts = json.loads(text)
-        self.formats = tuple(_formats(self._parts))
+        self.packing = Packing.of(list(_formats(self._parts)))
 
-    def message(self, header: Header, buffers: Sequence[Tensor], device: torch.device) -> Message:
+    @property
+    def layout(self) -> Layout:
+        return self.packing.layout
+
+    def message(self, header: Header, memory: Tensor, device: torch.device) -> Message:
         """The message, from the bytes of its tensors."""
-        pairs = iter(zip(self.formats, buffers, strict=True))
+        pairs = iter(zip(self.packing.formats, self.packing.slices, strict=True))
 
         def next_tensor(_: Any) -> Tensor:
-            form, buffer = next(pairs)
+            form, part = next(pairs)
             # .data: a version counter of its own, because tensors share a packet's memory
-            return form.from_bytes(buffer).data
+            return form.from_bytes(memory[part]).data
 
         def device_here(name: str) -> torch.device:
             return torch.device("cpu") if torch.device(name).type == "cpu" else device

@@ -116,17 +116,11 @@ def open_channels(
             if ranks.rank in ends:
                 channels.append(Channel(source, target, ends, control, payload, device))
     for channel in channels:
-        _connect(channel, ranks.rank == channel.ranks[0])
+        if channel.uses_cuda:
+            channel.connect(ranks.rank == channel.ranks[0])
     return channels
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
     """A process group. All ranks call it, members or not."""
     return distributed.new_group(sorted(ranks), timeout=timeout, backend=backend)
-
-
-def _connect(channel: Channel, sends: bool) -> None:
-    """A first exchange: NCCL connects two ranks when both have called."""
-    if channel.uses_cuda:
-        channel.exchange([torch.zeros(1, dtype=torch.uint8, device=channel.device)], sends)
-        torch.cuda.synchronize(channel.device)

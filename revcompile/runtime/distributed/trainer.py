@@ -248,8 +248,8 @@ class DistributedTrainer(Trainer):
         route = first - 1, first, MessageKind.X
         if not self.is_first:
             where = f"stage {first} for x of micro-batch {microbatch}"
-            message = next_message(self.transport, route, where, keep=True)
-            values = None if message.void else dict(message.values)
+            message = next_message(self.transport, route, where, keep=True, packed=True)
+            values = None if message.void else message
             fingerprint = message.fingerprint
         has_target = not self.is_last or microbatch in self.loss_head.targets
         is_observed = self._trace is not None or self._is_measured(microbatch)
@@ -263,7 +263,7 @@ class DistributedTrainer(Trainer):
                 self.runner.observe(batch)
             return False
         if not self.is_first:
-            self.transport.receive(*route)
+            self.transport.receive(*route, packed=True)
         self._keep(microbatch, outcome)
         return True
 

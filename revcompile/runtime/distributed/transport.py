@@ -10,12 +10,10 @@ compute. Each direction between two stages has a communicator of its own.
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -35,7 +33,6 @@ from revcompile.runtime.distributed.message_format import (
     Description,
     Flag,
     Header,
-    TensorFormat,
 )
 from revcompile.runtime.distributed.p2p import (
     Arrival,
@@ -64,104 +61,70 @@ _GRACE: Final = 2.0
 _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class EnqueuedSend:
-    """A message that was handed over to a thread; see `Sending`."""
-
-    thread: SendThread
-    number: int
-    event: Any
-    timeout: float
-
-    def wait(self) -> None:
-        self.thread.wait_enqueued(self.timeout, self.number + 1)
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-
-
 class SendThread:
-    """Sends a channel's messages in order."""
+    """Sends a channel's messages in order.
+
+    What is sent over NCCL is enqueued at once, and what is sent over gloo is copied: the thread
+    only waits for gloo.
+    """
 
     def __init__(self, channel: Channel, on_failure: Callable[[str], None]) -> None:
         self.channel = channel
         self.sent = 0
         """How many messages were handed over."""
         self._on_failure = on_failure
-        self._waiting: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
+        self._packets: queue.SimpleQueue[list[Tensor] | None] = queue.SimpleQueue()
         self._describers: dict[MessageKind, Describer] = {}
-        self._enqueued = 0.0
-        self._progress = threading.Condition()
         self._sender = DeviceSender(channel) if channel.uses_cuda else PacketSender(channel)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def send(self, kind: MessageKind, message: Message, timeout: float) -> EnqueuedSend:
+    def send(self, kind: MessageKind, message: Message) -> Sending | None:
         """Hand a message over; returns at once."""
-        text, flags = b"", Flag.VOID
-        tensors: list[tuple[TensorFormat, Tensor]] = []
-        if not message.void:
-            describer = self._describers.setdefault(kind, Describer(self.channel.device))
-            text, tensors = describer.describe(message)
-            flags = Flag.DESCRIBED if text else Flag(0)
-            flags |= Flag.EXACT if message.is_exact else Flag(0)
-        event = sent = None
-        if self.channel.uses_cuda:
-            event, sent = torch.cuda.current_stream().record_event(), torch.cuda.Event()
-        header = Header(
-            kind,
-            message.index,
-            flags,
-            len(text),
-            scale=message.scale,
-            fingerprint=message.fingerprint,
-        )
-        self._put(Outbound(header, text, tensors, event, sent))
-        return EnqueuedSend(self, self.sent - 1, sent, timeout)
+        if message.void:
+            return self._put(Outbound(self._header(kind, message, Flag.VOID)))
+        describer = self._describers.get(kind)
+        if describer is None:
+            describer = self._describers[kind] = Describer(self.channel.device)
+        text, tensors = describer.describe(message)
+        flags = Flag.DESCRIBED if text else Flag(0)
+        flags |= Flag.EXACT if message.is_exact else Flag(0)
+        header = self._header(kind, message, flags, len(text))
+        return self._put(Outbound(header, text, tensors, describer.packing))
+
+    def _header(self, kind: MessageKind, message: Message, flags: Flag, length: int = 0) -> Header:
+        index, scale, fingerprint = message.index, message.scale, message.fingerprint
+        return Header(kind, index, flags, length, self.sent, scale, fingerprint)
 
     def end(self, cause: str | None = None) -> None:
         """Send the last message: the run has ended, or failed because of `cause`."""
         text = b"" if cause is None else cause.encode()
         flags = Flag.END if cause is None else Flag.ABORT
-        self._put(Outbound(Header(MessageKind.X, 0, flags, len(text)), text))
-
-    def wait_enqueued(self, timeout: float, count: int | None = None) -> None:
-        """Wait until all messages, or the first `count`, are enqueued or cannot be sent.
-
-        On a GPU they are enqueued on the device, else sent.
-        """
-        target = self.sent if count is None else count
-        with self._progress:
-            self._progress.wait_for(lambda: self._enqueued >= target, timeout)
+        self._put(Outbound(self._header(MessageKind.X, Message(0), flags, len(text)), text))
+        self._packets.put(None)
 
     def join(self, timeout: float) -> bool:
         """Wait until all is sent; False if it takes too long."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _put(self, outbound: Outbound) -> None:
-        outbound.header = replace(outbound.header, sequence=self.sent)
+    def bytes_by_kind(self) -> dict[MessageKind, int]:
+        """The size of a message of each kind that was sent."""
+        return {kind: each.packing.size for kind, each in self._describers.items()}
+
+    def _put(self, outbound: Outbound) -> Sending | None:
+        packets, sending = self._sender.packets(outbound)
         self.sent += 1
-        self._waiting.put(outbound)
+        self._packets.put(packets)
+        return sending
 
     def _run(self) -> None:
         try:
-            is_last = False
-            while not is_last:
-                is_last = self._send(self._waiting.get())
-                self._count(1)
+            while (packets := self._packets.get()) is not None:
+                while packets:
+                    self.channel.control_exchange(packets.pop(0), sends=True)
         except Exception as error:
-            self._count(math.inf)
             self._on_failure(short_error(error))
-
-    def _send(self, outbound: Outbound) -> bool:
-        """Send one message, without keeping a reference to it; True if it is the last."""
-        self._sender.send(outbound)
-        return bool(outbound.header.flags & (Flag.END | Flag.ABORT))
-
-    def _count(self, messages: float) -> None:
-        with self._progress:
-            self._enqueued += messages
-            self._progress.notify_all()
 
 
 class ReceiveThread:
@@ -189,6 +152,7 @@ class ReceiveThread:
 
     def _run(self) -> None:
         try:
+            self.receiver.start()
             while self._receive():
                 pass
         except Exception as error:
@@ -263,17 +227,26 @@ class DistributedTransport:
     def send(self, source: int, target: int, kind: MessageKind, message: Message) -> Sending | None:
         sender = self._senders.get((source, target))
         if sender is not None:
-            return sender.send(kind, message, self.timeout)
+            try:
+                return sender.send(kind, message)
+            except distributed.DistBackendError as error:  # NCCL has noticed first
+                self._stop_for_lost_rank(error)
         self._queue(source, target, kind).append(Arrival(kind, message))
         return None
 
     def receive(
-        self, source: int, target: int, kind: MessageKind, *, keep: bool = False
+        self,
+        source: int,
+        target: int,
+        kind: MessageKind,
+        *,
+        keep: bool = False,
+        packed: bool = False,
     ) -> Message | None:
         arrivals = self._queue(source, target, kind)
         has_ended = (source, target) in self._ended  # read before the queue: nothing comes after
         if arrivals:
-            return (arrivals[0] if keep else arrivals.popleft()).ready()
+            return (arrivals[0] if keep else arrivals.popleft()).ready(packed)
         if has_ended:
             who = self.ranks.named(self.ranks.owner(source))
             self._stop(
@@ -333,7 +306,7 @@ class DistributedTransport:
     def allocations(self) -> int:
         """How often memory for messages had to be allocated; constant in steady state."""
         receivers = (thread.receiver for thread in self._receivers)
-        return sum(r.packets.allocations for r in receivers if isinstance(r, PacketReceiver))
+        return sum(r.pool.allocations for r in receivers if isinstance(r, PacketReceiver))
 
     # -- reductions ---------------------------------------------------------------------------
 
@@ -359,7 +332,6 @@ class DistributedTransport:
         average = self.averages.get(stage)
         if average is None:
             return mean_of(gradients, count)
-        self._wait_enqueued()
         return average.mean(gradients, count)
 
     def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
@@ -393,27 +365,19 @@ class DistributedTransport:
     def collective(self) -> Iterator[None]:
         """Around a collective: a failure there names the rank that is gone."""
         self._check()
-        self._wait_enqueued()
         try:
             yield
         except RankError:
             raise
         except RuntimeError as error:
-            if not self._monitor.wait_for_failure(_GRACE):
-                gone = sorted(self._liveness.missing(_GRACE))
-                who = " and ".join(map(self.ranks.named, gone)) or "another rank"
-                self._conclude(f"{who} is gone: {short_error(error)}")
-            self._check()
+            self._stop_for_lost_rank(error)
 
-    def _wait_enqueued(self) -> None:
-        """Have all sends enqueued before a collective, behind which a GPU may hold them back.
-
-        A collective ends when all ranks have joined it, and some of them may need a message
-        before they do.
-        """
-        for sender in self._senders.values():
-            if sender.channel.uses_cuda:
-                sender.wait_enqueued(self.timeout)
+    def _stop_for_lost_rank(self, error: Exception) -> NoReturn:
+        if not self._monitor.wait_for_failure(_GRACE):
+            gone = sorted(self._liveness.missing(_GRACE))
+            who = " and ".join(map(self.ranks.named, gone)) or "another rank"
+            self._conclude(f"{who} is gone: {short_error(error)}")
+        self._stop(self._monitor.cause or short_error(error))
 
     # -- called by threads --------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,8 +19,11 @@ from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 __all__ = [
     "Average",
     "InProcess",
+    "Layout",
     "Message",
     "MessageKind",
+    "Packet",
+    "PacketForm",
     "Route",
     "Sending",
     "Transport",
@@ -38,6 +41,31 @@ class MessageKind(enum.Enum):
     TIED_GRAD = "tied grad"
     TIED_WEIGHT = "tied weight"
     EVALUATE = "evaluate"
+
+
+Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
+"""For each tensor of a buffer: offset in bytes, dtype, shape and strides.
+
+None for one that has to be computed from its bytes."""
+
+
+class PacketForm(Protocol):
+    """What packets of one form have in common."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+@dataclass(frozen=True)
+class Packet:
+    """All tensors of a message in one buffer."""
+
+    memory: Tensor
+    """Bytes."""
+    form: PacketForm
+    """Packets with the same object here have equal names and layouts."""
+    unpack: Callable[[], Message]
+    """The whole message, with views of the buffer."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +89,8 @@ class Message:
     """In a message forward to another rank: of the data that the first stage was given."""
     is_exact: bool = False
     """In a message back: are the values those of the forward pass, but for rounding?"""
+    packet: Packet | None = field(default=None, compare=False, repr=False)
+    """If its tensors lie in one buffer. One that was received may have nothing else."""
 
     @property
     def parts(self) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
@@ -148,12 +178,19 @@ class Transport(Protocol):
         ...
 
     def receive(
-        self, source: int, target: int, kind: MessageKind, *, keep: bool = False
+        self,
+        source: int,
+        target: int,
+        kind: MessageKind,
+        *,
+        keep: bool = False,
+        packed: bool = False,
     ) -> Message | None:
         """The next message; None if it has not arrived yet.
 
         Args:
             keep: It stays the next message.
+            packed: It may have nothing but its packet, with values not looked at yet.
         """
         ...
 
@@ -200,10 +237,12 @@ class Transport(Protocol):
         ...
 
 
-def next_message(transport: Transport, route: Route, where: str, *, keep: bool = False) -> Message:
-    """Wait for a message; `where` says for what, and `keep` that it stays the next message."""
+def next_message(
+    transport: Transport, route: Route, where: str, *, keep: bool = False, packed: bool = False
+) -> Message:
+    """Wait for a message; `where` says for what. See `Transport.receive`."""
     while True:
-        message = transport.receive(*route, keep=keep)
+        message = transport.receive(*route, keep=keep, packed=packed)
         if message is not None:
             return message
         transport.wait(where)
@@ -228,7 +267,13 @@ class InProcess:
         self.queues.setdefault((source, target, kind), deque()).append(message)
 
     def receive(
-        self, source: int, target: int, kind: MessageKind, *, keep: bool = False
+        self,
+        source: int,
+        target: int,
+        kind: MessageKind,
+        *,
+        keep: bool = False,
+        packed: bool = False,
     ) -> Message | None:
         queue = self.queues.get((source, target, kind))
         if not queue:

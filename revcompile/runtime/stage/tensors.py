@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from revcompile.errors import NonFiniteError
 
 __all__ = [
     "TreeCopy",
+    "aligned",
     "all_finite",
     "clone_preserving_strides",
     "clone_tree",
@@ -23,6 +24,24 @@ __all__ = [
 
 TreeCopy = Callable[[Any], Any]
 """How a `state_dict` copies nested values: `clone_tree`, or `detach_tree` to share memory."""
+
+
+_ALIGNMENT: Final = 512
+
+
+def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where tensors of so many bytes begin in one buffer, and the buffer's size.
+
+    Each begins where a GPU's allocator would have put it: kernels are chosen by alignment.
+
+    >>> aligned([4, 600, 8])
+    ([0, 512, 1536], 2048)
+    """
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
 
 
 def all_finite(tensors: list[Tensor]) -> list[bool]:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
+from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Pass
 from revcompile.runtime.executor.captured.static_buffers import (
-    Flat,
     InPlaceMessages,
     StaticBuffers,
     pooled_copy,
@@ -58,13 +58,13 @@ class StaticPipeline(StaticState):
         self,
         schedule: Schedule,
         transport: Transport,
-        batch: Flat,
+        batch: StepInputs,
         fingerprint: Fingerprint | None = None,
     ) -> StepResult:
         """The step in which a micro-batch enters.
 
         Args:
-            batch: Inputs of the first stage here, and the target where the last stage is.
+            batch: What it is given.
             fingerprint: Of its data, for the next rank.
 
         Raises:
@@ -125,7 +125,8 @@ class StaticPipeline(StaticState):
                 self._streams.clear()
             raise
         self._boundary.wait_sent()
-        self._inputs.copy_(batch)
+        self._inputs.copy_(batch.local)
+        self._boundary.load(batch)
         planned[0]()
         if self._boundary.is_split:
             self._boundary.send_y(transport, entering, fingerprint)
@@ -177,7 +178,7 @@ class StaticPipeline(StaticState):
         """Put the static buffers where the forward passes look for inputs and target."""
         assert self._inputs is not None
         values, target = self._inputs.value
-        self.executors[0].inputs[entering] = values
+        self.executors[0].inputs[entering] = self._boundary.inputs or values
         if self._is_last:
             self._loss_head.targets[entering] = target
         for executor in self.executors:
@@ -217,8 +218,8 @@ class StaticPipeline(StaticState):
 
     def _overwritten(self) -> list[Tensor]:
         """What is written to before the next step reads what this one leaves."""
-        buffers = (self._inputs, self._boundary.incoming)
-        return [tensor for each in buffers if each is not None for tensor in each.tensors]
+        buffers = [*self._boundary.received, *([] if self._inputs is None else [self._inputs])]
+        return [tensor for each in buffers for tensor in each.tensors]
 
     def _store_results(self, entering: int, kind: Hashable) -> None:
         """Copy what outlives the step to static buffers, and clear the executors."""

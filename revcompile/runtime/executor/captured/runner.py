@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from revcompile.errors import InputError, NonFiniteError
+from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import (
     CaptureUnsupported,
@@ -180,21 +181,21 @@ class GraphRunner:
         self,
         schedule: Schedule,
         transport: Transport,
-        batch: Any,
+        batch: tuple[Any, Any],
         allowed: bool,
         fingerprint: Fingerprint | None = None,
     ) -> StepResult | None:
         """The step in which a micro-batch enters; None if it has to be run action by action.
 
         Args:
-            batch: Inputs of the first stage here, and the target where the last stage is.
+            batch: See `StepInputs`.
             allowed: False if a probe or a trace needs to see single actions.
             fingerprint: Of the micro-batch's data, for the next rank.
         """
         # Not before the first updates: they show what stages and optimizers do.
         if not self.is_on or (not self.is_active and min(schedule.updates) <= schedule.synchronous):
             return None
-        batch = Flat.of(batch)
+        inputs = StepInputs(*batch)
         is_same = self.is_active
         if self._pipeline is None:
             self._pipeline = self._build(schedule)
@@ -206,7 +207,7 @@ class GraphRunner:
         if self._hooks:
             allowed = False
             self._warn_of_hooks()
-        if pipeline.is_active and not (allowed and pipeline.accepts(batch)):
+        if pipeline.is_active and not (allowed and pipeline.accepts(inputs)):
             pipeline.leave(schedule, transport)
             self._changes += pipeline.is_outdated
         if self._changes > _MOST_CHANGES:
@@ -217,12 +218,13 @@ class GraphRunner:
             return None
         try:
             if not pipeline.is_active:
-                is_like_last = self._last_batch is not None and self._last_batch.is_alike(batch)
+                last = self._last_batch
+                is_like_last = last is not None and last.is_alike(inputs.all)
                 alike = self._alike if is_like_last else 0
                 is_same = False
-                if not allowed or not pipeline.enter(schedule, transport, batch, alike):
+                if not allowed or not pipeline.enter(schedule, transport, inputs, alike):
                     return None
-            result = pipeline.step(schedule, transport, batch, fingerprint)
+            result = pipeline.step(schedule, transport, inputs, fingerprint)
         except CaptureUnsupported as error:
             pipeline.leave(schedule, transport)
             pipeline.clear()
@@ -233,7 +235,7 @@ class GraphRunner:
         if is_same:  # as the last one: `accepts`
             self._alike += 1
         else:
-            self.observe(batch)
+            self._observe(inputs)
         return result
 
     def _build(self, schedule: Schedule) -> StaticPipeline | None:
@@ -252,13 +254,14 @@ class GraphRunner:
             averages=self._averages,
         )
 
-    def observe(self, batch: Any) -> None:
+    def observe(self, batch: tuple[Any, Any]) -> None:
         """Count a micro-batch that has entered, action by action."""
-        if not self.is_on:
-            return
-        batch = Flat.of(batch)
-        if self._last_batch is None or not self._last_batch.is_alike(batch):
-            self._last_batch = Flat.of(empty_on(torch.device("meta"), batch.value))
+        if self.is_on:
+            self._observe(StepInputs(*batch))
+
+    def _observe(self, inputs: StepInputs) -> None:
+        if self._last_batch is None or not self._last_batch.is_alike(inputs.all):
+            self._last_batch = Flat.of(empty_on(torch.device("meta"), inputs.all.value))
             self._alike = 0
         self._alike += 1
 

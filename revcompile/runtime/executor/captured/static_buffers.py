@@ -6,7 +6,7 @@ a later one is therefore copied into buffers that are allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,8 +15,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import VerificationError
-from revcompile.runtime.executor.transport import InProcess, Message, MessageKind, Route
+from revcompile.runtime.executor.transport import (
+    InProcess,
+    Layout,
+    Message,
+    MessageKind,
+    Route,
+)
 from revcompile.runtime.stage.buffer_pool import BufferPool
+from revcompile.runtime.stage.tensors import aligned
 
 __all__ = [
     "Flat",
@@ -74,9 +81,11 @@ class StaticBuffers(Flat):
 
     def __init__(self, like: Any, allocate: bool = True) -> None:
         flat = Flat.of(like)
+        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+        self.memory, self.layout, views = _allocate(tensors if allocate else ())
+        """All its tensors lie in one buffer of bytes, if they are on one device."""
         leaves = [
-            _empty_like(leaf) if allocate and isinstance(leaf, Tensor) else leaf
-            for leaf in flat.leaves
+            next(views) if allocate and isinstance(leaf, Tensor) else leaf for leaf in flat.leaves
         ]
         super().__init__(leaves, flat._spec)
 
@@ -94,7 +103,10 @@ class StaticBuffers(Flat):
         return [(buffer, leaf) for buffer, leaf in pairs if isinstance(buffer, Tensor)]
 
     def copy_(self, tree: Any) -> None:
-        _copy(self.pairs(tree))
+        if isinstance(tree, StaticBuffers) and self.layout and tree.layout == self.layout:
+            self.memory.copy_(tree.memory)
+        else:
+            _copy(self.pairs(tree))
 
 
 def copy_all(copies: Iterable[tuple[StaticBuffers, Any]]) -> None:
@@ -227,6 +239,29 @@ def _message(index: int, values: Any, gradients: Any, scale: Any, found_inf: Any
 
 def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), requires_grad=False)
+
+
+def _allocate(like: Sequence[Tensor]) -> tuple[Tensor, Layout, Iterator[Tensor]]:
+    """One buffer of bytes, what lies where in it, and tensors like these.
+
+    Tensors on several devices get memory of their own, and the buffer stays empty.
+    """
+    devices = list(dict.fromkeys(tensor.device for tensor in like))
+    if len(devices) != 1:
+        return torch.empty(0, dtype=torch.uint8), (), iter([_empty_like(t) for t in like])
+    shapes = [torch.empty_like(tensor.detach(), device="meta") for tensor in like]
+    offsets, size = aligned(shape.nbytes for shape in shapes)
+    memory = torch.empty(size, dtype=torch.uint8, device=devices[0])
+    places = [
+        (offset, shape.dtype, tuple(shape.shape), shape.stride())
+        for offset, shape in zip(offsets, shapes, strict=True)
+    ]
+    # .data: a version counter of its own for each
+    views = [
+        memory[o : o + shape.nbytes].view(shape.dtype).as_strided(shape.shape, shape.stride()).data
+        for o, shape in zip(offsets, shapes, strict=True)
+    ]
+    return memory, tuple(places), iter(views)
 
 
 def _is_alike(buffer: Any, leaf: Any) -> bool:

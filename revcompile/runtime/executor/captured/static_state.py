@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revcompile.runtime.executor.captured.boundary import Boundary
+from revcompile.runtime.executor.captured.boundary import Boundary, StepInputs
 from revcompile.runtime.executor.captured.found_inf import NonFiniteReports
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
@@ -33,7 +33,6 @@ from revcompile.runtime.executor.captured.ring_buffers import (
 )
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_buffers import (
-    Flat,
     InPlaceMessages,
     StaticBuffers,
     StaticTransport,
@@ -149,15 +148,17 @@ class StaticState:
     def _current_flags(self) -> Tensor:
         """Of each stage's last backward pass, and that of the message from the next rank."""
         flags = [executor.flag for executor in self.executors]
-        if (incoming := self._boundary.incoming) is not None:
-            flags.append(incoming.leaves[-1])
+        if (dy := self._boundary.dy) is not None and dy.flag is not None:
+            flags.append(dy.flag)
         elif self._boundary.has_next:
             flags.append(torch.zeros_like(flags[0]))
         return torch.cat(flags)
 
     # -- entering and leaving -----------------------------------------------------------------
 
-    def enter(self, schedule: Schedule, transport: Transport, batch: Flat, alike: int) -> bool:
+    def enter(
+        self, schedule: Schedule, transport: Transport, batch: StepInputs, alike: int
+    ) -> bool:
         """Move what is in flight into the static buffers.
 
         Args:
@@ -183,7 +184,7 @@ class StaticState:
         expected = self._boundary.expected(transport, flag)
         if expected.void:
             return False
-        fits = self._matches(state, batch) and self._boundary.matches(expected)
+        fits = self._matches(state, batch) and self._boundary.matches(batch, expected)
         if not fits or self.is_outdated:
             self.clear()
             # The last stage's update may run beside another one: two snapshots at a time.
@@ -191,7 +192,7 @@ class StaticState:
             if why := missing_memory(state, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
             self._allocate(state, batch)
-            self._boundary.allocate(expected)
+            self._boundary.allocate(batch, expected)
         self._load(state, schedule.injected)
         for route, messages in state.messages.items():
             for _ in messages:
@@ -224,8 +225,8 @@ class StaticState:
     def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
         return updates_since_forward(microbatch, entering, accumulated[stage], self._accumulate)
 
-    def _matches(self, state: InFlightState, batch: Flat) -> bool:
-        if self._inputs is None or not self._inputs.matches(batch):
+    def _matches(self, state: InFlightState, batch: StepInputs) -> bool:
+        if self._inputs is None or not self._inputs.matches(batch.local):
             return False
         return all(buffers.matches(values) for buffers, values in self._copies(state))
 
@@ -244,8 +245,8 @@ class StaticState:
             ),
         ]
 
-    def _allocate(self, state: InFlightState, batch: Flat) -> None:
-        self._inputs = StaticBuffers(empty_on(self._flags.device, batch.value))
+    def _allocate(self, state: InFlightState, batch: StepInputs) -> None:
+        self._inputs = StaticBuffers(empty_on(self._flags.device, batch.local.value))
         counts = [self._windows[stage] for stage in state.activations]
         self._slot_counts = torch.tensor(counts, device=self._flags.device)
         self._ends = torch.zeros(2, len(counts), dtype=torch.int64, device=self._flags.device)
@@ -336,10 +337,10 @@ class StaticState:
         self._replay.clear()
         self._reset()
 
-    def accepts(self, batch: Flat) -> bool:
+    def accepts(self, batch: StepInputs) -> bool:
         """Can the next step be run here?"""
-        matches = self._inputs is not None and self._inputs.matches(batch)
-        return self.is_active and matches and not self.is_outdated
+        matches = self._inputs is not None and self._inputs.matches(batch.local)
+        return self.is_active and matches and self._boundary.matches(batch) and not self.is_outdated
 
     @property
     def is_outdated(self) -> bool:
