@@ -247,7 +247,9 @@ class StagedModel(StageReport):
             alpha: The order as a number: 1 is "1f1b", 2 is "paper", and anything from 1 on works.
             weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
                 backward uses those of its forward pass; a stage that is t updates late has t
-                copies, so one (as PipeDream-2BW) with accumulate >= J-1. "predicted": forward uses
+                copies, so one (as PipeDream-2BW) with accumulate >= J-1. "rewound": the same,
+                but updates are rounded to 4 bits an element (without bias) and these are kept
+                instead of copies, an eighth of their memory. "predicted": forward uses
                 `y - t u`, where u is the last update, and backward y; one copy at any delay, and
                 optimizers of `revcompile.optim` then leave the delay to it.
                 Default: as the method says; "stashed" for policy="pretrained".

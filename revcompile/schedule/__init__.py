@@ -21,7 +21,16 @@ from revcompile.schedule.dryrun import (
     dry_run,
 )
 from revcompile.schedule.generate import Schedule, actions
-from revcompile.schedule.methods import METHODS, Keep, Method, Order, Weights, choose
+from revcompile.schedule.methods import (
+    METHODS,
+    REWOUND_BLOCK,
+    REWOUND_BYTES,
+    Keep,
+    Method,
+    Order,
+    Weights,
+    choose,
+)
 from revcompile.schedule.steady_state import (
     busy_share,
     hiding_alpha,
@@ -34,6 +43,8 @@ from revcompile.schedule.steady_state import (
 
 __all__ = [
     "METHODS",
+    "REWOUND_BLOCK",
+    "REWOUND_BYTES",
     "Action",
     "Costs",
     "Keep",

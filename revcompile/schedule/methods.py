@@ -38,8 +38,16 @@ class Weights(enum.Enum):
     """Both passes use the latest parameters, so backward not those of its forward pass (PETRA)."""
     STASHED = "stashed"
     """Backward uses those of its forward pass: as many copies as t, rounded up."""
+    REWOUND = "rewound"
+    """The same, computed from y and the updates since, which are kept in 4 bits an element."""
     PREDICTED = "predicted"
     """Forward uses y - t u, about where parameters will be in backward, which uses y: one copy."""
+
+
+REWOUND_BLOCK: Final = 64
+"""Elements of a kept update that share a scale (`Weights.REWOUND`)."""
+REWOUND_BYTES: Final = 0.5 + 1 / REWOUND_BLOCK
+"""Of a kept update, for each element."""
 
 
 class Order(enum.Enum):
@@ -78,13 +86,13 @@ class Method:
                 "gradients are back with alpha below 1; use alpha >= 1 (1: least delay, "
                 "2: the order of the PETRA paper)"
             )
-        if self.weights is Weights.PREDICTED and (
+        if self.weights in (Weights.PREDICTED, Weights.REWOUND) and (
             self.order is not Order.CONTINUOUS or self.keep is Keep.GRAPH
         ):
             raise InputError(
-                f"method {self.name!r}: weights='predicted' needs delayed gradients, and backward "
-                "passes that compute with other parameters than forward passes, which kept graphs "
-                "do not; use e.g. method='petra'"
+                f"method {self.name!r}: weights={self.weights.value!r} needs delayed gradients, "
+                "and backward passes that compute with other tensors than forward passes, which "
+                "kept graphs do not; use e.g. method='petra'"
             )
 
 
@@ -192,9 +200,11 @@ def _with_weights(method: Method, weights: str) -> Method:
             )
             + "; leave out weights=, or use e.g. method='petra' or 'pipedream'"
         )
-    # Named after the row of the table with these choices; predicted ones as with the latest.
+    # Named after the row of the table with these choices, or with the nearest there are.
     published = METHODS[method.name].alpha if method.name in METHODS else method.alpha
-    wanted = Weights.LATEST if chosen is Weights.PREDICTED else chosen
+    wanted = {Weights.PREDICTED: Weights.LATEST, Weights.REWOUND: Weights.STASHED}.get(
+        chosen, chosen
+    )
     rows = [
         row.name
         for row in METHODS.values()

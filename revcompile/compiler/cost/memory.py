@@ -29,7 +29,7 @@ from revcompile.compiler.cost.live_bytes import LiveBytes, prefix_sums, runs_of,
 from revcompile.compiler.cost.workload import Workload
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType
-from revcompile.schedule import Keep, Weights, delay, window
+from revcompile.schedule import REWOUND_BYTES, Keep, Weights, delay, window
 
 __all__ = ["MemoryModel"]
 
@@ -130,7 +130,7 @@ class MemoryModel:
             gradients=trained,
             optimizer=round(workload.optimizer_copies * trained),
             summing=trained if workload.accumulate > 1 else 0,
-            stashed=self._delays[index] * weights if kind is Weights.STASHED else 0,
+            stashed=self._stashed(kind, index, weights, trained),
             newest=self._newest(index, weights, trained, keep),
             buffers=buffers,
             messages=self._messages(index, start, end, keep),
@@ -140,14 +140,24 @@ class MemoryModel:
             ends=self._ends(index, start, end, keep),
         )
 
+    def _stashed(self, kind: Weights, index: int, weights: int, trained: int) -> int:
+        """What is kept of the weights of earlier updates."""
+        match kind:
+            case Weights.STASHED:
+                return self._delays[index] * weights
+            case Weights.REWOUND:
+                return round(self._delays[index] * trained * REWOUND_BYTES / 4)
+            case _:
+                return 0
+
     def _newest(self, index: int, weights: int, trained: int, keep: Keep) -> int:
-        """A copy of the parameters that backward passes do not use, or not alone."""
+        """A copy of the parameters beside stashed ones, or the one that backward uses."""
         if not self._delays[index]:
             return 0
         match self.workload.method.weights:
             case Weights.STASHED:
                 return weights if keep is Keep.GRAPH else 0
-            case Weights.PREDICTED:
+            case Weights.PREDICTED | Weights.REWOUND:
                 return trained
             case Weights.LATEST:
                 return 0

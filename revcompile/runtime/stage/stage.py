@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from revcompile.runtime.stage.program_facts import (
     statistics_move_early,
     statistics_of,
 )
+from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.runtime.stage.stream_samples import StreamSamples
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, overlaps, refuse_non_finite
 from revcompile.runtime.stage.weights import (
@@ -111,6 +113,8 @@ class Stage:
         """Such copies of the latest weights."""
         predicts = weights is Weights.PREDICTED and delay > 0
         self.predicted = PredictedWeights(self.parameters, delay) if predicts else None
+        rewinds = weights is Weights.REWOUND and delay > 0
+        self.rewound = RewoundWeights(self.parameters, math.ceil(delay)) if rewinds else None
         names = castable_parameters(program, root, self.parameters) if autocast else []
         self.cast_weights = CastWeights(self.parameters, names, autocast)
         self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
@@ -266,7 +270,7 @@ class Stage:
         for following in itertools.islice(self.in_flight.values(), 1):
             self.activations.prefetch(following.kept)
         with (
-            self._program_context(held.weights, microbatch),
+            self._program_context(self._weights_of(held), microbatch),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
@@ -295,14 +299,31 @@ class Stage:
             copies = detached_copies(self.parameters) if current else None
             for held in current:
                 held.weights = copies
-        with self.predicted.following(names) if self.predicted is not None else nullcontext():
+        following: AbstractContextManager[None] = nullcontext()
+        if self.predicted is not None:
+            following = self.predicted.following(names)
+        elif self.rewound is not None:
+            following = self.rewound.following()
+        with following:
             yield
         self._updates += 1
         self._copies = None
         self.cast_weights.outdated()
 
+    def updates_before(self, age: int) -> int:
+        """How many updates there were that many updates ago, as `InFlight.updates` counts them."""
+        return self._updates - age
+
+    def _weights_of(self, held: InFlight) -> Mapping[str, Tensor] | None:
+        """What a backward pass computes with; None: the parameters."""
+        if self.rewound is None or held.updates is None or held.updates == self._updates:
+            return held.weights
+        return self.rewound.past(self._updates - held.updates)
+
     def ages(self) -> dict[int, int]:
-        """For every micro-batch in flight: how many updates its stashed weights are old."""
+        """For every micro-batch in flight: how many updates its weights are old."""
+        if self.rewound is not None:
+            return {m: self._updates - (held.updates or 0) for m, held in self.in_flight.items()}
         stashed = (held.weights for held in reversed(self.in_flight.values()))
         order = {id(weights): None for weights in stashed if weights is not None}
         age = {id(None): 0} | {version: age for age, version in enumerate(order, 1)}
@@ -409,8 +430,10 @@ class Stage:
         numbers = {key: number for number, key in enumerate(stashed)}
         names = {id(module): name for name, module in self.root.named_modules()}
         predicted = self.predicted.state() if self.predicted is not None else None
+        ages = self.ages()
         return {
             **({} if predicted is None else {"predicted": copy(predicted)}),
+            **({} if self.rewound is None else {"rewound": copy(self.rewound.state())}),
             "gradients": copy(self.gradients),
             "versions": [copy(dict(version)) for version in stashed.values()],
             "in_flight": [
@@ -419,6 +442,7 @@ class Stage:
                     {
                         "kept": copy(self.activations.state(flight.kept)),
                         "version": numbers.get(id(flight.weights)),
+                        **({} if self.rewound is None else {"age": ages[microbatch]}),
                         "buffers": [
                             [f"{names[id(saved.module)]}:{saved.name}", copy(saved.copy)]
                             for saved in flight.buffers
@@ -433,6 +457,8 @@ class Stage:
         self.gradients = clone_tree(dict(state["gradients"]))
         if self.predicted is not None:
             self.predicted.load(state.get("predicted"))
+        if self.rewound is not None:
+            self.rewound.load(state["rewound"])
         versions = [
             {n: t.clone().requires_grad_(self.parameters[n].requires_grad) for n, t in v.items()}
             for v in state["versions"]
@@ -444,6 +470,7 @@ class Stage:
                 weights=versions[saved["version"]] if saved["version"] is not None else None,
                 buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
                 versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+                updates=self._updates - saved["age"] if self.rewound is not None else None,
                 hooks=None,
             )
 

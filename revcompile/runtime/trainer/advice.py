@@ -57,7 +57,7 @@ def warn_of_delay(
     enough = window(method, len(programs), 0, accumulate) - 1
     also = (
         ", with weights='stashed' (a copy of the weights for each update of delay) or "
-        "weights='predicted' (one copy)"
+        "weights='rewound' (an eighth of that)"
         if method.weights is Weights.LATEST
         else ""
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional as F
 
+from revcompile.errors import InputError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
@@ -65,6 +66,8 @@ def build_executor(
         delay=delay,
         tolerance=model.tolerance,
     )
+    if stage.rewound is not None:
+        _check_rewound(stage, [*replicas, *(name for names in holders.values() for name in names)])
     stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
@@ -93,6 +96,23 @@ def build_executor(
         synchronous=settings.synchronous,
         scaling=scaling_of(settings.loss_scale, program.method),
     )
+
+
+def _check_rewound(stage: Stage, tied: Sequence[str]) -> None:
+    """Refuse parameters from whose latest values those of earlier updates cannot be computed."""
+    where = f"net.trainer: weights='rewound', stage {stage.program.index}: "
+    if tied:
+        raise InputError(
+            f"{where}{tied[0]} is shared with another stage, whose copy would be rounded "
+            "otherwise; use weights='stashed', or cut the model so that one stage has both"
+        )
+    for name, parameter in stage.parameters.items():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            raise InputError(
+                f"{where}{name} is in {str(parameter.dtype).removeprefix('torch.')}, which has too "
+                "few digits to undo an update; use weights='stashed', or keep parameters in "
+                "float32 and give autocast="
+            )
 
 
 def choose_cpu_matmul(dtype: torch.dtype | None) -> None:

@@ -1,7 +1,8 @@
-"""Which weights passes use: the latest, stashed ones, or predicted ones."""
+"""Which weights passes use: the latest, stashed or rewound ones, or predicted ones."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transcription import Message, Stage, Transcription
 
 from revcompile.errors import InputError
 from revcompile.optim import ErrorFeedback
+from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
 
 
@@ -80,10 +82,66 @@ def test_predicted_weights_are_used_forward(
     assert spine.worst(latest, spine.copied(trainer.parameters()))[0] > 1e-6
 
 
+class Rewinding(Stage):
+    """Stashed weights; updates are rounded as those that are kept in few bits."""
+
+    rounding: RewoundWeights | None
+
+    def update(self, of_holders: Any, *, partial: bool = False) -> None:
+        is_due = self.rounding is not None and self.count >= (1 if partial else self.k)
+        with self.rounding.following() if is_due else nullcontext():
+            super().update(of_holders, partial=partial)
+
+
+@pytest.mark.parametrize(
+    ("method", "order", "accumulate"),
+    [("petra_stashed", "1f1b", 1), ("petra_stashed", "paper", 2), ("delayed", "paper", 1)],
+)
+def test_rewound_weights_are_those_of_the_forward_pass(
+    method: str, order: str, accumulate: int
+) -> None:
+    other = Transcription(
+        spine.fresh("skips").partition,
+        method,
+        spine.momentum,
+        F.cross_entropy,
+        order=order,
+        accumulate=accumulate,
+    )
+    for stage in other.stages:
+        stage.__class__ = Rewinding
+        late = stage.part.index < len(other.stages) - 1
+        assert isinstance(stage, Rewinding)
+        stage.rounding = RewoundWeights(stage.theta, 1) if late else None
+    other.run(spine.batches("skips"))
+    trainer, _ = spine.engine(
+        "skips",
+        method,
+        spine.batches("skips"),
+        order=order,
+        accumulate=accumulate,
+        weights="rewound",
+    )
+    error, where = spine.worst(other.parameters(), spine.copied(trainer.parameters()))
+    assert error <= spine.EXACT, where
+
+
+def test_small_parts_of_updates_are_not_lost() -> None:
+    """The mean of many rounded updates is that of the updates."""
+    weight = {"w": torch.zeros(128, requires_grad=True)}
+    rounded = RewoundWeights(weight, 1)
+    update = torch.cat([torch.ones(1), torch.full((127,), 0.001)])
+    for _ in range(1000):
+        with torch.no_grad(), rounded.following():
+            weight["w"].sub_(update)
+    assert weight["w"][1:].mean().item() == pytest.approx(-1.0, abs=0.02)
+    assert (weight["w"][1:] + 1.0).abs().max() < 0.6  # multiples of the scale, 0.25
+
+
 STEPS = [batch for batch in batches(26) if len(batch[0]) == 4]
 
 
-@pytest.mark.parametrize("kind", ["stashed", "predicted"])
+@pytest.mark.parametrize("kind", ["stashed", "rewound", "predicted"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_static_steps_and_checkpoints(kind: str, accumulate: int) -> None:
     """With accumulate=4 there are at most as many copies as one update takes."""
@@ -114,13 +172,14 @@ def test_static_steps_and_checkpoints(kind: str, accumulate: int) -> None:
 
 def test_the_delay_is_compensated_once() -> None:
     delays = {}
-    for kind in ("stashed", "predicted"):
+    for kind in ("stashed", "rewound", "predicted"):
         trainer = fresh(Plain).trainer(
             lambda p: ErrorFeedback(momentum(p)), F.cross_entropy, weights=kind
         )
         delays[kind] = [executor.updater.optimizer.delay for executor in trainer.executors]
         assert trainer.delays == (3, 2, 1, 0)
-    assert delays == {"stashed": [3, 2, 1, 0], "predicted": [0, 0, 0, 0]}
+    late = [3, 2, 1, 0]
+    assert delays == {"stashed": late, "rewound": late, "predicted": [0, 0, 0, 0]}
 
 
 def test_memory_of_each_choice() -> None:
@@ -139,6 +198,9 @@ def test_memory_of_each_choice() -> None:
         ("predicted", 1): [1, 1, 1, 0],
         ("predicted", 3): [1, 1, 1, 0],
     }
+    rewound = [stage.stashed / stage.parameters for stage in net.memory(weights="rewound")]
+    per_update = (0.5 + 1 / 64) / 4
+    assert rewound == pytest.approx([3 * per_update, 2 * per_update, per_update, 0], rel=2e-2)
 
 
 def test_a_choice_of_weights_is_a_row_of_the_table() -> None:
@@ -156,12 +218,21 @@ def test_a_choice_of_weights_is_a_row_of_the_table() -> None:
         ("1f1b", "stashed", "there are no updates between forward and backward pass"),
         ("backprop", "predicted", "there are no updates between"),
         ("ddg", "latest", "it keeps graphs"),
-        ("petra", "newest", "use one of: latest, stashed, predicted"),
+        ("petra", "newest", "use one of: latest, stashed, rewound, predicted"),
     ],
 )
 def test_where_there_is_no_choice_it_is_refused(method: str, kind: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         choose(method, weights=kind)
+
+
+def test_weights_that_cannot_be_rewound() -> None:
+    with pytest.raises(InputError, match="is shared with another stage"):
+        spine.fresh("words").trainer(momentum, F.cross_entropy, weights="rewound")
+    net = fresh(Plain)
+    net.model.bfloat16()
+    with pytest.raises(InputError, match="is in bfloat16, which has too few digits"):
+        net.trainer(momentum, F.cross_entropy, weights="rewound")
 
 
 def test_graphs_cannot_be_predicted() -> None:

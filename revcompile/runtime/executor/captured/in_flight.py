@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Message, MessageKind, Route, Transport
 from revcompile.runtime.stage.in_flight import InFlight
+from revcompile.runtime.stage.stage import Stage
 
 __all__ = ["InFlightState", "empty_on", "flagged", "in_flight", "missing_memory"]
 
@@ -96,7 +97,14 @@ def empty_on(device: torch.device, tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
 
 
-def in_flight(activations: tuple[Any, ...], weights: Mapping[str, Tensor] | None) -> InFlight:
-    """A stage's record of a micro-batch with these activations and stashed weights."""
+def in_flight(
+    stage: Stage, activations: tuple[Any, ...], weights: Mapping[str, Tensor] | None, age: int
+) -> InFlight:
+    """A stage's record of a micro-batch with these activations and stashed weights.
+
+    Args:
+        age: How many updates there were since its forward pass.
+    """
     versions = tuple(t._version if isinstance(t, Tensor) else 0 for t in activations)
-    return InFlight(kept=activations, weights=weights, versions=versions)
+    updates = stage.updates_before(age) if stage.rewound is not None else None
+    return InFlight(kept=activations, weights=weights, versions=versions, updates=updates)

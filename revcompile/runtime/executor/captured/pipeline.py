@@ -200,9 +200,9 @@ class StaticPipeline(StaticState):
             accumulated: By stage, how many are in the accumulated gradient.
         """
         for position, (index, executor) in enumerate(self._by_stage.items()):
+            executor.age = self._age(due[index], entering, accumulated, index)
             if executor.stash is not None:
-                age = self._age(due[index], entering, accumulated, index)
-                executor.stashed = executor.stash[age]
+                executor.stashed = executor.stash[executor.age]
             if accumulated[index]:
                 executor.stage.gradients = dict(self._gradients[index].value)
             executor.count = self._counts[position]

@@ -98,6 +98,8 @@ class CapturedStageExecutor(StageExecutor):
         """Its weights of some updates ago, if the method stashes them."""
         self.stashed: Mapping[str, Tensor] | None = None
         """Those that the backward pass of this step computes with."""
+        self.age = 0
+        """How many updates old these are."""
         self.ring: RingBuffer | None = None
         """What it keeps of micro-batches in flight, unless none is between two steps."""
 
@@ -136,7 +138,9 @@ class CapturedStageExecutor(StageExecutor):
 
     def _differentiate(self, message: Message) -> Message:
         if self.ring is not None:
-            self.stage.in_flight[message.index] = in_flight(self.ring.pop(), self.stashed)
+            self.stage.in_flight[message.index] = in_flight(
+                self.stage, self.ring.pop(), self.stashed, self.age
+            )
         if self.has_flags and not self._moves_in_forward:
             self._snapshot = self._statistics.snapshot()
         values, input_gradients, gradients = self.stage.differentiate(

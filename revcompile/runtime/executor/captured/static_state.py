@@ -214,7 +214,7 @@ class StaticState:
     def _has_steady_ages(self, schedule: Schedule) -> bool:
         """Are stashed weights as old as they will be from here on? Not right after a start."""
         for executor in self._eager_executors:
-            if executor.stage.is_stashing:
+            if executor.stage.is_stashing or executor.stage.rewound is not None:
                 for microbatch, age in executor.stage.ages().items():
                     if age != self._age(
                         microbatch, schedule.injected, schedule.accumulated, executor.index
@@ -314,7 +314,7 @@ class StaticState:
                 age = self._age(microbatch, schedule.injected, schedule.accumulated, index)
                 if age not in weights and captured.stash is not None:
                     weights[age] = captured.stash.clone(age)
-                stage.in_flight[microbatch] = in_flight(activations, weights.get(age))
+                stage.in_flight[microbatch] = in_flight(stage, activations, weights.get(age), age)
             if accumulated := schedule.accumulated[index]:
                 eager.contributed = int(count) if self._has_flags else accumulated
                 stage.gradients = dict(self._gradients[index].value) if eager.contributed else {}
