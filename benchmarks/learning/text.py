@@ -4,7 +4,7 @@
     python -m benchmarks run text --out out/text --table weights --show
 
 Twelve pre-norm blocks of width 384, 256 characters of context, 64 sequences an update, 1,200
-updates; the last tenth of the text is for validation, every 100 updates. What has a result in the
+updates; the last tenth of the text is for validation, every 50 updates. What has a result in the
 folder is not trained again. Every row is the best validation loss of its run; where several
 learning rates of a setting were trained, `--show` gives the best one and says which.
 
@@ -220,7 +220,7 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     losses: list[Tensor] = []
     start = time.monotonic()
     count = training.updates * training.accumulate
-    every = max(1, count // 12)
+    every = max(1, count // 24)
     batches = text.batches(count, sequences, sizes.context, 1 + training.seed)
     for number, (x, y) in enumerate(batches, 1):
         loss = trainer.step(x, y).loss_tensor
@@ -300,7 +300,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float, bool], torch.optim.Optimizer]] = {
 # -- tables ----------------------------------------------------------------------------------------
 
 _RATES = {"adamw": (1e-3, 3e-4), "delay-aware-adamw": (3e-4,)}
-_MUON_RATES = (0.02, 0.01, 0.005)
+_MUON_RATES = (0.02, 0.01, 0.007, 0.005)
 
 
 def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:
@@ -313,6 +313,7 @@ def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]
 def _weights(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, "muon-feedback"),
+        ("petra", "rewound", "muon-feedback"),
         ("petra", None, "muon-feedback"),
         ("petra", "predicted", "muon-feedback"),
         ("backprop", None, "adamw"),

@@ -78,7 +78,7 @@ def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> Non
 def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
     """Dropout, tied weights, clipping over all stages, the paper's order, an incomplete group.
 
-    And two optimizers a stage, error feedback, predicted weights, a start without delay.
+    And two optimizers a stage, error feedback, predicted and rewound weights, a start without delay.
     """
     runs = [
         Run(model="vit"),
@@ -89,6 +89,7 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
         Run(method="petra", order="paper", clip=0.1, steps=9),
         Run(model="words", weights="predicted", synchronous=2, clip=0.1, steps=9),
         Run(several=True, steps=7),
+        Run(weights="rewound", steps=9),
     ]
     assert_equal_to_one_process(tmp_path, 4, runs)
 
