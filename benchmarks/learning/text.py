@@ -74,6 +74,8 @@ class Training:
     updates: int = 1200
     seed: int = 0
     size: str = "char"
+    until: int | None = None
+    """Stop after so many updates, with the learning rates of a training to the end."""
 
     @property
     def setting(self) -> str:
@@ -87,7 +89,8 @@ class Training:
     @property
     def name(self) -> str:
         """Its name: of its folder, and in tables."""
-        return f"{self.setting}-lr{self.rate:g}-{self.updates}u-s{self.seed}"
+        until = f"-until{self.until}" if self.until else ""
+        return f"{self.setting}-lr{self.rate:g}-{self.updates}u{until}-s{self.seed}"
 
 
 class Attention(nn.Module):
@@ -219,8 +222,8 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     log: list[dict[str, float]] = []
     losses: list[Tensor] = []
     start = time.monotonic()
-    count = training.updates * training.accumulate
-    every = max(1, count // 24)
+    count = (training.until or training.updates) * training.accumulate
+    every = max(1, training.updates * training.accumulate // 24)
     batches = text.batches(count, sequences, sizes.context, 1 + training.seed)
     for number, (x, y) in enumerate(batches, 1):
         loss = trainer.step(x, y).loss_tensor
@@ -382,7 +385,7 @@ TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
 def main(options: argparse.Namespace) -> Iterator[Row]:
     """Train what is missing, show the best of every setting."""
     trainings = [
-        dataclasses.replace(training, seed=seed)
+        dataclasses.replace(training, seed=seed, until=options.until)
         for seed, table in itertools.product(range(options.seeds), options.table)
         for training in TABLES[table](options.updates, options.size)
         if any(part in training.name for part in options.only)
@@ -423,6 +426,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--updates", type=int, default=1200)
+    parser.add_argument("--until", type=int, help="stop after so many of them")
     parser.add_argument("--size", choices=SIZES, default="char")
     parser.add_argument("--jobs", type=int, default=6, help="trainings side by side")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after")
