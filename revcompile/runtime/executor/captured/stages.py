@@ -19,7 +19,7 @@ from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.in_flight import in_flight
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
 from revcompile.runtime.executor.captured.ring_buffers import RingBuffer, WeightStash
-from revcompile.runtime.executor.captured.static_buffers import StaticTransport
+from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Message
