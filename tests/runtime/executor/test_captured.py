@@ -139,6 +139,34 @@ def test_a_scaled_loss(name: str) -> None:
     assert same(*found)
 
 
+TIED: Final[dict[str, dict[str, Any]]] = {
+    "petra": {},
+    "accumulate": {"accumulate": 3, "optimizer": adam},
+    "paper order, clipped": {"order": "paper", "accumulate": 2, "clip_grad_norm": 0.1},
+    "backprop": {"method": "backprop", "accumulate": 2},
+    "stashed": {"method": "petra_stashed"},
+    "predicted": {"weights": "predicted", "alpha": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_parameters_that_stages_share(name: str) -> None:
+    """Also with an odd batch, and with a state taken in between."""
+    found = []
+    for backend in ("eager", "static"):
+        net = fresh(Net)
+        settings = {"optimizer": momentum, "loss": F.cross_entropy, **TIED[name]}
+        trainer = net.trainer(backend=backend, **settings)
+        data, losses = even(3 * FULL), []
+        for batch in [*data[: FULL + 6], odd(), *data[FULL + 6 :]]:
+            losses.append(trainer.step(*batch).loss)
+        assert is_active(trainer) == (backend == "static")
+        state = trainer.state_dict()
+        trainer.flush()
+        found.append((losses, state["stages"], state["messages"], weights(net)))
+    assert same(*found)
+
+
 BOTH: Final = pytest.mark.parametrize("method", ["petra", "petra_stashed"])
 
 
@@ -403,11 +431,6 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     _, reference = made("eager")
     assert losses == [reference.step(*batch).loss for batch in even(FULL + 2)]
     assert not is_active(trainer)
-
-
-def test_shared_parameters_are_not_captured() -> None:
-    with pytest.warns(UserWarning, match="share parameters"):
-        fresh(Net).trainer(momentum, F.cross_entropy, backend="static")
 
 
 # -- compiled regions -----------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class StaticPipeline(StaticState):
 
         def forward() -> None:
             with self._cudnn_benchmark():
-                self._load_inputs(entering)
+                self._load_inputs(schedule)
                 # A step that turns out not to be capturable must not advance the schedule.
                 lists = self._boundary.inner_actions(schedule.copy().inject())
                 rest[:] = self._scheduler.forward(lists)
@@ -99,7 +99,7 @@ class StaticPipeline(StaticState):
             with self._cudnn_benchmark():
                 if self._streams is not None and self._boundary.is_split:
                     self._streams.after_all_forward(self._stages)
-                self._load_executors(entering, due, schedule.outstanding, accumulated)
+                self._load_executors(entering, due, accumulated)
                 self._scheduler.finish(rest, self._is_continuous, may_stop=bool(updating))
                 if self._streams is not None:
                     self._streams.join()
@@ -173,9 +173,12 @@ class StaticPipeline(StaticState):
             for microbatch in (entering, due[executor.index])
         }
 
-    def _load_inputs(self, entering: int) -> None:
-        """Put the static buffers where the forward passes look for inputs and target."""
+    def _load_inputs(self, schedule: Schedule) -> None:
+        """Put the static buffers where stages look for inputs, target and messages."""
         assert self._inputs is not None
+        entering = schedule.injected
+        for route in self._transport.routes:
+            self._transport.begin(route, self._waiting_indices(schedule, route))
         values, target = self._inputs.value
         self.executors[0].inputs[entering] = self._boundary.inputs or values
         if self._is_last:
@@ -187,15 +190,13 @@ class StaticPipeline(StaticState):
         self,
         entering: int,
         due: Mapping[int, int],
-        outstanding: Sequence[Sequence[int]],
         accumulated: Sequence[int],
     ) -> None:
-        """Put the static buffers where backward passes look for activations and messages.
+        """Put the static buffers where backward passes look for weights and gradients.
 
         Args:
             entering: The micro-batch of the forward passes.
             due: By stage, that of its backward pass.
-            outstanding: By stage, those in flight.
             accumulated: By stage, how many are in the accumulated gradient.
         """
         for position, (index, executor) in enumerate(self._by_stage.items()):
@@ -207,8 +208,6 @@ class StaticPipeline(StaticState):
             executor.count = self._counts[position]
         if (message := self._boundary.message(due[self._boundary.last])) is not None:
             self.executors[-1].incoming[message.index] = message
-        for route in self._transport.routes:
-            self._transport.begin(route, self._waiting_indices(outstanding, route))
 
     def _store_results(self, entering: int) -> None:
         """Copy what outlives the step to static buffers, and clear the executors."""

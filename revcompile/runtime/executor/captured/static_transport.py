@@ -100,6 +100,8 @@ class StaticTransport(InProcess):
         self._forms[route] = Flat.of(empty_on(torch.device("meta"), payload(like)))
 
     def matches(self, route: Route, message: Message) -> bool:
+        if (ring := self.rings.get(route)) is not None:
+            return ring.slot(message.index).matches(payload(message))
         return route in self._forms and self._forms[route].is_alike(Flat.of(payload(message)))
 
     def load(self, route: Route, message: Message, is_new: bool) -> tuple[StaticBuffers, Flat]:
@@ -108,7 +110,10 @@ class StaticTransport(InProcess):
         Args:
             is_new: Nothing has run over these buffers yet, so the message can be read where it is.
         """
-        key, value = (route, self._place(route, message.index)), Flat.of(payload(message))
+        value = Flat.of(payload(message))
+        if (ring := self.rings.get(route)) is not None:
+            return ring.slot(message.index), value
+        key = route, self._place(route, message.index)
         waiting = self._waiting.get(key)
         if waiting is None or not waiting.is_static:
             value = value if is_new else Flat.of(clone_tree(value.value))
@@ -138,6 +143,7 @@ class StaticTransport(InProcess):
             return
         if (ring := self.rings.get(route)) is not None:
             ring.push(payload(message))
+            ring.newest.add_(1).remainder_(ring.count)
             message = Message(message.index)
         elif count := self._counts.get(route):
             unread = self.queues.get(route) or deque()
@@ -162,7 +168,9 @@ class StaticTransport(InProcess):
         ring = self.rings.get((source, target, kind))
         if message is None or ring is None:
             return message
-        return message_of(Flat.of(ring.pop()), message.index)
+        message = message_of(Flat.of(ring.pop()), message.index)
+        ring.oldest.add_(1).remainder_(ring.count)
+        return message
 
     def _place(self, route: Route, index: int) -> int:
         return index % (2 if self._hands_on else self._counts[route])
