@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -32,13 +33,11 @@ from revcompile.runtime.executor.captured.fusion_regions import find_regions
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.captured.static_buffers import (
-    InPlaceMessages,
     StaticBuffers,
-    StaticTransport,
     copy_all,
-    payload,
     pooled_copy,
 )
+from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_scale import LossScale
@@ -137,6 +136,34 @@ def test_a_scaled_loss(name: str) -> None:
         found.append((scales, state["stages"][-1]["scaling"], weights(net)))
     skipped = [count for _, _, count in found[1][0]]
     assert (skipped[-1] > skipped[FULL] + 1) == (name != "constant"), skipped
+    assert same(*found)
+
+
+TIED: Final[dict[str, dict[str, Any]]] = {
+    "petra": {},
+    "accumulate": {"accumulate": 3, "optimizer": adam},
+    "paper order, clipped": {"order": "paper", "accumulate": 2, "clip_grad_norm": 0.1},
+    "backprop": {"method": "backprop", "accumulate": 2},
+    "stashed": {"method": "petra_stashed"},
+    "predicted": {"weights": "predicted", "alpha": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_parameters_that_stages_share(name: str) -> None:
+    """Also with an odd batch, and with a state taken in between."""
+    found = []
+    for backend in ("eager", "static"):
+        net = fresh(Net)
+        settings = {"optimizer": momentum, "loss": F.cross_entropy, **TIED[name]}
+        trainer = net.trainer(backend=backend, **settings)
+        data, losses = even(3 * FULL), []
+        for batch in [*data[: FULL + 6], odd(), *data[FULL + 6 :]]:
+            losses.append(trainer.step(*batch).loss)
+        assert is_active(trainer) == (backend == "static")
+        state = trainer.state_dict()
+        trainer.flush()
+        found.append((losses, state["stages"], state["messages"], weights(net)))
     assert same(*found)
 
 
@@ -406,11 +433,6 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     assert not is_active(trainer)
 
 
-def test_shared_parameters_are_not_captured() -> None:
-    with pytest.warns(UserWarning, match="share parameters"):
-        fresh(Net).trainer(momentum, F.cross_entropy, backend="static")
-
-
 # -- compiled regions -----------------------------------------------------------------------------
 
 
@@ -454,25 +476,45 @@ def test_static_buffers_copied_from_each_other_swap() -> None:
     assert same([a.value, b.value], [torch.full((2,), 2.0), torch.ones(2)])
 
 
+DY: Final = MessageKind.DY
+
+
 def test_a_message_never_overwrites_one_that_is_not_read() -> None:
     transport = StaticTransport(2)
-    transport.buffers[1, 0, MessageKind.DY] = [
-        StaticBuffers(payload(Message(0, {}, {"g": torch.zeros(2)})))
-    ]
-    transport.send(1, 0, MessageKind.DY, Message(0, {}, {"g": torch.ones(2)}))
+    message = Message(0, {}, {"g": torch.zeros(2)})
+    transport.open((1, 0, DY), message, 1)
+    transport.send(1, 0, DY, message)
     with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
-        transport.send(1, 0, MessageKind.DY, Message(1, {}, {"g": torch.ones(2)}))
+        transport.send(1, 0, DY, Message(1, {}, {"g": torch.ones(2)}))
 
 
-def test_messages_left_in_place_hold_nothing_that_is_overwritten() -> None:
-    route, overwritten, own = (1, 0, MessageKind.DY), torch.zeros(2), torch.zeros(2)
-    message = Message(0, {"a": overwritten[:1], "b": own}, {"g": own.bfloat16()})
-    like = StaticBuffers(payload(Message(0, {"a": torch.zeros(1), "b": own}, {"g": own})))
-    left = InPlaceMessages([overwritten]).add(route, message, like)
-    overwritten.fill_(7)
-    assert same(left.values, {"a": torch.zeros(1), "b": own})
-    assert left.values["b"] is own
-    assert left.gradients["g"].dtype == torch.float32
+def test_what_a_stage_hands_on_stays_where_it_is_for_one_more_step() -> None:
+    """Stages 2 -> 1 -> 0. Stage 1 hands `x` on, and computes `g` anew."""
+    transport, routes = StaticTransport(3, hands_on=True), [(1, 0, DY), (2, 1, DY)]
+    for route in routes:
+        start = Message(7 + route[0], {"x": torch.tensor([7.0 + route[0]])}, {"g": torch.zeros(1)})
+        transport.open(route, start, 1)
+        transport.load(route, start, is_new=True)
+    addresses = []
+    for entering in range(10, 18):
+        at = []
+        for source, target, kind in routes:
+            microbatch = entering - 3 + source
+            transport.begin((source, target, kind), [microbatch])
+            message = transport.receive(source, target, kind)
+            assert message is not None
+            x = message.values["x"]
+            assert float(x) == microbatch
+            at.append(x.data_ptr())
+            if source == 2:
+                transport.send(1, 0, DY, replace(message, gradients={"g": x + 9}))
+        x = torch.tensor([float(entering)])
+        transport.send(2, 1, DY, Message(entering, {"x": x}, {"g": torch.zeros(1)}))
+        addresses.append(at)
+        assert transport.is_static == (entering >= 12)
+    assert addresses[-3] == addresses[-1] != addresses[-2]
+    assert addresses[-2][1] == addresses[-1][0]
+    assert len(transport.tensors) == 4  # of stage 1 two for `x` and one for `g`, of stage 0 one
 
 
 def test_buffers_of_copies_are_used_again_only_when_nobody_refers_to_them() -> None:

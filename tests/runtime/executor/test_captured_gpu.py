@@ -112,12 +112,6 @@ def test_the_same_training_as_eager(name: str) -> None:
     assert trainer.runner.is_on
 
 
-def test_activations_are_copied_on_a_side_stream() -> None:
-    *_, trainer = trained("cudagraphs", **SETTINGS["sgd"])
-    assert trainer.runner._pipeline is not None
-    assert trainer.runner._pipeline._copy_stream is not None
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_restored_where_a_batch_was_bad(name: str, case: str) -> None:

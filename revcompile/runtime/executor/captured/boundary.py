@@ -25,7 +25,7 @@ from revcompile.runtime.executor.captured.in_flight import flagged
 from revcompile.runtime.executor.captured.static_buffers import (
     Flat,
     StaticBuffers,
-    message_in,
+    message_of,
     payload,
 )
 from revcompile.runtime.executor.fingerprints import Fingerprint
@@ -202,11 +202,11 @@ class Boundary:
     @property
     def inputs(self) -> Any:
         """The previous rank's values, in their static buffers."""
-        return None if self.x is None else message_in(self.x.buffers, 0).values
+        return None if self.x is None else message_of(self.x.buffers, 0).values
 
     def message(self, microbatch: int) -> Message | None:
         """The next rank's message, in its static buffers."""
-        return None if self.dy is None else message_in(self.dy.buffers, microbatch)
+        return None if self.dy is None else message_of(self.dy.buffers, microbatch)
 
     @property
     def _waits(self) -> str:
@@ -226,7 +226,7 @@ class Boundary:
         if place not in self._buffers:
             buffers = self._buffers[place] = StaticBuffers(value)
             form = next(each for (_, r), each in self._buffers.items() if r == route)
-            packet = Packet(buffers.memory, form, partial(message_in, buffers, 0))
+            packet = Packet(buffers.memory, form, partial(message_of, buffers, 0))
             self._outgoing[place] = replace(packet.unpack(), packet=packet)
         self._buffers[place].copy_(value)
         return True

@@ -11,11 +11,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Message, MessageKind, Route, Transport
+from revcompile.runtime.executor.transport import (
+    InProcess,
+    Message,
+    MessageKind,
+    Route,
+    Transport,
+)
 from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.stage import Stage
 
-__all__ = ["InFlightState", "empty_on", "flagged", "in_flight", "missing_memory"]
+__all__ = [
+    "InFlightState",
+    "empty_on",
+    "flagged",
+    "in_flight",
+    "missing_memory",
+    "tied_routes",
+]
 
 
 @dataclass
@@ -56,6 +69,12 @@ class InFlightState:
                     scale = torch.tensor(message.scale, dtype=torch.float64)
                     message = replace(message, scale=scale.to(executor.stage._device()))
                 state.messages.setdefault(route, []).append(flagged(message, flag))
+        for route in tied_routes(executors):
+            assert isinstance(transport, InProcess)
+            state.messages[route] = [
+                flagged(message, flag) if route[2] is MessageKind.TIED_GRAD else message
+                for message in transport.queues.get(route, ())
+            ]
         return state
 
     @property
@@ -63,6 +82,15 @@ class InFlightState:
         messages = [(m.values, m.gradients) for queue in self.messages.values() for m in queue]
         leaves = pytree.tree_leaves((self.activations, messages, self.stashed))
         return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
+
+
+def tied_routes(executors: Sequence[StageExecutor]) -> list[Route]:
+    """Those on which parameters that stages share, and their gradients, are exchanged."""
+    pairs = [(owner.index, holder) for owner in executors for holder in owner.tied_replicas]
+    return [
+        *((holder, owner, MessageKind.TIED_GRAD) for owner, holder in pairs),
+        *((owner, holder, MessageKind.TIED_WEIGHT) for owner, holder in pairs),
+    ]
 
 
 def flagged(message: Message, flag: Tensor | None) -> Message:

@@ -14,7 +14,7 @@ How they are filled when captured steps begin, and what becomes of them, is in `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,8 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
 from revcompile.runtime.executor.captured.boundary import StepInputs
-from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Pass
+from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, Pass
 from revcompile.runtime.executor.captured.static_buffers import (
-    InPlaceMessages,
     StaticBuffers,
     pooled_copy,
 )
@@ -73,8 +72,10 @@ class StaticPipeline(StaticState):
         assert self._inputs is not None
         entering, accumulated = schedule.injected, schedule.accumulated
         due = {stage: entering - self._windows[stage] + 1 for stage in self._stages}
-        kind = (accumulated, entering % self._period, self._parity)
-        is_replay = self._replay.is_captured(kind)
+        kind = (accumulated, entering % self._period)
+        # A graph must find messages where those of all later steps will be.
+        replay = self._replay if self._transport.is_static else EagerReplay()
+        is_replay = replay.is_captured(kind)
         rest: list[deque[Action]] = []
         updating = [
             executor
@@ -89,7 +90,7 @@ class StaticPipeline(StaticState):
 
         def forward() -> None:
             with self._cudnn_benchmark():
-                self._load_inputs(entering)
+                self._load_inputs(schedule)
                 # A step that turns out not to be capturable must not advance the schedule.
                 lists = self._boundary.inner_actions(schedule.copy().inject())
                 rest[:] = self._scheduler.forward(lists)
@@ -98,12 +99,12 @@ class StaticPipeline(StaticState):
             with self._cudnn_benchmark():
                 if self._streams is not None and self._boundary.is_split:
                     self._streams.after_all_forward(self._stages)
-                self._load_executors(entering, due, schedule.outstanding, accumulated)
+                self._load_executors(entering, due, accumulated)
                 self._scheduler.finish(rest, self._is_continuous, may_stop=bool(updating))
                 if self._streams is not None:
                     self._streams.join()
                 if not updating:
-                    self._store_results(entering, kind)
+                    self._store_results(entering)
 
         def both() -> None:
             forward()
@@ -113,12 +114,12 @@ class StaticPipeline(StaticState):
             for executor in updating:
                 executor.is_reduced = True
             self._scheduler.finish(rest)
-            self._store_results(entering, kind)
+            self._store_results(entering)
 
         stretches = [forward, backward] if self._boundary.is_split else [both]
         stretches += [update] if updating else []
         try:
-            planned = self._replay.plan(kind, stretches, lambda: self._random_keys(entering, due))
+            planned = replay.plan(kind, stretches, lambda: self._random_keys(entering, due))
         except CaptureUnsupported:
             self._clear_executors()
             if self._streams is not None:
@@ -141,8 +142,6 @@ class StaticPipeline(StaticState):
         if not is_replay:
             for executor in self.executors:
                 executor.stage.cast_weights.mark_fresh()
-        if self._alternates:
-            self._last_in_place, self._parity = self._in_place.get(kind), 1 - self._parity
         for executor in self.executors:
             if accumulated[executor.index] + 1 == self._accumulate:
                 executor.updater.advance()
@@ -174,9 +173,12 @@ class StaticPipeline(StaticState):
             for microbatch in (entering, due[executor.index])
         }
 
-    def _load_inputs(self, entering: int) -> None:
-        """Put the static buffers where the forward passes look for inputs and target."""
+    def _load_inputs(self, schedule: Schedule) -> None:
+        """Put the static buffers where stages look for inputs, target and messages."""
         assert self._inputs is not None
+        entering = schedule.injected
+        for route in self._transport.routes:
+            self._transport.begin(route, self._waiting_indices(schedule, route))
         values, target = self._inputs.value
         self.executors[0].inputs[entering] = self._boundary.inputs or values
         if self._is_last:
@@ -188,15 +190,13 @@ class StaticPipeline(StaticState):
         self,
         entering: int,
         due: Mapping[int, int],
-        outstanding: Sequence[Sequence[int]],
         accumulated: Sequence[int],
     ) -> None:
-        """Put the static buffers where backward passes look for activations and messages.
+        """Put the static buffers where backward passes look for weights and gradients.
 
         Args:
             entering: The micro-batch of the forward passes.
             due: By stage, that of its backward pass.
-            outstanding: By stage, those in flight.
             accumulated: By stage, how many are in the accumulated gradient.
         """
         for position, (index, executor) in enumerate(self._by_stage.items()):
@@ -208,23 +208,9 @@ class StaticPipeline(StaticState):
             executor.count = self._counts[position]
         if (message := self._boundary.message(due[self._boundary.last])) is not None:
             self.executors[-1].incoming[message.index] = message
-        for route in self._transport.buffers:
-            indices = self._waiting_indices(outstanding, route)
-            messages = self._transport.waiting(route, indices, self._last_in_place)
-            self._transport.queues[route] = deque(messages)
-        self._transport.in_place = (
-            InPlaceMessages(self._overwritten()) if self._parity == 0 else None
-        )
 
-    def _overwritten(self) -> list[Tensor]:
-        """What is written to before the next step reads what this one leaves."""
-        buffers = [*self._boundary.received, *([] if self._inputs is None else [self._inputs])]
-        return [tensor for each in buffers for tensor in each.tensors]
-
-    def _store_results(self, entering: int, kind: Hashable) -> None:
+    def _store_results(self, entering: int) -> None:
         """Copy what outlives the step to static buffers, and clear the executors."""
-        if self._transport.in_place is not None:
-            self._in_place[kind] = self._transport.in_place
         if self._rings:
             torch.remainder(self._ends + 1, self._slot_counts, out=self._ends)
         for index, executor in self._by_stage.items():

@@ -42,7 +42,7 @@ class RingBuffer:
     """
 
     def __init__(self, like: Any, count: int, newest: Tensor, oldest: Tensor) -> None:
-        self.count, self._newest, self._oldest = count, newest, oldest
+        self.count, self.newest, self.oldest = count, newest, oldest
         self._like = Flat.of(like)
         self._rows = [
             _Rows(leaf, count) if isinstance(leaf, Tensor) else None for leaf in self._like.leaves
@@ -52,12 +52,12 @@ class RingBuffer:
         """Copy values to the newest slot."""
         for rows, leaf in zip(self._rows, Flat.of(tree).leaves, strict=True):
             if rows is not None:
-                rows.write(self._newest, leaf)
+                rows.write(self.newest, leaf)
 
     def pop(self) -> Any:
         """A copy of the values in the oldest slot."""
         pairs = zip(self._rows, self._like.leaves, strict=True)
-        leaves = [leaf if rows is None else rows.read(self._oldest) for rows, leaf in pairs]
+        leaves = [leaf if rows is None else rows.read(self.oldest) for rows, leaf in pairs]
         return self._like.with_leaves(leaves).value
 
     def slot(self, number: int) -> StaticBuffers:

@@ -94,10 +94,13 @@ def why_not_capturable(
             return f"the stages of a rank must follow each other, but they are {stages}"
         if any(executor.scaling is not None for executor in executors):
             return "the loss is scaled on several ranks; bfloat16 needs no scale"
+        if schedule.ties:
+            return "stages of several ranks share parameters; compile so that they share a stage"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
-    if schedule.ties:
-        return "stages share parameters; compile with fewer stages, or so that they share a stage"
+    is_stashing = any(e.stage.is_stashing or e.stage.rewound is not None for e in executors)
+    if schedule.ties and schedule.accumulate > 1 and is_stashing:
+        return "weights are stashed, but tied ones change between two updates; use accumulate=1"
     if (count := schedule.accumulate) > _MOST_KINDS:
         return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
     if any(executor.stage.activations.offloads for executor in executors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.in_flight import in_flight
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
 from revcompile.runtime.executor.captured.ring_buffers import RingBuffer, WeightStash
-from revcompile.runtime.executor.captured.static_buffers import StaticTransport
+from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Average, Message
+from revcompile.runtime.executor.transport import Average, Message, MessageKind
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, DeviceScaling, unscaled
 from revcompile.runtime.stage.stage import Programs, Stage
@@ -70,6 +71,8 @@ class CapturedStageExecutor(StageExecutor):
             loss_head=loss_head,
             clip_grad_norm=executor.clip_grad_norm,
             scaling=scaling,
+            tied_owners=executor.tied_owners,
+            tied_replicas=executor.tied_replicas,
             delay=executor.delay,
             synchronous=executor.synchronous,
         )
@@ -191,6 +194,25 @@ class CapturedStageExecutor(StageExecutor):
             if self.scaling is not None and self.loss_head is not None:
                 self.scaling.updated(self.updater.found_inf)
         return done
+
+    def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
+        """The message to the owner of tied parameters; their gradients are taken out."""
+        shared = {name: self.stage.parameters[name] for name in self.tied_owners[owner]}
+        sent = {
+            name: gradients.pop(name) if name in gradients else torch.zeros_like(parameter)
+            for name, parameter in shared.items()
+            if parameter.requires_grad
+        }
+        return Message(0, {}, sent, found_inf=self.updater.found_inf)
+
+    def _send_tied_grad(self, action: Action) -> bool:
+        assert action.peer is not None
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
+        message = replace(self.tied_gradients(action.peer, gradients), index=action.index)
+        self._send(action.peer, MessageKind.TIED_GRAD, message)
+        return True
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         if self.gradients is not None:

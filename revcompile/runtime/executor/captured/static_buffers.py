@@ -6,34 +6,26 @@ a later one is therefore copied into buffers that are allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import VerificationError
-from revcompile.runtime.executor.transport import (
-    InProcess,
-    Layout,
-    Message,
-    MessageKind,
-    Route,
-)
+from revcompile.runtime.executor.transport import Layout, Message
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.tensors import aligned
 
 __all__ = [
     "Flat",
-    "InPlaceMessages",
     "StaticBuffers",
-    "StaticTransport",
     "copy_all",
-    "message_in",
+    "copy_tensors",
+    "message_of",
     "payload",
     "pooled_copy",
+    "storage",
 ]
 
 _SMALL: Final = 1 << 16
@@ -106,15 +98,15 @@ class StaticBuffers(Flat):
         if isinstance(tree, StaticBuffers) and self.layout and tree.layout == self.layout:
             self.memory.copy_(tree.memory)
         else:
-            _copy(self.pairs(tree))
+            copy_tensors(self.pairs(tree))
 
 
 def copy_all(copies: Iterable[tuple[StaticBuffers, Any]]) -> None:
     """Copy values into several buffers; the values may lie in other buffers of the same list."""
     pairs = [pair for buffers, tree in copies for pair in buffers.pairs(tree)]
-    written = {_storage(buffer) for buffer, _ in pairs}
+    written = {storage(buffer) for buffer, _ in pairs}
     moving = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype]
-    _copy([(a, b.clone() if _storage(b) in written else b) for a, b in moving])
+    copy_tensors([(a, b.clone() if storage(b) in written else b) for a, b in moving])
 
 
 def pooled_copy(pool: BufferPool, tree: Any) -> Any:
@@ -126,98 +118,13 @@ def pooled_copy(pool: BufferPool, tree: Any) -> Any:
 
     flat = Flat.of(tree)
     copies = [buffer(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
-    _copy([(a, b) for a, b in zip(copies, flat.leaves, strict=True) if isinstance(a, Tensor)])
+    copy_tensors(
+        [(a, b) for a, b in zip(copies, flat.leaves, strict=True) if isinstance(a, Tensor)]
+    )
     return flat.with_leaves(copies).value
 
 
-# -- messages between stages -----------------------------------------------------------------------
-
-
-class StaticTransport(InProcess):
-    """Messages between stages; those that wait for the next step lie in static buffers.
-
-    Args:
-        stages: How many there are.
-        take: Takes messages to other ranks; False if it is not one.
-    """
-
-    def __init__(
-        self, stages: int, take: Callable[[Route, Message], bool] = lambda *_: False
-    ) -> None:
-        super().__init__(stages)
-        self._take = take
-        self.buffers: dict[Route, list[StaticBuffers]] = {}
-        """For each route as many as messages wait there between two steps."""
-        self.in_place: InPlaceMessages | None = None
-        """If set, messages stay where they were computed, and are noted here."""
-
-    def buffer(self, route: Route, index: int) -> StaticBuffers:
-        """Where the message of a micro-batch is kept."""
-        buffers = self.buffers[route]
-        return buffers[index % len(buffers)]
-
-    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
-        """Queue a message, after copying it to its static buffer if there is one.
-
-        Raises:
-            VerificationError: The buffer holds a message that has not been read.
-        """
-        route = source, target, kind
-        if self._take(route, message):
-            return
-        if count := len(self.buffers.get(route, ())):
-            unread = [queued.index for queued in self.queues.get(route, ())]
-            if any(index % count == message.index % count for index in unread):
-                raise VerificationError(
-                    f"stage {source}: {kind.value} of {message.index} would overwrite that of "
-                    f"{unread[0]}, which stage {target} has not read"
-                )
-            buffer = self.buffer(route, message.index)
-            if self.in_place is not None:
-                message = self.in_place.add(route, message, buffer)
-            else:
-                buffer.copy_(payload(message))
-                message = message_in(buffer, message.index)
-        super().send(source, target, kind, message)
-
-    def waiting(
-        self, route: Route, indices: Sequence[int], in_place: InPlaceMessages | None = None
-    ) -> list[Message]:
-        """The messages that wait for the next step.
-
-        Args:
-            indices: Their micro-batches.
-            in_place: Where the last step left them, if not in the static buffers.
-        """
-        if in_place is not None:
-            return [replace(in_place.messages[route], index=index) for index in indices]
-        return [message_in(self.buffer(route, index), index) for index in indices]
-
-
-class InPlaceMessages:
-    """Messages left where one captured step computed them, for the next step to read there.
-
-    Args:
-        overwritten: Tensors whose memory is written to before then; what lies there is cloned.
-    """
-
-    def __init__(self, overwritten: Iterable[Tensor]) -> None:
-        self.messages: dict[Route, Message] = {}
-        self._overwritten = {_storage(tensor) for tensor in overwritten}
-
-    def add(self, route: Route, message: Message, like: StaticBuffers) -> Message:
-        """Note a message; its tensors get the precision that its static buffer has."""
-        value = pytree.tree_map(self._stable, payload(message), like.value)
-        message = _message(message.index, *value)
-        self.messages[route] = message
-        return message
-
-    def _stable(self, leaf: Any, like: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.dtype != like.dtype:
-            return torch.empty_like(like).copy_(leaf)
-        return _clone_if_in(self._overwritten, leaf)
+# -- messages --------------------------------------------------------------------------------------
 
 
 def payload(message: Message) -> tuple[Any, ...]:
@@ -225,12 +132,9 @@ def payload(message: Message) -> tuple[Any, ...]:
     return dict(message.values), dict(message.gradients), message.scale, message.found_inf
 
 
-def message_in(buffers: StaticBuffers, index: int) -> Message:
-    """The message of a micro-batch whose payload lies in static buffers."""
-    return _message(index, *buffers.value)
-
-
-def _message(index: int, values: Any, gradients: Any, scale: Any, found_inf: Any) -> Message:
+def message_of(value: Flat, index: int) -> Message:
+    """The message of a micro-batch with this payload."""
+    values, gradients, scale, found_inf = value.value
     return Message(index, values, gradients, scale=scale, found_inf=found_inf)
 
 
@@ -270,16 +174,13 @@ def _is_alike(buffer: Any, leaf: Any) -> bool:
     return type(buffer) is type(leaf) and bool(buffer == leaf)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """Identifies the memory that a tensor lies in."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
-def _clone_if_in(storages: set[int], tensor: Tensor) -> Tensor:
-    return tensor.clone() if _storage(tensor) in storages else tensor
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy small tensors of one type together; a large one takes a kernel of its own anyway."""
     small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():

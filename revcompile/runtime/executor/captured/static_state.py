@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Eage
 from revcompile.runtime.executor.captured.in_flight import (
     InFlightState,
     empty_on,
+    flagged,
     in_flight,
     missing_memory,
+    tied_routes,
 )
 from revcompile.runtime.executor.captured.optimizers import FixedSettings
 from revcompile.runtime.executor.captured.ring_buffers import (
@@ -33,16 +35,15 @@ from revcompile.runtime.executor.captured.ring_buffers import (
 )
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_buffers import (
-    InPlaceMessages,
     StaticBuffers,
-    StaticTransport,
     copy_all,
     payload,
 )
+from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Average, Route, Transport
+from revcompile.runtime.executor.transport import Average, Message, MessageKind, Route, Transport
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Order, Schedule, delay, window
@@ -90,17 +91,18 @@ class StaticState:
             stage: self._windows[stage] - self._windows[stage + 1] for stage in self._stages[:-1]
         }
         """How many messages of the next stage wait for each between two steps."""
-        # Where at most one message waits for each stage, consecutive steps alternate: one leaves
-        # its messages where they were computed, the other copies them to their static buffers.
-        # Each reads what the other has left.
-        self._alternates = self._is_continuous and set(self._waiting_counts.values()) <= {1}
+        counts = [count for count in self._waiting_counts.values() if count]
+        hands_on = self._is_continuous and set(self._waiting_counts.values()) == {1}
         # A message's static buffer depends on its micro-batch: after so many steps all buffers are
         # the same again, and so is the kind of step.
-        self._period = math.lcm(1, *(n for n in self._waiting_counts.values() if n))
+        # Messages to other ranks have two, so that a step need not wait until the last are sent.
+        is_even = hands_on or self._boundary.is_split
+        self._period = math.lcm(2 if is_even else 1, *counts)
         device = executors[0].stage._device()
-        uses_streams = self._is_continuous and device.type == "cuda"
+        # Stages that share parameters exchange them in the order of one stream.
+        uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
         self._streams = StepStreams(device, count - 1) if uses_streams else None
-        self._transport = StaticTransport(count, self._boundary.take)
+        self._transport = StaticTransport(count, hands_on, self._boundary.take)
         self._loss_head = copy.copy(loss_head)
         self._loss_head.targets, self._loss_head.losses = {}, {}
         self._loss_head.outputs, self._loss_head.check_finite = {}, False
@@ -132,18 +134,13 @@ class StaticState:
         self._rings: dict[int, RingBuffer] = {}
         for executor in self.executors:
             executor.ring = None
-        self._in_place: dict[Hashable, InPlaceMessages] = {}
-        """By kind of step: its messages, if it leaves them where they were computed."""
-        self._last_in_place: InPlaceMessages | None = None
-        self._parity = 1
-        """Of the next step: 0 if it leaves its messages where they were computed."""
         self._gradients: dict[int, StaticBuffers] = {}
         self._result: StaticBuffers | None = None
         self._boundary.clear()
         self._flags = self._current_flags()
         self._counts = torch.stack([executor.count for executor in self.executors])
         self._settings: FixedSettings | None = None
-        self._transport.buffers.clear()
+        self._transport.clear()
 
     def _current_flags(self) -> Tensor:
         """Of each stage's last backward pass, and that of the message from the next rank."""
@@ -185,7 +182,8 @@ class StaticState:
         if expected.void:
             return False
         fits = self._matches(state, batch) and self._boundary.matches(batch, expected)
-        if not fits or self.is_outdated:
+        is_new = not fits or self.is_outdated
+        if is_new:
             self.clear()
             # The last stage's update may run beside another one: two snapshots at a time.
             sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
@@ -193,7 +191,7 @@ class StaticState:
                 raise CaptureUnsupported(why)
             self._allocate(state, batch)
             self._boundary.allocate(batch, expected)
-        self._load(state, schedule.injected)
+        self._load(state, schedule, is_new)
         for route, messages in state.messages.items():
             for _ in messages:
                 transport.receive(*route)
@@ -228,21 +226,18 @@ class StaticState:
     def _matches(self, state: InFlightState, batch: StepInputs) -> bool:
         if self._inputs is None or not self._inputs.matches(batch.local):
             return False
-        return all(buffers.matches(values) for buffers, values in self._copies(state))
+        return all(slot.matches(values) for slot, values in self._slots(state)) and all(
+            self._transport.matches(route, message)
+            for route, messages in state.messages.items()
+            for message in messages
+        )
 
-    def _copies(self, state: InFlightState) -> list[tuple[StaticBuffers, Any]]:
-        """Activations and messages in flight, each with the buffers it belongs into."""
+    def _slots(self, state: InFlightState) -> list[tuple[StaticBuffers, Any]]:
+        """Activations in flight, each with the slot it belongs into."""
         return [
-            *(
-                (self._rings[stage].slot(microbatch), activations)
-                for stage, by_microbatch in state.activations.items()
-                for microbatch, activations in by_microbatch.items()
-            ),
-            *(
-                (self._transport.buffer(route, message.index), payload(message))
-                for route, messages in state.messages.items()
-                for message in messages
-            ),
+            (self._rings[stage].slot(microbatch), activations)
+            for stage, by_microbatch in state.activations.items()
+            for microbatch, activations in by_microbatch.items()
         ]
 
     def _allocate(self, state: InFlightState, batch: StepInputs) -> None:
@@ -257,16 +252,36 @@ class StaticState:
             self._rings[stage] = RingBuffer(like, counts[position], *ends)
             self._by_stage[stage].ring = self._rings[stage]
         for route, messages in state.messages.items():
-            _, target, _ = route
-            self._transport.buffers[route] = [
-                StaticBuffers(payload(messages[0])) for _ in range(self._waiting_counts[target])
-            ]
+            _, target, kind = route
+            if kind is MessageKind.DY:
+                self._transport.open(route, messages[0], self._waiting_counts[target])
+        self._open_tied_routes()
         for executor in self.executors:
             if executor.stage.is_stashing and (count := self._delays[executor.index]):
                 executor.stash = WeightStash(executor.stage.parameters, count)
 
-    def _load(self, state: InFlightState, entering: int) -> None:
-        copies = self._copies(state)
+    def _open_tied_routes(self) -> None:
+        for source, target, kind in tied_routes(self.executors):
+            route, holder = (source, target, kind), self._by_stage[max(source, target)]
+            if kind is MessageKind.TIED_WEIGHT:
+                names = holder.tied_owners[source]
+                values = {name: holder.stage.parameters[name].detach() for name in names}
+                self._transport.open(route, Message(0, values), 1)
+                continue
+            late = self._windows[target] - self._windows[source]
+            if late:  # else they are sent and received in one step
+                like = flagged(
+                    holder.tied_gradients(target, {}), self._flags[:1] if self._has_flags else None
+                )
+                ends = torch.zeros(2, 1, dtype=torch.int64, device=self._flags.device)
+                slots = 1 + math.ceil(late / self._accumulate)
+                self._transport.rings[route] = RingBuffer(payload(like), slots, *ends)
+
+    def _load(self, state: InFlightState, schedule: Schedule, is_new: bool) -> None:
+        entering = schedule.injected
+        copies = self._slots(state)
+        for route, messages in state.messages.items():
+            copies += [self._transport.load(route, message, is_new) for message in messages]
         for executor in self._eager_executors:
             if gradients := executor.stage.gradients:
                 copies.append((self._gradient_buffers(executor.index, gradients), gradients))
@@ -274,6 +289,9 @@ class StaticState:
         if self._rings:
             newest = torch.tensor([[entering], [entering + 1]], device=self._ends.device)
             torch.remainder(newest, self._slot_counts, out=self._ends)
+        for (source, target, _), ring in self._transport.rings.items():
+            ring.newest.fill_(schedule.updates[source] % ring.count)
+            ring.oldest.fill_(schedule.updates[target] % ring.count)
         for stage, by_age in state.stashed.items():
             for age, weights in by_age.items():
                 if (stash := self._by_stage[stage].stash) is not None:
@@ -287,7 +305,6 @@ class StaticState:
             if captured.scaling is not None:
                 captured.scaling.load(eager.scaling)
         self._settings = FixedSettings(executor.updater for executor in self.executors)
-        self._last_in_place, self._parity = None, 0 if self._alternates else 1
         self.is_active = True
 
     def _gradient_buffers(self, stage: int, gradients: Mapping[str, Tensor]) -> StaticBuffers:
@@ -318,16 +335,22 @@ class StaticState:
             if accumulated := schedule.accumulated[index]:
                 eager.contributed = int(count) if self._has_flags else accumulated
                 stage.gradients = dict(self._gradients[index].value) if eager.contributed else {}
-        for route in self._transport.buffers:
-            indices = self._waiting_indices(schedule.outstanding, route)
-            for message in self._transport.waiting(route, indices, self._last_in_place):
+        for route in self._transport.routes:
+            indices = self._waiting_indices(schedule, route)
+            for message in self._transport.waiting(route, indices):
                 transport.send(*route, message.resolved())
         self.is_active = False
 
-    def _waiting_indices(self, outstanding: Sequence[Sequence[int]], route: Route) -> Sequence[int]:
-        """The micro-batches whose messages wait at the end of a route."""
-        _, target, _ = route
-        return outstanding[target][: self._waiting_counts[target]]
+    def _waiting_indices(self, schedule: Schedule, route: Route) -> Sequence[int]:
+        """The micro-batches, or updates, whose messages wait at the end of a route."""
+        source, target, kind = route
+        updates = schedule.updates
+        match kind:
+            case MessageKind.TIED_GRAD:
+                return range(updates[target], updates[source])
+            case MessageKind.TIED_WEIGHT:  # received at the beginning of the next step
+                return () if schedule.accumulated[source] else (updates[source] - 1,)
+        return schedule.outstanding[target][: self._waiting_counts[target]]
 
     def clear(self) -> None:
         """Free all buffers and captured steps: shapes, or the trainer's tensors, have changed."""

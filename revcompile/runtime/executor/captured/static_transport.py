@@ -1,0 +1,215 @@
+"""Messages between stages that wait for the next step, in static buffers.
+
+A coupling's backward pass hands one stream and one gradient on as they are: `(b, y) -> (y - F(b),
+b)`. Where one message waits for each stage, they stay where they are. The stage that wrote them
+does not write there in the next step, but in the one after that:
+
+    step     message to stage j     message of the same micro-batch to stage j-1
+    t        v in buffer 0
+    t + 1    (another, buffer 1)    v, still in buffer 0 of stage j
+    t + 2    written to buffer 0    (read before)
+
+What was handed on once is copied the next time. What nobody hands on has one buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import VerificationError
+from revcompile.runtime.executor.captured.in_flight import empty_on
+from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
+from revcompile.runtime.executor.captured.static_buffers import (
+    Flat,
+    StaticBuffers,
+    copy_tensors,
+    message_of,
+    payload,
+    storage,
+)
+from revcompile.runtime.executor.transport import InProcess, Message, MessageKind, Route
+from revcompile.runtime.stage.tensors import clone_tree
+
+__all__ = ["StaticTransport"]
+
+
+@dataclass
+class _Waiting:
+    """The payload of a message that waits."""
+
+    payload: Flat
+    own: dict[int, int]
+    """The places of tensors that lie in its own buffers, by the address of their memory."""
+    is_static: bool = True
+    """Does all of it lie in static buffers? Not what was moved here from eager execution."""
+    handed_on: set[int] = field(default_factory=set)
+    """The places of tensors that lie in the next message of the micro-batch, too."""
+
+
+class StaticTransport(InProcess):
+    """Messages between stages; those that wait for the next step lie in static buffers.
+
+    Args:
+        stages: How many there are.
+        hands_on: One message waits for each stage, and what it contains may be handed on.
+        take: Takes messages to other ranks; False if it is not one.
+    """
+
+    def __init__(
+        self,
+        stages: int,
+        hands_on: bool = False,
+        take: Callable[[Route, Message], bool] = lambda *_: False,
+    ) -> None:
+        super().__init__(stages)
+        self._take, self._hands_on = take, hands_on
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all buffers."""
+        self.rings: dict[Route, RingBuffer] = {}
+        """Of routes on which many messages wait, and are copied when they are received."""
+        self._counts: dict[Route, int] = {}
+        self._forms: dict[Route, Flat] = {}
+        self._waiting: dict[tuple[Route, int], _Waiting] = {}
+        self._buffers: dict[tuple[Route, int, int], Tensor] = {}
+
+    @property
+    def routes(self) -> list[Route]:
+        """Those of messages that wait for the next step."""
+        return [*self._counts, *self.rings]
+
+    @property
+    def is_static(self) -> bool:
+        """Do all messages lie where those of later steps will? Not in the first steps."""
+        return all(waiting.is_static for waiting in self._waiting.values())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All static buffers."""
+        return list(self._buffers.values())
+
+    def open(self, route: Route, like: Message, count: int) -> None:
+        """Have messages of a route wait in static buffers, so many at a time."""
+        self._counts[route] = count
+        self._forms[route] = Flat.of(empty_on(torch.device("meta"), payload(like)))
+
+    def matches(self, route: Route, message: Message) -> bool:
+        if (ring := self.rings.get(route)) is not None:
+            return ring.slot(message.index).matches(payload(message))
+        return route in self._forms and self._forms[route].is_alike(Flat.of(payload(message)))
+
+    def load(self, route: Route, message: Message, is_new: bool) -> tuple[StaticBuffers, Flat]:
+        """Have a message wait for the next step; what to copy where.
+
+        Args:
+            is_new: Nothing has run over these buffers yet, so the message can be read where it is.
+        """
+        value = Flat.of(payload(message))
+        if (ring := self.rings.get(route)) is not None:
+            return ring.slot(message.index), value
+        key = route, self._place(route, message.index)
+        waiting = self._waiting.get(key)
+        if waiting is None or not waiting.is_static:
+            value = value if is_new else Flat.of(clone_tree(value.value))
+            waiting = self._waiting[key] = _Waiting(value, _places(value), is_static=False)
+        return StaticBuffers(waiting.payload, allocate=False), value
+
+    def begin(self, route: Route, indices: Sequence[int]) -> None:
+        """Queue the messages that wait for the step to come."""
+        self.queues[route] = deque(self.waiting(route, indices))
+
+    def waiting(self, route: Route, indices: Sequence[int]) -> list[Message]:
+        """The messages of these micro-batches, which wait for the next step."""
+        if (ring := self.rings.get(route)) is not None:
+            return [message_of(ring.slot(index), index) for index in indices]
+        places = (self._place(route, index) for index in indices)
+        payloads = [self._waiting[route, place].payload for place in places]
+        return [message_of(each, index) for each, index in zip(payloads, indices, strict=True)]
+
+    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+        """Queue a message; if it waits for the next step, in static buffers.
+
+        Raises:
+            VerificationError: The buffer holds a message that has not been read.
+        """
+        route = source, target, kind
+        if self._take(route, message):
+            return
+        if (ring := self.rings.get(route)) is not None:
+            ring.push(payload(message))
+            ring.newest.add_(1).remainder_(ring.count)
+            message = Message(message.index)
+        elif count := self._counts.get(route):
+            unread = self.queues.get(route) or deque()
+            if len(unread) >= count:
+                raise VerificationError(
+                    f"stage {source}: {kind.value} of {message.index} would overwrite that of "
+                    f"{unread[0].index}, which stage {target} has not read"
+                )
+            message = message_of(self._store(route, message), message.index)
+        super().send(source, target, kind, message)
+
+    def receive(
+        self,
+        source: int,
+        target: int,
+        kind: MessageKind,
+        *,
+        keep: bool = False,
+        packed: bool = False,
+    ) -> Message | None:
+        message = super().receive(source, target, kind, keep=keep)
+        ring = self.rings.get((source, target, kind))
+        if message is None or ring is None:
+            return message
+        message = message_of(Flat.of(ring.pop()), message.index)
+        ring.oldest.add_(1).remainder_(ring.count)
+        return message
+
+    def _place(self, route: Route, index: int) -> int:
+        return index % (2 if self._hands_on else self._counts[route])
+
+    def _store(self, route: Route, message: Message) -> Flat:
+        """Copy a message to static buffers, but for what the stage has received and hands on."""
+        source, _, kind = route
+        place, value = self._place(route, message.index), Flat.of(payload(message))
+        received = before = None
+        if self._hands_on:
+            received = self._waiting.get(((source + 1, source, kind), message.index % 2))
+            before = self._waiting.get((route, 1 - place))
+        leaves, copies, own = list(value.leaves), [], {}
+        is_static = True
+        for number, (leaf, like) in enumerate(zip(leaves, self._forms[route].leaves, strict=True)):
+            if not isinstance(leaf, Tensor):
+                continue
+            if received is not None and leaf.dtype == like.dtype and storage(leaf) in received.own:
+                received.handed_on.add(received.own[storage(leaf)])
+                is_static = is_static and received.is_static
+                continue
+            buffer = self._buffers.get((route, place, number))
+            if before is not None and number not in before.handed_on:  # read by now
+                buffer = self._buffers.get((route, 1 - place, number)) if buffer is None else buffer
+            elif before is not None and buffer is before.payload.leaves[number]:
+                buffer = None
+            if buffer is None:
+                buffer = torch.empty_like(like, device=leaf.device)
+                self._buffers[route, place, number] = buffer
+            copies.append((buffer, leaf))
+            leaves[number], own[storage(buffer)] = buffer, number
+        copy_tensors(copies)
+        self._waiting[route, place] = _Waiting(value.with_leaves(leaves), own, is_static)
+        return value.with_leaves(leaves)
+
+
+def _places(value: Flat) -> dict[int, int]:
+    return {
+        storage(leaf): number
+        for number, leaf in enumerate(value.leaves)
+        if isinstance(leaf, Tensor)
+    }
