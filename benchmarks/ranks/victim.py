@@ -45,6 +45,7 @@ __all__ = [
     "at_every_touch",
     "checkpoints",
     "digests",
+    "server",
     "train",
 ]
 
@@ -210,11 +211,16 @@ class Plain:
 
 def forked(target: Callable[..., None], *args: Any) -> Any:
     """A process forked from the server; whatever it starts this way comes from the same server."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.ranks.victim"])
-    process = context.Process(target=target, args=args)
+    process = server().Process(target=target, args=args)
     process.start()
     return process
+
+
+def server() -> Any:
+    """Starts processes that have imported everything."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.ranks.kills"])
+    return context
 
 
 def _rank(rank: int, world: int, port: int, run: Run, folder: Path) -> None:
