@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Final
 
@@ -267,6 +268,8 @@ class Agent:
 
 def _agent(run: Run, ranks: int, folder: Path, restarts: int) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # Python starts one more server for a child of a server; this one serves it too.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     os.dup2(log, 1)
     os.dup2(log, 2)
     config = LaunchConfig(
