@@ -220,7 +220,7 @@ def forked(target: Callable[..., None], *args: Any) -> Any:
 def server() -> Any:
     """Starts processes that have imported everything."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.ranks.kills"])
+    context.set_forkserver_preload(["benchmarks.ranks.kills", "revcompile.api", "networkx"])
     return context
 
 
