@@ -129,9 +129,9 @@ def load_training(
             plain = checkpoint.plain
             parts = [_read(part, tensors, device, stages) for part in plain]
             state = _merged(parts, [part["aliases"] for part in plain], replica)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, InputError):
-                raise
+        except InputError:
+            raise
+        except Exception as error:
             raise InputError(
                 f"it is not as trainer.save writes it ({type(error).__name__}: {error})"
             ) from error

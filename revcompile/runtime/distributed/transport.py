@@ -167,7 +167,7 @@ class ReceiveThread:
         text = self._text(header.length)
         if header.flags & (Flag.END | Flag.ABORT):
             has_ended = bool(header.flags & Flag.END)
-            self._on_end(self.channel, None if has_ended else text.decode())
+            self._on_end(self.channel, None if has_ended else text.decode(errors="replace"))
             return False
         if header.flags & Flag.DESCRIBED:
             self._descriptions[header.kind] = Description(text)
@@ -182,7 +182,7 @@ class ReceiveThread:
         text = torch.empty(length, dtype=torch.uint8)
         if length:
             self.channel.control_exchange(text, sends=False)
-        return bytes(text.tolist())
+        return text.numpy().tobytes()
 
 
 class DistributedTransport:
