@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, RevcompileError
 from revcompile.runtime.stage.tensors import overlaps
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "has_few_gaps",
     "located",
     "parse_json",
+    "well_formed",
 ]
 
 Special = Callable[[Any], dict[str, Any] | None]
@@ -91,6 +92,17 @@ def located(where: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{where}: {error}") from error.__cause__
+
+
+@contextlib.contextmanager
+def well_formed(expected: str) -> Iterator[None]:
+    """Around the reading of foreign values: whatever they break is an `InputError`."""
+    try:
+        yield
+    except RevcompileError:
+        raise
+    except Exception as error:
+        raise InputError(f"it is not {expected} ({type(error).__name__}: {error})") from error
 
 
 def encode(value: Any, special: Special = lambda value: None) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.codec import located, parse_json
+from revcompile.runtime.checkpoint.codec import located, parse_json, well_formed
 from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint
 from revcompile.runtime.checkpoint.tensor_files import open_tensors, write_tensors
 
@@ -83,24 +83,15 @@ def load_weights(place: str | Path) -> dict[str, Tensor]:
         name.removeprefix("model."): tensor.clone()
         for name, tensor in checkpoint.tensors("model.").items()
     }
-    with located(f"checkpoint: {checkpoint.path}"):
-        return with_aliases(tensors, [_aliases_of(part) for part in checkpoint.plain])
-
-
-def _aliases_of(part: Any) -> Any:
-    return part.get("aliases") if isinstance(part, Mapping) else None
+    with located(f"checkpoint: {checkpoint.path}"), well_formed("what trainer.save writes"):
+        return with_aliases(tensors, [part["aliases"] for part in checkpoint.plain])
 
 
 def with_aliases(
     tensors: Mapping[str, Tensor], aliases_of_ranks: Iterable[Mapping[str, str]]
 ) -> dict[str, Tensor]:
     """Tensors under all their names again."""
-    pairs: list[tuple[str, str]] = []
-    for names in aliases_of_ranks:
-        is_known = isinstance(names, Mapping) and all(map(tensors.__contains__, names.values()))
-        if not is_known:
-            raise InputError(f"expected further names of tensors, got {names!r:.80}")
-        pairs += names.items()
+    pairs = [pair for names in aliases_of_ranks for pair in names.items()]
     return {**tensors, **{name: tensors[first] for name, first in pairs}}
 
 
