@@ -17,13 +17,14 @@ builds the file in memory first; neither renames a complete folder into place.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,11 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.codec import as_text, parse_json
 from revcompile.runtime.checkpoint.tensor_files import digest, open_tensors, sync, write_tensors
+
+try:
+    import fcntl
+except ImportError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "Barrier",
@@ -55,6 +61,8 @@ _LATEST: Final = "latest"
 _UNFINISHED: Final = "saving.tmp"
 _REMOVED: Final = ".removed.tmp"
 _NAME: Final = re.compile(r"step_(\d{8,})(_\d+)?")
+_newest_known: Final[dict[Path, int]] = {}
+"""By folder: the serial number of its newest checkpoint when this process saved or looked there."""
 _MOST_TEXT: Final = 1 << 28
 """Bytes of a JSON file: one that claims more is not read into memory."""
 
@@ -92,12 +100,13 @@ def save_checkpoint(
         join_barriers(barrier)  # so that the other ranks do not wait
         raise
     is_first, before = rank == 0, _latest(folder)
-    failure = _run_phases(
-        barrier,
-        (lambda: _prepare(folder)) if is_first else None,
-        lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain),
-        (lambda: _commit(folder, step, world)) if is_first else None,
-    )
+    with ExitStack() as stack:  # holds the lock of the folder
+        failure = _run_phases(
+            barrier,
+            (lambda: _prepare(folder, stack)) if is_first else None,
+            lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain),
+            (lambda: _commit(folder, step, world)) if is_first else None,
+        )
     if failure is not None:
         raise _explained(failure, folder, rank)
     saved = _latest(folder)
@@ -152,15 +161,52 @@ def _explained(failure: Exception, folder: Path, rank: int) -> Exception:
     return error
 
 
-def _prepare(folder: Path) -> None:
-    """Make the folder to write to, and remove what killed saves left behind."""
+def _prepare(folder: Path, stack: ExitStack) -> None:
+    """Lock the folder, make the one to write to, and remove what killed saves left behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in (folder / _UNFINISHED, *folder.glob(f"step_*{_REMOVED}")):
-        shutil.rmtree(left, ignore_errors=True)
+    stack.enter_context(_locked(folder))
+    newest = max(_all(folder), key=_serial, default=folder)
+    if _serial(newest) > _newest_known.get(folder.resolve(), math.inf):
+        raise InputError(
+            f"trainer.save: {newest} was saved by another run, after this one had saved or loaded "
+            f"in {folder}; give every run a folder of its own, else they remove each other's"
+        )
     for left in (folder / _UNFINISHED, folder / f"{_LATEST}.tmp"):
-        if left.is_symlink() or left.is_file():
-            left.unlink()  # what is written must be here, not where a link points to
+        _remove(left)
+    for left in folder.glob(f"step_*{_REMOVED}"):
+        with suppress(OSError):
+            _remove(left)
     (folder / _UNFINISHED).mkdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder against other processes; the system unlocks it when this one ends."""
+    if fcntl is None:  # not on this system
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InputError(
+            f"trainer.save: another run is saving to {folder}; give every run a folder of its own"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """A folder or a file; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write_rank(place: Path, rank: int, tensors: Mapping[str, Tensor], plain: Any) -> None:
@@ -193,6 +239,7 @@ def _commit(folder: Path, step: int, world: int) -> None:
         again += 1
         name = f"step_{step:08d}_{again}"
     os.rename(place, folder / name)
+    _newest_known[folder.resolve()] = content["serial"]
     sync(folder)
     _write(folder / f"{_LATEST}.tmp", name + "\n")
     os.replace(folder / f"{_LATEST}.tmp", folder / _LATEST)
@@ -226,7 +273,8 @@ def _inventory(place: Path, world: int) -> dict[str, Any]:
 
 def _index_digest(index: Mapping[str, Any]) -> str:
     """Of an index without its digest, whatever its line breaks."""
-    return digest(as_text({key: index[key] for key in index if key != "digest"}).encode())
+    text = as_text({key: index[key] for key in index if key != "digest"})
+    return digest(text.encode(errors="surrogatepass"))
 
 
 def _libraries() -> dict[str, str]:
@@ -243,7 +291,7 @@ def _prune(folder: Path, keep: int) -> None:
         doomed = old.with_name(old.name + _REMOVED)
         with suppress(OSError):  # the next save tries again
             os.rename(old, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
 
 def _write(file: Path, text: str) -> None:
@@ -264,11 +312,19 @@ def _write(file: Path, text: str) -> None:
 def find_checkpoint(place: str | Path) -> Path:
     """The checkpoint at a place, or the newest one of a folder of checkpoints."""
     place = _path(place, "checkpoint")
+    try:
+        return _found(place)
+    except OSError as error:
+        raise InputError(f"checkpoint: {place} cannot be read ({error})") from error
+
+
+def _found(place: Path) -> Path:
     if (place / _INDEX).is_file():
         return place
     if not place.is_dir():
         raise InputError(f"checkpoint: there is no folder {place}; look for a typing mistake")
     complete = sorted(_all(place), key=_serial)
+    _newest_known[place.resolve()] = max(map(_serial, complete), default=0)
     named = _latest(place)
     if named is not None and not _serial(named):
         return named  # damaged: reading it raises, instead of silently using an older one
@@ -321,13 +377,13 @@ def _index_problem(index: Mapping[str, Any]) -> str | None:
         if type(index.get(name)) is not int or index[name] < 0:
             return f"expected {name} to be a number, got {index.get(name)!r:.40}"
     for name, kind in (("files", int), ("tensors", str), ("digests", str)):
-        entries = index.get(name, {})
+        entries = index.get(name, {} if name == "digests" else None)
         if not isinstance(entries, dict) or any(type(v) is not kind for v in entries.values()):
             return f"expected {name} by name, got {entries!r:.40}"
-    files, world = index.get("files", {}), index["world"]
+    files, world = index["files"], index["world"]
     if len(files) != 2 * world or files.keys() != set(_names(world)):
         return f"expected the files of {world} ranks, got {', '.join(sorted(files)):.80}"
-    strange = sorted(set(index.get("tensors", {}).values()) - files.keys())
+    strange = sorted(set(index["tensors"].values()) - files.keys())
     return f"{strange[0]!r:.80} is no file of this checkpoint" if strange else None
 
 
@@ -342,6 +398,12 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        try:
+            self._open()
+        except OSError as error:
+            raise InputError(f"checkpoint: {path} cannot be read ({error})") from error
+
+    def _open(self) -> None:
         self._index = index = self._json(_INDEX)
         if not isinstance(index, dict) or index.get("format") != _FORMAT:
             raise InputError(f"checkpoint: {self.path / _INDEX} was not written by trainer.save")
@@ -402,9 +464,11 @@ class Checkpoint:
         try:
             content = _content(self.path / name)
             is_checked = name != _INDEX and self._has_digests  # the index has its own digest
-            if is_checked and digest(content) != self._index["digests"].get(name):
+            if is_checked and digest(content) != self._index.get("digests", {}).get(name):
                 raise InputError("it is not what was written")
             return parse_json(content)
+        except PermissionError as error:
+            raise InputError(f"checkpoint: {self.path} cannot be read ({error})") from error
         except (OSError, InputError) as error:
             raise self._damaged(f"{name}: {error}") from error
 

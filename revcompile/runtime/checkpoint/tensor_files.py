@@ -68,6 +68,8 @@ def write_tensors(
     try:
         safetensors.torch.save_file(separate, file, header)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        if "os error" in str(error):  # of the system, by way of safetensors
+            raise OSError(str(error)) from error
         raise InputError(f"trainer.save: safetensors cannot write {file.name} ({error})") from error
     sync(file)
 

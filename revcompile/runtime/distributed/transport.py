@@ -174,7 +174,10 @@ class ReceiveThread:
         if header.flags & Flag.VOID:
             arrival = Arrival(header.kind, Message(header.index, void=True, scale=header.scale))
         else:
-            arrival = self.receiver.arrival(header, self._descriptions[header.kind])
+            description = self._descriptions.get(header.kind)
+            if description is None:
+                raise VerificationError(f"a message {header} came before its description")
+            arrival = self.receiver.arrival(header, description)
         self._deliver(self.channel, arrival)
         return True
 
