@@ -261,8 +261,8 @@ def recorded() -> list[bytes]:
     for index in range(4):
         x = torch.full((2, 5), float(index))
         values = {"x": x.t(), "n": 3, "mask": (None, torch.float16, x[:1].expand(2, 5))}
-        sender.send(MessageKind.X, Message(index, values, {"dx": x.double()}), 1.0)
-        sender.send(MessageKind.DY, Message(index, {}, {"dx": x}, scale=2.0), 1.0)
+        sender.send(MessageKind.X, Message(index, values, {"dx": x.double()}))
+        sender.send(MessageKind.DY, Message(index, {}, {"dx": x}, scale=2.0))
     sender.end()
     if not sender.join(10.0):
         raise InputError("damage: the sender did not end")

@@ -66,6 +66,8 @@ def parse_json(text: str | bytes) -> Any:
     revcompile.errors.InputError: the key 'a' is there twice
     """
     try:
+        if isinstance(text, bytes):
+            text = text.decode()  # json would guess other encodings, and import them
         return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
     except InputError:
         raise
