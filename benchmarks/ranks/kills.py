@@ -1,28 +1,33 @@
 """Kill ranks at random moments, again and again: nothing may hang, break or be left behind.
 
-    python -m benchmarks run kills --trials 100 --ranks 2 4 --jobs 2 --json kills.json
+    python -m benchmarks run kills --kills 100 --ranks 2 4 --json kills.json
 
-A trial draws a method, how many micro-batches an update gathers, a moment (while the ranks find
-each other, in a step, in a save) and one or two ranks, which get SIGKILL then. Half of the trials
-are plain processes that nobody looks after: the others must stop by themselves within the trainer's
-timeout and name a dead rank and their last micro-batch; then the same ranks are started again. The
-other half run under `torchrun --max-restarts=3` and must come back by themselves. Every step of
-every rank, before and after, is compared with a run in one process that nobody disturbed: the loss,
-and digests of each stage's parameters, buffers, gradients and optimizer state.
+A trial draws a training (method, micro-batches an update gathers) and a few kills: a moment (while
+the ranks find each other, in a step, in a save, while a checkpoint is read) and one or two ranks,
+which get SIGKILL then. Half of the trials are plain processes that nobody looks after: the others
+must stop by themselves within the trainer's timeout and name a dead rank and their last
+micro-batch; then the same ranks are started again. The other half run under torchrun (some by its
+command, most by its agent with processes that have imported everything) and must come back by
+themselves. Every step of every rank, before and after, is compared with a run in one process that
+nobody disturbed: the loss, and digests of each stage's parameters, buffers, gradients and
+optimizer state.
 """
 
 from __future__ import annotations
 
 import argparse
 import enum
+import functools
+import math
 import os
 import random
 import re
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,17 +42,23 @@ from benchmarks.ranks.victim import (
     EVERY,
     STEPS,
     TIMEOUT,
+    Agent,
     Plain,
     RankProcess,
     Run,
     Torchrun,
     checkpoints,
+    server,
     train,
 )
 from benchmarks.registry import Benchmark, Row
 from revcompile.runtime.checkpoint import load_training
 
 METHODS: Final = ("petra", "1f1b", "gpipe", "delayed", "pipedream", "ddg", "dni", "backprop")
+LAUNCHERS: Final = {"plain": Plain, "agent": Agent, "torchrun": Torchrun}
+PHASES: Final = ("start-up", "restore", "step", "save", "end")
+KILLS: Final = 5
+"""Of one training."""
 SLACK: Final = 30.0
 """Seconds beyond the trainer's timeout, for error messages and a busy machine."""
 PATIENCE: Final = 180.0
@@ -57,36 +68,43 @@ PATIENCE: Final = 180.0
 class Moment(enum.Enum):
     """When ranks are killed."""
 
-    START = "start"
+    START = "start-up"
     STEP = "step"
     SAVE = "save"
+    RESTORE = "restore"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Whom to kill, in this order, and when."""
+
+    moment: Moment
+    victims: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Whom to kill, when, and in what training."""
+    """A training, and its kills."""
 
     seed: int
     ranks: int
     run: Run
-    moment: Moment
-    under_torchrun: bool
-    victims: tuple[int, ...]
-    """In this order."""
+    launcher: str
+    kills: tuple[Kill, ...]
 
     @classmethod
-    def draw(cls, seed: int, ranks: Sequence[int]) -> Trial:
+    def draw(cls, seed: int, ranks: Sequence[int], backend: str = "eager") -> Trial:
         """From a seed."""
         dice = random.Random(seed)
         count = dice.choice(ranks)
-        return cls(
-            seed,
-            count,
-            Run(dice.choice(METHODS), dice.choice((1, 3))),
-            dice.choice((Moment.START, Moment.STEP, Moment.STEP, Moment.SAVE)),
-            dice.random() < 0.5,
-            tuple(dice.sample(range(count), 2 if count > 2 and dice.random() < 0.25 else 1)),
-        )
+        run = Run(dice.choice(METHODS), dice.choice((1, 3)), backend)
+        launcher = dice.choices(list(LAUNCHERS), (8, 7, 1))[0]
+
+        def victims() -> tuple[int, ...]:
+            return tuple(dice.sample(range(count), 2 if count > 2 and dice.random() < 0.25 else 1))
+
+        moments = dice.choices(list(Moment), (2, 3, 3, 3), k=KILLS)
+        return cls(seed, count, run, launcher, tuple(Kill(m, victims()) for m in moments))
 
 
 @dataclass
@@ -94,7 +112,8 @@ class Outcome:
     """What a trial showed."""
 
     trial: Trial
-    killed: bool = False
+    killed: list[str] = field(default_factory=list)
+    """What the first rank of each kill was doing."""
     hung: bool = False
     orphans: int = 0
     corrupted: list[str] = field(default_factory=list)
@@ -104,8 +123,8 @@ class Outcome:
     """Survivors that did not say who is gone and how far they had come."""
     failed: str = ""
     """What kept the run from its end."""
-    stopped_after: float | None = None
-    """Seconds from the first kill to the last survivor's end."""
+    stopped_after: float = 0.0
+    """The longest time from a kill to the last survivor's end, in seconds."""
     compared: int = 0
     """Steps of stages after the resume that were compared."""
     named: int = 0
@@ -124,69 +143,89 @@ class Outcome:
 # -- one trial ------------------------------------------------------------------------------------
 
 
-def attempt(trial: Trial, expected: Mapping[int, Mapping[str, Any]]) -> Outcome:
-    """Start, kill, look at what is left, start again, compare."""
+def attempt(trial: Trial, expected: Mapping[int, Mapping[str, Any]], deadline: float) -> Outcome:
+    """Start; kill, look at what is left, go on; compare. No kill begins after the deadline."""
     outcome = Outcome(trial)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        kind = Torchrun if trial.under_torchrun else Plain
-        launched = kind(trial.run, trial.ranks, folder)
-        dead, survivors, since = kill_at_moment(folder, trial)
-        outcome.killed = bool(dead)
-        if not until(lambda: not any(s.is_running for s in survivors), TIMEOUT + SLACK):
-            outcome.hung = True
-        outcome.stopped_after = time.monotonic() - since
+        begin = functools.partial(LAUNCHERS[trial.launcher], trial.run, trial.ranks, folder)
+        launched: Plain | Agent | Torchrun = begin(restarts=len(trial.kills))
+        lives: list[list[RankProcess]] = []
+        for number, kill in enumerate(trial.kills):
+            if time.monotonic() > deadline:
+                break
+            earlier = {process.pid for life in lives for process in life}
+            dice = random.Random(f"{trial.seed} {number}")
+            came, dead, survivors, since = kill_at_moment(folder, kill, earlier, dice)
+            if not dead:  # the training had ended
+                outcome.hung |= not came
+                break
+            outcome.killed.append(dead[0].phase)
+            lives.append([*dead, *survivors])
+            stopped = until(lambda: not any(s.is_running for s in survivors), TIMEOUT + SLACK)  # noqa: B023
+            outcome.stopped_after = max(outcome.stopped_after, time.monotonic() - since)
+            if not stopped:
+                outcome.hung = True
+                break
+            if isinstance(launched, Plain):
+                outcome.hung |= launched.wait(PATIENCE) is None
+                outcome.orphans += end_leftovers(folder)
+                outcome.corrupted += corrupted(folder)
+                for survivor in survivors:
+                    check_message(survivor, dead, outcome)
+                launched = begin()
         code = launched.wait(PATIENCE if not outcome.hung else 0.0)
         outcome.hung |= code is None
         left = end_leftovers(folder)
-        outcome.orphans = 0 if outcome.hung else left
-        if not trial.under_torchrun and code:
-            outcome.corrupted += corrupted(folder)
-            for survivor in survivors:
-                check_message(survivor, dead, outcome)
-            code = Plain(trial.run, trial.ranks, folder).wait(PATIENCE)
-            outcome.orphans += end_leftovers(folder)
+        outcome.orphans += 0 if outcome.hung else left
         outcome.corrupted += corrupted(folder)
         if code != 0:
             outcome.failed = f"ended with {code}: {last_output(folder)}"
         compare(RankProcess.all(folder), expected, outcome)
-        kept_all([*dead, *survivors], RankProcess.all(folder), outcome)
+        kept_all(lives, RankProcess.all(folder), outcome)
     return outcome
 
 
 def kill_at_moment(
-    folder: Path, trial: Trial
-) -> tuple[list[RankProcess], list[RankProcess], float]:
-    """Wait for the moment and kill; returns who was, who was not, and when."""
-    dice = random.Random(trial.seed + 1)
-    first = trial.victims[0]
+    folder: Path, kill: Kill, earlier: Container[int], dice: random.Random
+) -> tuple[bool, list[RankProcess], list[RankProcess], float]:
+    """Wait for the moment and kill; returns whether it came, who was killed, who was not, and when.
 
-    def by_rank() -> dict[int, RankProcess]:
-        return {process.rank: process for process in RankProcess.all(folder)}
+    Args:
+        folder: of the trial.
+        kill: the ranks, and the moment of the first of them.
+        earlier: process ids of the ranks before the last restart.
+        dice: where in the moment.
+    """
 
-    def noted(count: int) -> bool:
-        return first in by_rank() and len(by_rank()[first].steps) >= count
+    def present() -> dict[int, RankProcess]:
+        new = [p for p in RankProcess.all(folder) if p.pid not in earlier]
+        return {p.rank: p for p in new if p.is_running or p.phase == "end"}
 
-    if trial.moment is Moment.START:
-        until(lambda: first in by_rank(), 60)
-        time.sleep(dice.uniform(0.0, 1.5))
-    elif trial.moment is Moment.STEP:
-        step = dice.randrange(1, STEPS)
-        until(lambda: noted(step), 90)
-        time.sleep(dice.uniform(0.0, 0.03))
-    else:
-        saves = dice.randrange(1, STEPS // EVERY)
-        until(lambda: noted(saves * EVERY), 90)
-        until((checkpoints(folder) / "saving.tmp").exists, 5)
-        time.sleep(dice.uniform(0.0, 0.4))
-    running = {process.rank: process for process in RankProcess.all(folder) if process.is_running}
-    dead = [running.pop(rank) for rank in trial.victims if rank in running]
+    def seen(*entries: str, times: int = 1) -> bool:
+        """Has the first victim noted such lines so many times, or is it done?"""
+        victim = present().get(kill.victims[0])
+        lines = victim.lines if victim else []
+        count = sum(not line.keys().isdisjoint(entries) for line in lines)
+        return count >= times or any("done" in line for line in lines)
+
+    waits = {
+        Moment.START: (lambda: kill.victims[0] in present(), 0.8),
+        Moment.STEP: (functools.partial(seen, "step", times=dice.randint(1, EVERY + 2)), 0.03),
+        Moment.SAVE: (functools.partial(seen, "saving"), 0.3),
+        Moment.RESTORE: (functools.partial(seen, "loading", "from"), 0.1),
+    }
+    condition, longest = waits[kill.moment]
+    came = until(condition, PATIENCE)
+    time.sleep(dice.uniform(0.0, longest))
+    running = {rank: process for rank, process in present().items() if process.is_running}
+    dead = [running.pop(rank) for rank in kill.victims if rank in running]
     since = time.monotonic()
     for process in dead:
         with suppress(ProcessLookupError):  # it may have ended because of another's end
             os.kill(process.pid, signal.SIGKILL)
         time.sleep(dice.uniform(0.0, 0.2) if process is not dead[-1] else 0.0)
-    return dead, list(running.values()), since
+    return came, dead, list(running.values()), since
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -195,7 +234,7 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
     while not condition():
         if time.monotonic() > end:
             return False
-        time.sleep(0.002)
+        time.sleep(0.005)
     return True
 
 
@@ -256,14 +295,18 @@ def compare(
 
 
 def kept_all(
-    before: Sequence[RankProcess], processes: Sequence[RankProcess], outcome: Outcome
+    lives: Sequence[Sequence[RankProcess]], processes: Sequence[RankProcess], outcome: Outcome
 ) -> None:
     """What any rank knew to be saved was not lost."""
-    saved = max((line.get("saved", 0) for process in before for line in process.lines), default=0)
-    old = {process.pid for process in before}
-    for process in processes:
-        if process.pid not in old and process.began is not None and process.began < saved:
-            outcome.differing.append(f"step {saved} was saved, but went on from {process.began}")
+    rest = {process.pid: process for process in processes}
+    saved = 0
+    for life in [*lives, None]:
+        for process in rest.values() if life is None else life:
+            if process.began is not None and process.began < saved:
+                outcome.differing.append(f"{saved} was saved, but went on from {process.began}")
+        for process in life or ():
+            saved = max([saved, *(line.get("saved", 0) for line in process.lines)])
+            rest.pop(process.pid, None)
 
 
 def unlike(line: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
@@ -293,24 +336,26 @@ def undisturbed(run: Run) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines if "step" in line}
 
 
+def by_phase(outcomes: Sequence[Outcome]) -> Iterator[tuple[object, ...]]:
+    """Kills of each launcher, by what the rank was doing, and how many trials and ranks."""
+    for launcher in LAUNCHERS:
+        of_it = [o for o in outcomes if o.trial.launcher == launcher]
+        done = [[o.killed.count(phase) for phase in PHASES] for o in of_it]
+        columns = [sum(column) for column in zip(*done, strict=True)] or [0] * len(PHASES)
+        yield launcher, len(of_it), *columns, sum(len(o.killed) for o in of_it)
+
+
 def summary(outcomes: Sequence[Outcome]) -> Iterator[tuple[object, ...]]:
-    """A row for each kind of trial, and one for all."""
-    kinds = [(torchrun, moment) for torchrun in (False, True) for moment in Moment]
-    for torchrun, moment in kinds:
-        name = f"{'torchrun' if torchrun else 'plain'}, {moment.value}"
-        of_kind = [
-            o for o in outcomes if (o.trial.under_torchrun, o.trial.moment) == (torchrun, moment)
-        ]
-        yield name, *counts(of_kind)
+    """A row for each number of ranks, and one for all, as in `COLUMNS`."""
+    for ranks in sorted({o.trial.ranks for o in outcomes}):
+        yield f"{ranks} ranks", *counts([o for o in outcomes if o.trial.ranks == ranks])
     yield "all", *counts(outcomes)
 
 
 def counts(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
-    """The figures of some trials, as in `COLUMNS`."""
-    times = [o.stopped_after for o in outcomes if o.stopped_after is not None]
+    """The figures of some trials."""
     return (
-        len(outcomes),
-        sum(o.killed for o in outcomes),
+        sum(len(o.killed) for o in outcomes),
         sum(o.hung for o in outcomes),
         sum(len(o.corrupted) for o in outcomes),
         sum(o.orphans for o in outcomes),
@@ -318,14 +363,13 @@ def counts(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
         sum(o.compared for o in outcomes),
         f"{sum(len(o.unnamed) for o in outcomes)} / {sum(o.named for o in outcomes)}",
         sum(bool(o.failed) for o in outcomes),
-        f"{max(times):.1f} s" if times else "",
+        f"{max((o.stopped_after for o in outcomes), default=0.0):.1f} s",
     )
 
 
 COLUMNS: Final = (
     "trials",
-    "count",
-    "killed",
+    "kills",
     "hung",
     "corrupted",
     "orphans",
@@ -339,28 +383,51 @@ COLUMNS: Final = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
-    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=4, help="ranks that run at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after these")
+    parser.add_argument("--backend", default="eager", choices=("eager", "static"))
     parser.add_argument("--seed", type=int, default=0)
 
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
     """Run the trials, some at a time."""
     torch.set_num_threads(1)
-    trials = [Trial.draw(options.seed + i, options.ranks) for i in range(options.trials)]
-    runs = dict.fromkeys(trial.run for trial in trials)
-    expected = {run: undisturbed(run) for run in track(runs, "undisturbed")}
+    os.environ["OMP_NUM_THREADS"] = "1"  # of all that is started here
+    deadline = time.monotonic() + options.seconds
+    count = -(-options.kills // KILLS)
+    trials = [Trial.draw(options.seed + i, options.ranks, options.backend) for i in range(count)]
+    runs = list(dict.fromkeys(trial.run for trial in trials))
     outcomes: list[Outcome] = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        trying = [pool.submit(attempt, trial, expected[trial.run]) for trial in trials]
+    with ProcessPoolExecutor(options.processes, server()) as pool:
+        expected = dict(zip(runs, pool.map(undisturbed, runs), strict=True))
+    room, door = threading.Semaphore(max(options.processes, *options.ranks)), threading.Lock()
+
+    def run(trial: Trial) -> Outcome | None:
+        with door:
+            for _ in range(trial.ranks):
+                room.acquire()
+        try:
+            if time.monotonic() > deadline:
+                return None
+            return attempt(trial, expected[trial.run], deadline)
+        finally:
+            room.release(trial.ranks)
+
+    with ThreadPoolExecutor(options.processes) as threads:
+        trying = [threads.submit(run, trial) for trial in trials]
         for trial in track(as_completed(trying), "killing", total=len(trials)):
-            outcomes.append(trial.result())
-            yield {**asdict(outcomes[-1]), "failed": outcomes[-1].problems}
+            outcome = trial.result()
+            if outcome is not None:
+                outcomes.append(outcome)
+                yield {**asdict(outcome), "failed": outcome.problems}
+    columns = ("ranks by", "trials", *PHASES, "all")
+    show("Kills, by what the rank was doing", columns, list(by_phase(outcomes)))
     show("Kills", COLUMNS, list(summary(outcomes)))
     for outcome in outcomes:
         for problem in outcome.problems:
             print(f"{outcome.trial}:\n    {problem}")
 
 
-BENCHMARK = Benchmark("kills", arguments, main, smallest=("--trials", "1"))
+BENCHMARK = Benchmark("kills", arguments, main, smallest=("--kills", "1"))

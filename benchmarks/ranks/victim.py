@@ -17,17 +17,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import revcompile
 from revcompile.runtime.checkpoint.codec import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.distributed.trainer import DistributedTrainer
+from revcompile.runtime.executor.captured import backend_of
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.core import Trainer
 
@@ -35,6 +38,7 @@ __all__ = [
     "EVERY",
     "STEPS",
     "TIMEOUT",
+    "Agent",
     "Plain",
     "RankProcess",
     "Run",
@@ -42,6 +46,7 @@ __all__ = [
     "at_every_touch",
     "checkpoints",
     "digests",
+    "server",
     "train",
 ]
 
@@ -51,10 +56,13 @@ EVERY: Final = 7
 """Steps between two checkpoints."""
 TIMEOUT: Final = 30.0
 """The trainer's, in seconds."""
-SLOW: Final = "KILLS_SLOW_FILES"
-"""An environment variable: seconds that everything done to a checkpoint's files takes longer."""
+SLOWER: Final = 0.01
+"""Seconds that everything done to a checkpoint's files takes longer."""
 
 Note = Callable[[dict[str, Any]], None]
+
+_PHASES: Final = {"loading": "restore", "saving": "save", "done": "end"}
+"""What a rank does after it has noted a line, by the line's first entry."""
 
 
 class Net(nn.Module):
@@ -82,6 +90,7 @@ class Run:
 
     method: str = "petra"
     accumulate: int = 1
+    backend: str = "eager"
 
 
 def checkpoints(folder: Path) -> Path:
@@ -101,6 +110,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
         nn.functional.cross_entropy,
         method=run.method,
         accumulate=run.accumulate,
+        backend=backend_of(run.backend),
         lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=STEPS + 1),
         timeout=TIMEOUT,
     )
@@ -108,6 +118,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
     random.seed(1)
     saved = checkpoints(folder)
     if saved.exists() and any(path.name[-1].isdigit() for path in saved.glob("step_*")):
+        note({"loading": True})
         trainer.load(saved)
     note({"from": trainer.schedule.injected})
     for step in range(trainer.schedule.injected, STEPS):
@@ -117,6 +128,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
         known = None if math.isnan(loss) else loss
         note({"step": step, "loss": known, "digests": digests(trainer)})
         if (step + 1) % EVERY == 0 or step + 1 == STEPS:
+            note({"saving": step + 1})
             trainer.save(saved, drain=True)
             note({"saved": step + 1})
     note({"step": STEPS, "loss": None, "digests": digests(trainer)})
@@ -147,6 +159,7 @@ def digests(trainer: Trainer) -> dict[str, str]:
 
 def run_rank(run: Run, folder: Path) -> None:
     """One rank's life: its steps and its last words go to files named after rank and process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     place = folder / "ranks"
     place.mkdir(parents=True, exist_ok=True)
@@ -156,8 +169,7 @@ def run_rank(run: Run, folder: Path) -> None:
         stream.flush()
         os.dup2(words, stream.fileno())
     steps = os.open(place / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    delay = float(os.environ.get(SLOW, "0"))
-    at_every_touch(checkpoints(folder), lambda name: time.sleep(delay))
+    at_every_touch(checkpoints(folder), lambda name: time.sleep(SLOWER))
 
     def note(line: dict[str, Any]) -> None:
         os.write(steps, json.dumps(line).encode() + b"\n")  # one call: never half a line
@@ -182,16 +194,12 @@ def at_every_touch(folder: Path, act: Callable[[str], None]) -> None:
 class Plain:
     """Ranks as processes of their own, forked from a server that has imported everything."""
 
-    def __init__(self, run: Run, ranks: int, folder: Path) -> None:
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.ranks.victim"])
+    def __init__(self, run: Run, ranks: int, folder: Path, restarts: int = 0) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         shared = (ranks, port, run, folder)
-        self.processes = [context.Process(target=_rank, args=(r, *shared)) for r in range(ranks)]
-        for process in self.processes:
-            process.start()
+        self.processes = [forked(_rank, r, *shared) for r in range(ranks)]
 
     def wait(self, seconds: float) -> int | None:
         """The first exit status that is not 0; None if a rank is still there."""
@@ -202,20 +210,34 @@ class Plain:
         return None if None in codes else next((code for code in codes if code), 0)
 
 
+def forked(target: Callable[..., None], *args: Any) -> Any:
+    """A process forked from the server; whatever it starts this way comes from the same server."""
+    process = server().Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def server() -> Any:
+    """Starts processes that have imported everything."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.ranks.kills", "revcompile.api", "networkx"])
+    return context
+
+
 def _rank(rank: int, world: int, port: int, run: Run, folder: Path) -> None:
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{world}", "LOCAL_RANK": f"{rank}"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **_environment()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     run_rank(run, folder)
 
 
 class Torchrun:
     """Ranks that torchrun starts, and starts again."""
 
-    def __init__(self, run: Run, ranks: int, folder: Path) -> None:
+    def __init__(self, run: Run, ranks: int, folder: Path, restarts: int = 3) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", "--max-restarts=3", "--monitor-interval=0.2"]
-        command += [__file__, str(folder), run.method, f"{run.accumulate}"]
-        environment = os.environ | _environment() | {"PYTHONPATH": f"{Path(__file__).parents[2]}"}
+        command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+        command += ["--monitor-interval=0.2", __file__, str(folder), *map(str, astuple(run))]
+        environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}"}
         with (folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
@@ -228,8 +250,40 @@ class Torchrun:
             return None
 
 
-def _environment() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", SLOW: "0.01"}
+class Agent:
+    """The agent of torchrun, by the function that it calls, with ranks from the server."""
+
+    def __init__(self, run: Run, ranks: int, folder: Path, restarts: int = 3) -> None:
+        self.process = forked(_agent, run, ranks, folder, restarts)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status; None if it had to be ended."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            return None
+        code: int = self.process.exitcode
+        return code
+
+
+def _agent(run: Run, ranks: int, folder: Path, restarts: int) -> None:
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # Python starts one more server for a child of a server; this one serves it too.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.2,
+        start_method="forkserver",
+    )
+    elastic_launch(config, run_rank)(run, folder)
 
 
 @dataclass(frozen=True)
@@ -259,7 +313,15 @@ class RankProcess:
     @property
     def began(self) -> int | None:
         """The step it started from; None if it did not get that far."""
-        return next((line["from"] for line in self.lines), None)
+        return next((line["from"] for line in self.lines if "from" in line), None)
+
+    @property
+    def phase(self) -> str:
+        """What it does, or was doing when it ended."""
+        lines = self.lines
+        if not lines:
+            return "start-up"
+        return _PHASES.get(next(iter(lines[-1])), "step")
 
     @property
     def output(self) -> str:
@@ -278,8 +340,8 @@ class RankProcess:
 
 def main() -> None:
     """As a script: what torchrun starts."""
-    folder, method, accumulate = sys.argv[1:]
-    run_rank(Run(method, int(accumulate)), Path(folder))
+    folder, method, accumulate, backend = sys.argv[1:]
+    run_rank(Run(method, int(accumulate), backend), Path(folder))
 
 
 if __name__ == "__main__":

@@ -195,6 +195,11 @@ class Schedule:
         method = Method(**(state["method"] | choices))
         ties = [Tie(*pair) for pair in state["ties"]]
         synchronous = state.get("synchronous", 0)
+        if len(state["progress"]) != state["stages"]:
+            raise InputError(
+                f"a schedule of {state['stages']} stages with the progress of "
+                f"{len(state['progress'])}"
+            )
         schedule = cls(method, state["stages"], state["accumulate"], ties, synchronous)
         schedule.injected = state["injected"]
         # A copy: the lists inside belong to whoever holds `state`.

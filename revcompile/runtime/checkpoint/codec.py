@@ -13,17 +13,29 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, RevcompileError
 from revcompile.runtime.stage.tensors import overlaps
 
-__all__ = ["as_text", "decode", "decode_tree", "encode", "encode_tree", "located"]
+__all__ = [
+    "as_text",
+    "decode",
+    "decode_tree",
+    "encode",
+    "encode_tree",
+    "has_few_gaps",
+    "located",
+    "parse_json",
+    "well_formed",
+]
 
 Special = Callable[[Any], dict[str, Any] | None]
 """Encodes values that the caller treats itself (tensors); None: encode as usual."""
@@ -33,12 +45,46 @@ _TORCH: Final = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
+_KEY_BITS: Final = 64
+"""Larger integers can be chosen so that all have one hash, which makes dictionaries slow."""
+_GAPS: Final = 64
+"""How many times as much memory as its elements a tensor with gaps may take."""
 _SEQUENCES: Final = {
     "tuple": tuple,
     "size": torch.Size,
     "set": set,
     "frozenset": frozenset,
 }
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON as the standard has it: no NaN, and no key twice.
+
+    >>> parse_json('{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ...
+    revcompile.errors.InputError: the key 'a' is there twice
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode()  # json would guess other encodings, and import them
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"it is not JSON ({type(error).__name__}: {error})") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        again = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+        raise InputError(f"the key {again!r:.80} is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise InputError(f"{name} is no number of JSON")
 
 
 @contextlib.contextmanager
@@ -48,6 +94,17 @@ def located(where: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{where}: {error}") from error.__cause__
+
+
+@contextlib.contextmanager
+def well_formed(expected: str) -> Iterator[None]:
+    """Around the reading of foreign values: whatever they break is an `InputError`."""
+    try:
+        yield
+    except RevcompileError:
+        raise
+    except Exception as error:
+        raise InputError(f"it is not {expected} ({type(error).__name__}: {error})") from error
 
 
 def encode(value: Any, special: Special = lambda value: None) -> Any:
@@ -69,11 +126,13 @@ def encode(value: Any, special: Special = lambda value: None) -> Any:
     if type(value) is list:
         return [inner(item) for item in value]
     if type(value) is dict:
-        return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
+        return {"dict": [[inner(_as_key(key)), inner(item)] for key, item in value.items()]}
     for tag, kind in _SEQUENCES.items():
         if type(value) is kind:
             # The order of a set differs between processes.
             listed = sorted(value, key=repr) if kind in (set, frozenset) else value
+            if kind in (set, frozenset):
+                listed = map(_as_key, listed)
             return {tag: [inner(item) for item in listed]}
     if isinstance(value, slice):
         return {"slice": [inner(v) for v in (value.start, value.stop, value.step)]}
@@ -100,27 +159,39 @@ def decode(data: Any, special: Mapping[str, Callable[[Any], Any]] | None = None)
     if isinstance(data, list):
         return [inner(item) for item in data]
     if not isinstance(data, dict) or len(data) != 1:
-        raise InputError(f"expected an object with one key, got {data!r:.80}")
+        raise InputError(f"expected an object with one key, got {reprlib.repr(data)}")
     tag, content = next(iter(data.items()))
-    if tag in special:
-        return special[tag](content)
     try:
-        return _decode_tagged(tag, content, inner)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"cannot read {content!r:.80} as a {tag}: {error}") from error
+        return special[tag](content) if tag in special else _decode_tagged(tag, content, inner)
+    except InputError:
+        raise
+    except RecursionError:
+        raise InputError("values are nested too deeply") from None
+    except Exception as error:
+        raise InputError(f"cannot read {reprlib.repr(content)} as a {tag}: {error}") from error
+
+
+def _as_key(value: Any) -> Any:
+    """A value that is hashed."""
+    if isinstance(value, int) and value.bit_length() > _KEY_BITS:
+        raise InputError(f"an integer of {value.bit_length()} bits as a key")
+    for item in value if isinstance(value, tuple | frozenset) else ():
+        _as_key(item)
+    return value
 
 
 def _decode_tagged(tag: str, content: Any, inner: Callable[[Any], Any]) -> Any:
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](inner(item) for item in content)
+        items = [inner(item) for item in content]
+        return _SEQUENCES[tag](map(_as_key, items) if "set" in tag else items)
     if tag in _TORCH:
-        constant = getattr(torch, content, None)
+        constant = vars(torch).get(content)  # getattr would import what torch loads on demand
         if not isinstance(constant, _TORCH[tag]):
             raise InputError(f"torch has no {tag} {content!r}")
         return constant
     match tag:
         case "dict":
-            return {inner(key): inner(item) for key, item in content}
+            return {_as_key(inner(key)): inner(item) for key, item in content}
         case "slice":
             start, stop, step = map(inner, content)
             return slice(start, stop, step)
@@ -172,13 +243,19 @@ def decode_tree(
         device_for: from a tensor's name and the type of device it was on to its new device.
     """
 
+    taken: set[str] = set()
+
     def read(content: Any) -> Tensor:
         name, kind, stride = content
-        if name not in tensors:
-            raise InputError(f"the tensor {name!r} is missing")
+        if name not in tensors or name in taken:
+            problem = "is there twice" if name in taken else "is missing"
+            raise InputError(f"the tensor {name!r} {problem}")
+        taken.add(name)
         tensor = tensors[name].to(device_for(name, kind))
         if stride is None:
             return tensor
+        if not has_few_gaps(tensor.shape, stride):
+            raise InputError(f"the tensor {name!r} has strides {reprlib.repr(stride)}")
         return torch.empty_strided(
             tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
         ).copy_(tensor)
@@ -208,8 +285,19 @@ def _store(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> _Stored:
         raise InputError(f"two tensors would be saved as {name!r}; rename one of their owners")
     tensors[name] = tensor
     rows = torch.empty(tensor.shape, device="meta").stride()
-    stride = None if tensor.stride() == rows or overlaps(tensor) else tensor.stride()
+    is_kept = tensor.stride() != rows and not overlaps(tensor)
+    is_kept = is_kept and has_few_gaps(tensor.shape, tensor.stride())
+    stride = tensor.stride() if is_kept else None
     return _Stored(name, tensor.device.type, stride)
+
+
+def has_few_gaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Is there a stride for every dimension, and no more than `_GAPS` times the memory needed?
+
+    Strides with more are not kept: whoever reads them allocates that memory.
+    """
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return min(stride, default=0) >= 0 and span <= _GAPS * max(1, math.prod(shape))
 
 
 def _leaf(value: Any, path: tuple[str, ...]) -> Any:

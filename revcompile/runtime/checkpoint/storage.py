@@ -2,7 +2,7 @@
 
     folder/
       step_00000120/             always complete: it gets this name once all of it is on disk
-        checkpoint.json          the files, their sizes, and which tensor is in which
+        checkpoint.json          the files, their sizes and digests, and which tensor is in which
         rank_00000.json          everything that is not a tensor
         rank_00000.safetensors
       saving.tmp/                a save in progress, or one that was killed
@@ -17,47 +17,54 @@ builds the file in memory first; neither renames a complete folder into place.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import platform
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.codec import as_text
+from revcompile.runtime.checkpoint.codec import as_text, parse_json
+from revcompile.runtime.checkpoint.tensor_files import digest, open_tensors, sync, write_tensors
+
+try:
+    import fcntl
+except ImportError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "Barrier",
     "Checkpoint",
     "find_checkpoint",
     "join_barriers",
-    "read_tensor",
     "save_checkpoint",
-    "write_tensors",
 ]
 
 Barrier = Callable[[], None]
 """Returns when every rank has called it."""
 
 _FORMAT: Final = "revcompile checkpoint"
-_VERSION: Final = 1
+_VERSION: Final = 2
+_READABLE: Final = (1, 2)
+"""Format versions; the first has no digests."""
 _INDEX: Final = "checkpoint.json"
 _LATEST: Final = "latest"
 _UNFINISHED: Final = "saving.tmp"
 _REMOVED: Final = ".removed.tmp"
 _NAME: Final = re.compile(r"step_(\d{8,})(_\d+)?")
-_COMPLEX: Final = "revcompile.complex"
-"""In a file's header: the names of tensors stored as pairs of real numbers, as JSON."""
+_newest_known: Final[dict[Path, int]] = {}
+"""By folder: the serial number of its newest checkpoint when this process saved or looked there."""
+_MOST_TEXT: Final = 1 << 28
+"""Bytes of a JSON file: one that claims more is not read into memory."""
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -93,12 +100,13 @@ def save_checkpoint(
         join_barriers(barrier)  # so that the other ranks do not wait
         raise
     is_first, before = rank == 0, _latest(folder)
-    failure = _run_phases(
-        barrier,
-        (lambda: _prepare(folder)) if is_first else None,
-        lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain),
-        (lambda: _commit(folder, step, world)) if is_first else None,
-    )
+    with ExitStack() as stack:  # holds the lock of the folder
+        failure = _run_phases(
+            barrier,
+            (lambda: _prepare(folder, stack)) if is_first else None,
+            lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain),
+            (lambda: _commit(folder, step, world)) if is_first else None,
+        )
     if failure is not None:
         raise _explained(failure, folder, rank)
     saved = _latest(folder)
@@ -153,12 +161,52 @@ def _explained(failure: Exception, folder: Path, rank: int) -> Exception:
     return error
 
 
-def _prepare(folder: Path) -> None:
-    """Make the folder to write to, and remove what killed saves left behind."""
+def _prepare(folder: Path, stack: ExitStack) -> None:
+    """Lock the folder, make the one to write to, and remove what killed saves left behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in (folder / _UNFINISHED, *folder.glob(f"step_*{_REMOVED}")):
-        shutil.rmtree(left, ignore_errors=True)
+    stack.enter_context(_locked(folder))
+    newest = max(_all(folder), key=_serial, default=folder)
+    if _serial(newest) > _newest_known.get(folder.resolve(), math.inf):
+        raise InputError(
+            f"trainer.save: {newest} was saved by another run, after this one had saved or loaded "
+            f"in {folder}; give every run a folder of its own, else they remove each other's"
+        )
+    for left in (folder / _UNFINISHED, folder / f"{_LATEST}.tmp"):
+        _remove(left)
+    for left in folder.glob(f"step_*{_REMOVED}"):
+        with suppress(OSError):
+            _remove(left)
     (folder / _UNFINISHED).mkdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder against other processes; the system unlocks it when this one ends."""
+    if fcntl is None:  # not on this system
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InputError(
+            f"trainer.save: another run is saving to {folder}; give every run a folder of its own"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """A folder or a file; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write_rank(place: Path, rank: int, tensors: Mapping[str, Tensor], plain: Any) -> None:
@@ -169,38 +217,6 @@ def _write_rank(place: Path, rank: int, tensors: Mapping[str, Tensor], plain: An
         )
     write_tensors(place / f"rank_{rank:05d}.safetensors", tensors)
     _write(place / f"rank_{rank:05d}.json", as_text(plain) + "\n")
-
-
-def _as_stored(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, which is what safetensors can hold."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def write_tensors(
-    file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
-) -> None:
-    """Write one safetensors file and flush it to the disk."""
-    separate: dict[str, Tensor] = {}  # safetensors refuses tensors that share memory
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        stored = _as_stored(tensor.detach().cpu()).contiguous()
-        address = stored.untyped_storage().data_ptr()
-        separate[name] = stored.clone() if address in seen else stored
-        seen.add(address)
-    pairs = [name for name, tensor in tensors.items() if tensor.is_complex()]
-    header = {"format": "pt", **({_COMPLEX: json.dumps(pairs)} if pairs else {}), **(about or {})}
-    try:
-        safetensors.torch.save_file(separate, file, header)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise InputError(f"trainer.save: safetensors cannot write {file.name} ({error})") from error
-    _sync(file)
-
-
-def read_tensor(opened: Any, name: str) -> Tensor:
-    """A tensor of an open file that `write_tensors` wrote."""
-    stored: Tensor = opened.get_tensor(name)
-    pairs = json.loads((opened.metadata() or {}).get(_COMPLEX, "[]"))
-    return torch.view_as_complex(stored) if name in pairs else stored
 
 
 def _commit(folder: Path, step: int, world: int) -> None:
@@ -215,22 +231,25 @@ def _commit(folder: Path, step: int, world: int) -> None:
         "libraries": _libraries(),
         **_inventory(place, world),
     }
+    content["digest"] = _index_digest(content)
     _write(place / _INDEX, as_text(content) + "\n")
-    _sync(place)
+    sync(place)
     name, again = f"step_{step:08d}", 1
     while (folder / name).exists():
         again += 1
         name = f"step_{step:08d}_{again}"
     os.rename(place, folder / name)
-    _sync(folder)
+    _newest_known[folder.resolve()] = content["serial"]
+    sync(folder)
     _write(folder / f"{_LATEST}.tmp", name + "\n")
     os.replace(folder / f"{_LATEST}.tmp", folder / _LATEST)
-    _sync(folder)
+    sync(folder)
 
 
 def _inventory(place: Path, world: int) -> dict[str, Any]:
     """All ranks' files with their sizes, and the file of every tensor."""
     files: dict[str, int] = {}
+    digests: dict[str, str] = {}
     file_of: dict[str, str] = {}
     for rank in range(world):
         tensors, plain = f"rank_{rank:05d}.safetensors", f"rank_{rank:05d}.json"
@@ -241,14 +260,21 @@ def _inventory(place: Path, world: int) -> dict[str, Any]:
                     f"error says, or it does not share the folder {place.parent} with rank 0"
                 )
             files[name] = (place / name).stat().st_size
-        with safe_open(place / tensors, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
+        digests[plain] = digest(_content(place / plain))
+        with open_tensors(place / tensors) as opened:
+            for name in opened.names:
                 if file_of.setdefault(name, tensors) != tensors:
                     raise InputError(
                         f"trainer.save: {file_of[name]} and {tensors} both hold {name!r}; every "
                         "rank must save only what it alone holds"
                     )
-    return {"files": files, "tensors": file_of}
+    return {"files": files, "digests": digests, "tensors": file_of}
+
+
+def _index_digest(index: Mapping[str, Any]) -> str:
+    """Of an index without its digest, whatever its line breaks."""
+    text = as_text({key: index[key] for key in index if key != "digest"})
+    return digest(text.encode(errors="surrogatepass"))
 
 
 def _libraries() -> dict[str, str]:
@@ -265,25 +291,19 @@ def _prune(folder: Path, keep: int) -> None:
         doomed = old.with_name(old.name + _REMOVED)
         with suppress(OSError):  # the next save tries again
             os.rename(old, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
 
 def _write(file: Path, text: str) -> None:
+    if len(text) > _MOST_TEXT:
+        raise InputError(
+            f"trainer.save: {file.name} would have {len(text)} bytes of values that are no "
+            "tensors, which could not be read again; make tensors of large lists"
+        )
     with file.open("w", encoding="utf-8") as opened:
         opened.write(text)
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk, so that it survives a power failure."""
-    if os.name == "nt" and path.is_dir():
-        return  # folders cannot be opened there
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -292,11 +312,19 @@ def _sync(path: Path) -> None:
 def find_checkpoint(place: str | Path) -> Path:
     """The checkpoint at a place, or the newest one of a folder of checkpoints."""
     place = _path(place, "checkpoint")
+    try:
+        return _found(place)
+    except OSError as error:
+        raise InputError(f"checkpoint: {place} cannot be read ({error})") from error
+
+
+def _found(place: Path) -> Path:
     if (place / _INDEX).is_file():
         return place
     if not place.is_dir():
         raise InputError(f"checkpoint: there is no folder {place}; look for a typing mistake")
     complete = sorted(_all(place), key=_serial)
+    _newest_known[place.resolve()] = max(map(_serial, complete), default=0)
     named = _latest(place)
     if named is not None and not _serial(named):
         return named  # damaged: reading it raises, instead of silently using an older one
@@ -312,8 +340,11 @@ def find_checkpoint(place: str | Path) -> Path:
 
 def _latest(folder: Path) -> Path | None:
     """The checkpoint that the file `latest` names, if it is there."""
-    named = folder / (_read(folder / _LATEST) or "-")
-    return named if _NAME.fullmatch(named.name) and named.is_dir() else None
+    try:
+        name = _content(folder / _LATEST).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
 
 
 def _all(folder: Path) -> list[Path]:
@@ -323,16 +354,43 @@ def _all(folder: Path) -> list[Path]:
 def _serial(checkpoint: Path) -> int:
     """The running number of a checkpoint; 0 if its index cannot be read."""
     try:
-        return int(json.loads(_read(checkpoint / _INDEX) or "{}")["serial"])
-    except (ValueError, KeyError, TypeError):
+        serial = parse_json(_content(checkpoint / _INDEX))["serial"]
+    except (OSError, InputError, KeyError, TypeError):
         return 0
+    return serial if type(serial) is int else 0
 
 
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
+def _content(file: Path) -> bytes:
+    """A small file's bytes; a pipe or a device is not waited for."""
+    about = file.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(f"{file.name} is no regular file")
+    if about.st_size > _MOST_TEXT:
+        raise OSError(f"{file.name} has {about.st_size} bytes, which is no index and no settings")
+    with file.open("rb") as opened:
+        return opened.read(_MOST_TEXT)
+
+
+def _index_problem(index: Mapping[str, Any]) -> str | None:
+    """What no save writes into an index; None if all entries are as they should be."""
+    for name in ("step", "serial", "world"):
+        if type(index.get(name)) is not int or index[name] < 0:
+            return f"expected {name} to be a number, got {index.get(name)!r:.40}"
+    for name, kind in (("files", int), ("tensors", str), ("digests", str)):
+        entries = index.get(name, {} if name == "digests" else None)
+        if not isinstance(entries, dict) or any(type(v) is not kind for v in entries.values()):
+            return f"expected {name} by name, got {entries!r:.40}"
+    files, world = index["files"], index["world"]
+    if len(files) != 2 * world or files.keys() != set(_names(world)):
+        return f"expected the files of {world} ranks, got {', '.join(sorted(files)):.80}"
+    strange = sorted(set(index["tensors"].values()) - files.keys())
+    return f"{strange[0]!r:.80} is no file of this checkpoint" if strange else None
+
+
+def _names(world: int) -> list[str]:
+    """The files of so many ranks."""
+    kinds = ("safetensors", "json")
+    return [f"rank_{rank:05d}.{kind}" for rank in range(world) for kind in kinds]
 
 
 class Checkpoint:
@@ -340,16 +398,29 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        index = self._json(_INDEX)
+        try:
+            self._open()
+        except OSError as error:
+            raise InputError(f"checkpoint: {path} cannot be read ({error})") from error
+
+    def _open(self) -> None:
+        self._index = index = self._json(_INDEX)
         if not isinstance(index, dict) or index.get("format") != _FORMAT:
             raise InputError(f"checkpoint: {self.path / _INDEX} was not written by trainer.save")
-        if index.get("version") != _VERSION:
+        version, libraries = index.get("version"), index.get("libraries")
+        if version not in _READABLE:
+            saved_by = libraries.get("revcompile") if isinstance(libraries, dict) else None
             raise InputError(
-                f"checkpoint: {self.path} has format version {index.get('version')}, but this "
-                f"revcompile reads {_VERSION}; load it with the revcompile that saved it "
-                f"({index.get('libraries', {}).get('revcompile', 'unknown')})"
+                f"checkpoint: {self.path} has format version {version!r:.20}, but this revcompile "
+                f"reads {' and '.join(map(str, _READABLE))}; load it with the revcompile that "
+                f"saved it ({saved_by or 'unknown'!s:.40})"
             )
-        self._index = index
+        self._has_digests = version != 1
+        if self._has_digests and index.get("digest") != _index_digest(index):
+            raise self._damaged(f"{_INDEX}: it is not what was written")
+        problem = _index_problem(index)
+        if problem is not None:
+            raise self._damaged(f"{_INDEX}: {problem}")
         for name, expected in index["files"].items():
             file = self.path / name
             got = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
@@ -359,12 +430,12 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """How many micro-batches had been fed."""
-        return int(self._index["step"])
+        return self._index["step"]  # type: ignore[no-any-return]
 
     @property
     def world(self) -> int:
         """How many ranks saved it."""
-        return int(self._index["world"])
+        return self._index["world"]  # type: ignore[no-any-return]
 
     @property
     def plain(self) -> list[Any]:
@@ -381,16 +452,24 @@ class Checkpoint:
 
     def _tensors(self, file: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         try:
-            with safe_open(self.path / file, framework="pt") as opened:
+            with open_tensors(self.path / file) as opened:
+                if self._has_digests and not opened.has_digests:
+                    raise InputError("the digests of its tensors are missing")
                 for name in names:
-                    yield name, read_tensor(opened, name)
-        except (OSError, SafetensorError) as error:
+                    yield name, opened.read(name)
+        except InputError as error:
             raise self._damaged(f"{file}: {error}") from error
 
     def _json(self, name: str) -> Any:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            content = _content(self.path / name)
+            is_checked = name != _INDEX and self._has_digests  # the index has its own digest
+            if is_checked and digest(content) != self._index.get("digests", {}).get(name):
+                raise InputError("it is not what was written")
+            return parse_json(content)
+        except PermissionError as error:
+            raise InputError(f"checkpoint: {self.path} cannot be read ({error})") from error
+        except (OSError, InputError) as error:
             raise self._damaged(f"{name}: {error}") from error
 
     def _damaged(self, what: str) -> InputError:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model
-from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree, located
+from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree, located, well_formed
 from revcompile.runtime.checkpoint.storage import (
     Barrier,
     Checkpoint,
@@ -124,17 +124,10 @@ def load_training(
     """
     checkpoint = Checkpoint(find_checkpoint(place))
     tensors = checkpoint.tensors()
-    with located(f"checkpoint: {checkpoint.path}"):
-        try:
-            plain = checkpoint.plain
-            parts = [_read(part, tensors, device, stages) for part in plain]
-            state = _merged(parts, [part["aliases"] for part in plain], replica)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(
-                f"it is not as trainer.save writes it ({type(error).__name__}: {error})"
-            ) from error
+    with located(f"checkpoint: {checkpoint.path}"), well_formed("what trainer.save writes"):
+        plain = checkpoint.plain
+        parts = [_read(part, tensors, device, stages) for part in plain]
+        state = _merged(parts, [part["aliases"] for part in plain], replica)
     return checkpoint, state
 
 

@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.codec import located
-from revcompile.runtime.checkpoint.storage import (
-    Checkpoint,
-    find_checkpoint,
-    read_tensor,
-    write_tensors,
-)
+from revcompile.runtime.checkpoint.codec import located, parse_json, well_formed
+from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint
+from revcompile.runtime.checkpoint.tensor_files import open_tensors, write_tensors
 
 __all__ = [
     "aliases",
@@ -88,7 +83,8 @@ def load_weights(place: str | Path) -> dict[str, Tensor]:
         name.removeprefix("model."): tensor.clone()
         for name, tensor in checkpoint.tensors("model.").items()
     }
-    return with_aliases(tensors, [part["aliases"] for part in checkpoint.plain])
+    with located(f"checkpoint: {checkpoint.path}"), well_formed("what trainer.save writes"):
+        return with_aliases(tensors, [part["aliases"] for part in checkpoint.plain])
 
 
 def with_aliases(
@@ -101,11 +97,12 @@ def with_aliases(
 
 def _exported(file: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(file, framework="pt") as opened:
-            further = json.loads((opened.metadata() or {}).get(_ALIASES, "{}"))
-            names = list(opened.keys())
-            return with_aliases({n: read_tensor(opened, n).clone() for n in names}, [further])
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        if not file.is_file():
+            raise InputError("there is no such file")
+        with open_tensors(file) as opened:
+            tensors = {name: opened.read(name).clone() for name in opened.names}
+            return with_aliases(tensors, [parse_json(opened.about.get(_ALIASES, "{}"))])
+    except (InputError, OSError) as error:
         raise InputError(f"load_weights: {file} cannot be read ({error})") from error
 
 

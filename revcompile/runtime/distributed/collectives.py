@@ -10,16 +10,19 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, VerificationError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.python_code import source_of
 
 __all__ = ["SignalConsensus", "check_ranks_agree", "gather_plain", "run_facts"]
+
+_MOST_TEXT: Final = 1 << 28
+"""Bytes of what a rank tells all others."""
 
 
 def gather_plain(value: Any, group: Any) -> list[Any]:
@@ -29,10 +32,12 @@ def gather_plain(value: Any, group: Any) -> list[Any]:
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     distributed.all_gather(lengths, torch.tensor([len(encoded)]), group=group)
     longest = max(int(length) for length in lengths)
+    if not 0 <= longest <= _MOST_TEXT:
+        raise VerificationError(f"a rank announces {longest} bytes of text")
     padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
     distributed.all_gather(gathered, padded, group=group)
-    return [json.loads(bytes(text.tolist())) for text in gathered]
+    return [json.loads(text.numpy().tobytes()) for text in gathered]
 
 
 # -- do all ranks train the same thing? -----------------------------------------------------------

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.codec import decode, encode
+from revcompile.errors import InputError, VerificationError
+from revcompile.runtime.checkpoint.codec import decode, encode, has_few_gaps, parse_json
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Layout, Message, MessageKind, PacketForm
 from revcompile.runtime.stage.tensors import aligned
@@ -37,6 +37,10 @@ __all__ = [
 HEADER: Final = 8
 """How many int64 a header has."""
 _KINDS: Final = tuple(MessageKind)
+_MOST_TEXT: Final = 1 << 26
+"""Bytes of a description."""
+_MOST_BYTES: Final = 1 << 44
+"""Bytes of a message: no machine has as much memory."""
 
 
 class Flag(enum.IntFlag):
@@ -57,6 +61,7 @@ class Flag(enum.IntFlag):
 
 
 _NONE: Final = Flag(0)
+_ALL_FLAGS: Final = sum(Flag)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,12 @@ class Header:
         code, index, flags, length, sequence, bits, inputs, target = numbers
         (scale,) = struct.unpack("d", struct.pack("q", bits))
         data = Fingerprint(inputs, target) if inputs or target else None
+        is_known = 0 <= code < len(_KINDS) and 0 <= flags <= _ALL_FLAGS
+        if not (is_known and 0 <= length <= _MOST_TEXT and index >= 0 and 0 <= scale < math.inf):
+            raise VerificationError(
+                f"a message's header is {numbers}; either the ranks run different versions of "
+                "revcompile, or something else sends to their ports"
+            )
         return cls(_KINDS[code], index, Flag(flags), length, sequence, scale or None, data)
 
 
@@ -114,7 +125,8 @@ class TensorFormat:
             )
         on_host = tensor.device.type == "cpu" and device.type != "cpu"
         stride = tuple(tensor.stride())
-        if not _is_injective(_core(tensor.shape, stride), stride):  # a sliding window, say
+        core = _core(tensor.shape, stride)
+        if not (_is_injective(core, stride) and has_few_gaps(core, stride)):  # a sliding window
             stride = torch.empty(tensor.shape, device="meta").stride()
         return cls(tensor.dtype, tuple(tensor.shape), stride, on_host)
 
@@ -288,8 +300,17 @@ class Description:
     """A received description: parsed once, used for every message that follows it."""
 
     def __init__(self, text: bytes) -> None:
-        self._parts = json.loads(text)
-        self.packing = Packing.of(list(_formats(self._parts)))
+        try:
+            self._parts = parse_json(text)
+            if not isinstance(self._parts, list) or len(self._parts) != 3:
+                raise InputError(f"expected values, gradients and a flag, got {text[:80]!r}")
+            formats = list(_formats(self._parts))
+        except RecursionError:
+            raise InputError("a description is nested too deeply") from None
+        size = sum(form.numel * form.dtype.itemsize for form in formats)
+        if size > _MOST_BYTES:
+            raise InputError(f"a message announces {size} bytes")
+        self.packing = Packing.of(formats)
 
     @property
     def layout(self) -> Layout:
@@ -308,7 +329,10 @@ class Description:
             return torch.device("cpu") if torch.device(name).type == "cpu" else device
 
         special = {"tensor": next_tensor, "device": device_here}
-        values, gradients, flag = (decode(part, special) for part in self._parts)
+        parts = [decode(part, special) for part in self._parts]
+        if not all(isinstance(part, dict) for part in parts):
+            raise InputError(f"expected values by name, got {self._parts!r:.80}")
+        values, gradients, flag = parts
         return Message(
             header.index,
             values,
@@ -328,7 +352,22 @@ def _formats(part: Any) -> Iterator[TensorFormat]:
     elif isinstance(part, dict):
         for tag, content in part.items():
             if tag == "tensor":
-                dtype, shape, stride, on_host = content
-                yield TensorFormat(getattr(torch, dtype), tuple(shape), tuple(stride), on_host)
+                yield _format(content)
             else:
                 yield from _formats(content)
+
+
+def _format(content: Any) -> TensorFormat:
+    """A tensor's format, if it is one that `TensorFormat.of` makes."""
+    try:
+        name, shape, stride, on_host = content
+        dtype = vars(torch)[name]
+        form = TensorFormat(dtype, tuple(shape), tuple(stride), on_host)
+        sizes = (*form.shape, *form.stride)
+        is_known = isinstance(dtype, torch.dtype) and type(on_host) is bool
+        is_known &= all(type(size) is int and 0 <= size < _MOST_BYTES for size in sizes)
+        if is_known and _is_injective(form.core, stride) and has_few_gaps(form.core, stride):
+            return form
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise InputError(f"a message announces a tensor {content!r:.80}")

@@ -24,7 +24,7 @@ from revcompile.runtime.checkpoint import (
     set_generators,
     until_signal,
 )
-from revcompile.runtime.checkpoint.codec import located
+from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.distributed.collectives import (
     SignalConsensus,
     check_ranks_agree,
@@ -489,7 +489,8 @@ class DistributedTrainer(Trainer):
         self.runner.leave(self.schedule, self.transport)
         self._load_state(state)
         self.runner.clear()
-        set_generators(state["rng"], self.rank, self.ranks.layout.world)
+        with well_formed("what trainer.save writes"):
+            set_generators(state["rng"], self.rank, self.ranks.layout.world)
         self.transport.completed = self.schedule.injected - 1
         self.everyone(None)  # no rank sends before all have dropped what was in flight
         return None

@@ -167,14 +167,17 @@ class ReceiveThread:
         text = self._text(header.length)
         if header.flags & (Flag.END | Flag.ABORT):
             has_ended = bool(header.flags & Flag.END)
-            self._on_end(self.channel, None if has_ended else text.decode())
+            self._on_end(self.channel, None if has_ended else text.decode(errors="replace"))
             return False
         if header.flags & Flag.DESCRIBED:
             self._descriptions[header.kind] = Description(text)
         if header.flags & Flag.VOID:
             arrival = Arrival(header.kind, Message(header.index, void=True, scale=header.scale))
         else:
-            arrival = self.receiver.arrival(header, self._descriptions[header.kind])
+            description = self._descriptions.get(header.kind)
+            if description is None:
+                raise VerificationError(f"a message {header} came before its description")
+            arrival = self.receiver.arrival(header, description)
         self._deliver(self.channel, arrival)
         return True
 
@@ -182,7 +185,7 @@ class ReceiveThread:
         text = torch.empty(length, dtype=torch.uint8)
         if length:
             self.channel.control_exchange(text, sends=False)
-        return bytes(text.tolist())
+        return text.numpy().tobytes()
 
 
 class DistributedTransport:

@@ -21,6 +21,7 @@ from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import until_signal
+from revcompile.runtime.checkpoint.codec import well_formed
 from revcompile.runtime.executor.captured import GraphRunner, StepResult
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -215,7 +216,7 @@ class Trainer(ABC):
 
     def _stop(self, error: BaseException) -> None:
         cause = f"{type(error).__name__}: {error}"
-        self._stop_reason = f"this trainer stopped in the middle of a step ({cause})"
+        self._stop_reason = f"this trainer stopped in the middle of a step or a load ({cause})"
 
     @property
     def is_unused(self) -> bool:
@@ -512,12 +513,17 @@ class Trainer(ABC):
 
     def _check_fits(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this trainer cannot continue from; nothing is changed."""
-        check_entries(state, self.model, (executor.updater for executor in self.executors))
-        same = is_same_pipeline(state, self.partition, self.programs, self.schedule)
-        check_in_flight(state, same, self.schedule, self.replicas)
+        with well_formed("what trainer.state_dict() returns"):
+            check_entries(state, self.model, (executor.updater for executor in self.executors))
+            same = is_same_pipeline(state, self.partition, self.programs, self.schedule)
+            check_in_flight(state, same, self.schedule, self.replicas)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that fits."""
+        with well_formed("what trainer.state_dict() returns"):
+            self._replace_state(state)
+
+    def _replace_state(self, state: Mapping[str, Any]) -> None:
         same = is_same_pipeline(state, self.partition, self.programs, self.schedule)
         saved = Schedule.load(state["schedule"])
         self.schedule = saved if same else continue_counting(self.schedule, saved)

@@ -10,7 +10,7 @@ from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import load_training, save_training, set_generators
-from revcompile.runtime.checkpoint.codec import located
+from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.executor.captured import GraphRunner
 from revcompile.runtime.executor.transaction import Transaction
 from revcompile.runtime.executor.transport import InProcess
@@ -205,7 +205,8 @@ class LocalTrainer(Trainer):
         self._check_latest()
         self.runner.leave(self.schedule, self.transport)
         self._check_fits(state)
-        self._load_state(state)
+        with self._stop_on_error():
+            self._load_state(state)
         self.runner.clear()
         self.probes.clear()
         self._stop_reason = None
@@ -219,4 +220,5 @@ class LocalTrainer(Trainer):
         checkpoint, state = load_training(place, device_of_model(self.model))
         with located(f"trainer.load: {checkpoint.path}"):
             self.load_state_dict(state)
-        set_generators(state["rng"])
+            with self._stop_on_error(), well_formed("what trainer.save writes"):
+                set_generators(state["rng"])

@@ -423,7 +423,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     index = trainer.save(tmp_path) / "checkpoint.json"
     content = json.loads(index.read_text())
     for change, said in [
-        ({"version": 2}, r"format version 2, but this revcompile reads 1; .* saved it \("),
+        ({"version": 3}, r"format version 3, but this revcompile reads 1 and 2; .* saved it \("),
         ({"format": "other"}, "was not written by trainer.save"),
     ]:
         index.write_text(json.dumps(content | change))

@@ -1,0 +1,1 @@
+"""What goes wrong outside: damaged files, hostile messages, slow networks, long runs."""
