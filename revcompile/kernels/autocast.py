@@ -1,12 +1,14 @@
-"""Mixed precision: the low-precision dtypes, and whether autocast is on."""
+"""Mixed precision: the low-precision dtypes, whether autocast is on, conversion of many tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
-__all__ = ["LOW_PRECISION", "is_autocasting"]
+__all__ = ["LOW_PRECISION", "converted", "is_autocasting"]
 
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Dtypes in which sums of many blocks lose too many digits for a residual stream."""
@@ -16,6 +18,19 @@ def is_autocasting(device: torch.device) -> bool:
     """Is autocast enabled for a device? Never for one that has no autocast, like meta."""
     kind = device.type
     return kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
+
+
+def converted(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Copies of tensors in other dtypes, made together: few kernels on a GPU, however many.
+
+    >>> [t.dtype for t in converted([torch.ones(2), torch.ones(3)], [torch.half, torch.double])]
+    [torch.float16, torch.float64]
+    """
+    pairs = zip(tensors, dtypes, strict=True)
+    copies = [torch.empty_like(t, dtype=dtype, requires_grad=False) for t, dtype in pairs]
+    if copies:
+        torch._foreach_copy_(copies, [tensor.detach() for tensor in tensors])
+    return copies
 
 
 # Asked once: torch.compile before 2.15 cannot trace the question.

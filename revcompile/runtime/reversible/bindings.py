@@ -263,6 +263,11 @@ class Bound:
         unique = {id(p): p for p in self._parameters if p is not None and p.requires_grad}
         return list(unique.values())
 
+    @property
+    def parameters(self) -> Sequence[Any]:
+        """In the order of `Bindings.labels`."""
+        return self._parameters
+
     def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
         hooked = self._bindings.hooked

@@ -21,7 +21,8 @@ the inverse (`kernels.exact_sum`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -30,8 +31,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
+from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.runtime.reversible.bindings import Bindings, Bound
+from revcompile.runtime.reversible.block_weights import BlockWeights, to_dtypes_of
 from revcompile.runtime.reversible.hooks import (
     ShardedModule,
     gradient_hooks_silenced,
@@ -96,6 +99,21 @@ class Block:
     """FSDP2 modules that its layers belong to, outermost first."""
     batch_dim: int | None = 0
     """The streams' dimension that counts samples, if there is one."""
+    weights: BlockWeights | None = None
+    """What autocast would convert one by one."""
+
+    def converted(self, bound: Bound, dtype: torch.dtype | None) -> dict[int, Tensor]:
+        """Copies of weights in the dtype of autocast, by the ids of the weights."""
+        if self.weights is None or dtype is None:
+            return {}
+        return self.weights.converted(bound.parameters, dtype)
+
+    def reading(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        """Its layers read the copies."""
+        return self.weights.replaced_by(copies) if self.weights and copies else _NOTHING
+
+
+_NOTHING: Final = nullcontext()
 
 
 class _Coupled(NamedTuple):
@@ -221,7 +239,9 @@ class Chain:
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
-        call = _Call(self, root, cast, sums, Surroundings(a.device), overlaps)
+        is_cast = cast is None and is_autocasting(a.device)
+        dtype = torch.get_autocast_dtype(a.device.type) if is_cast else None
+        call = _Call(self, root, cast, dtype, sums, Surroundings(a.device), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
@@ -311,6 +331,7 @@ class _Call:
     chain: Chain
     root: nn.Module
     cast: torch.dtype | None
+    autocast: torch.dtype | None
     sums: Sums
     around: Surroundings
     overlaps: bool = False
@@ -386,7 +407,8 @@ class _Reversible(torch.autograd.Function):
             a, b = call.sums.enter(a, b)
         replay = Replay(block.replay_context, call.around, bool(block.bindings.hooked))
         cast_b, call.cast_copy = call.cast_copy, None
-        with replay.record(), bound.recording_hooks():
+        copies = block.converted(bound, call.autocast)
+        with replay.record(), bound.recording_hooks(), block.reading(copies):
             b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = _couple(
                 *(call.root, block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,
@@ -487,12 +509,17 @@ def _rebuild(
     sides = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
     next_side = iter(sides)
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
-    stand_ins = bound.stand_ins()
-    parameters: Sequence[Tensor] = node.parameters
-    if stand_ins:
-        parameters = [stand_ins.get(id(p), p) for p in parameters]
     has_hooks = bound.has_hooks()
-    with bound.restored(stand_ins, has_hooks), node.replay.replay():
+    stand_ins = bound.stand_ins()
+    copies = {} if has_hooks else block.converted(bound, call.autocast)
+    parameters: Sequence[Tensor] = node.parameters
+    if stand_ins or copies:
+        parameters = [
+            copies[id(p)].requires_grad_() if id(p) in copies else stand_ins.get(id(p), p)
+            for p in parameters
+        ]
+    restored = bound.restored(stand_ins, has_hooks)
+    with restored, block.reading(copies), node.replay.replay():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b)
@@ -526,6 +553,8 @@ def _differentiate(
             rebuilt.x, grad_b, rebuilt.results, grads, *inputs, _previous_dtype(node)
         )
     assert of_b is not None
+    if rebuilt.parameters is not node.parameters:
+        others[len(rebuilt.sides) :] = to_dtypes_of(node.parameters, others[len(rebuilt.sides) :])
     streams = _before_rearrange(node, of_a, of_b)
     if cast_of_b is not None:
         node.call.cast_gradient = streams[1], _before_rearrange(node, cast_of_b)[0]
