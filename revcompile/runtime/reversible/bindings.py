@@ -29,8 +29,6 @@ from revcompile.runtime.reversible.hooks import (
     replay_hooks,
 )
 
-__all__ = ["Bindings", "Bound", "Column", "Slot", "Watch"]
-
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module: compared in other ways."""
 _PLAIN: Final = (bool, int, float, str, tuple)

@@ -19,8 +19,6 @@ from revcompile.ir.module_tree import is_cast
 from revcompile.kernels.autocast import converted
 from revcompile.runtime.reversible.bindings import Bindings
 
-__all__ = ["BlockWeights", "to_dtypes_of"]
-
 
 class BlockWeights:
     """The parameters of one branch that only layers read for which autocast converts them.

@@ -67,9 +67,6 @@ from revcompile.runtime.reversible.transforms import (
     is_transformed,
 )
 
-__all__ = ["Block", "Chain"]
-
-
 # -- one coupling ---------------------------------------------------------------------------------
 
 

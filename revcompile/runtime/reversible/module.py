@@ -38,8 +38,6 @@ from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
 
-__all__ = ["Reversible"]
-
 _RESERVED = frozenset(
     {
         "rewired",

@@ -55,8 +55,6 @@ from revcompile.schedule import Schedule, delay, mean_delay
 
 Batch = TypeVar("Batch")
 
-__all__ = ["Trainer"]
-
 
 class Trainer(ABC):
     """Trains a staged model; `net.trainer(...)` makes one.

@@ -16,19 +16,6 @@ from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Keep, Schedule
 
-__all__ = [
-    "FORMAT",
-    "check_entries",
-    "check_in_flight",
-    "continue_counting",
-    "is_same_pipeline",
-    "load_model",
-    "load_scaling",
-    "load_updaters",
-    "segment_names",
-    "stages_with_graphs",
-]
-
 FORMAT: Final = 1
 _ENTRIES: Final = (
     *("cuts", "seed", "model", "optimizer", "groups"),
