@@ -13,6 +13,26 @@ from torch import Tensor, fx
 from revcompile.errors import CaptureError
 from revcompile.kernels.autocast import is_autocasting
 
+__all__ = [
+    "as_read",
+    "attribute",
+    "batch_norm",
+    "device_of",
+    "fuse_mean",
+    "is_random_operator",
+    "matching",
+    "op_name",
+    "out_of_place",
+    "read_buffer",
+    "select",
+    "shape",
+    "statistics_frozen",
+    "store_buffer",
+    "with_item",
+    "with_view",
+    "writes_self",
+]
+
 
 def select(training: bool, train: Any, evaluation: Any) -> Any:
     """The value of a constant that depends on the mode.
