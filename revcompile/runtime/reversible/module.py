@@ -21,10 +21,11 @@ from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorTyp
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings, Watch
+from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.cases import Cases, Recapture
-from revcompile.runtime.reversible.coupling import Block, Chain
+from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.hooks import (
     ShardedModule,
     reshard,
@@ -249,7 +250,7 @@ class Reversible(OriginalSurface):
         plan = self._plans.get(key)
         if plan is None or plan.watch.change() is not None:
             steps = self._steps(body)
-            watch = Watch([bindings for step in steps for bindings in step.bindings], self)
+            watch = Watch([bindings for step in steps for bindings in step.bindings])
             plan = self._plans[key] = _Plan(steps, watch)
         return plan.steps
 
