@@ -8,10 +8,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["LOW_PRECISION", "converted", "is_autocasting"]
+__all__ = ["LOW_PRECISION", "converted", "is_autocasting", "wide_dtype"]
 
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Dtypes in which sums of many blocks lose too many digits for a residual stream."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32 in place of a dtype of low precision: for streams and sums."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
 def is_autocasting(device: torch.device) -> bool:
