@@ -126,8 +126,9 @@ def bn_relu(
 
 def _normed(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """`norm(x)`, with less work for the host: a deep net launches hundreds of such layers."""
-    is_simple = norm.training and norm.momentum is not None and x.dim() == 4
-    if not is_simple or torch.compiler.is_compiling() or _has_hooks(norm) or _has_any_global_hook():
+    momentum, is_simple = norm.momentum, norm.training and x.dim() == 4
+    is_observed = _has_hooks(norm) or _has_any_global_hook() or torch.compiler.is_compiling()
+    if momentum is None or not is_simple or is_observed:
         normed: Tensor = norm(x)
         return normed
     mean = variance = None
@@ -136,7 +137,7 @@ def _normed(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
         mean, variance = buffers["running_mean"], buffers["running_var"]
         _count(buffers["num_batches_tracked"])
     affine = norm._parameters["weight"], norm._parameters["bias"]
-    return F.batch_norm(x, mean, variance, *affine, True, norm.momentum, norm.eps)
+    return F.batch_norm(x, mean, variance, *affine, True, momentum, norm.eps)
 
 
 def _count(counter: Tensor | None) -> None:
