@@ -127,7 +127,7 @@ def bn_relu(
 def _normed(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """`norm(x)`, with less work for the host: a deep net launches hundreds of such layers."""
     momentum, is_simple = norm.momentum, norm.training and x.dim() == 4
-    is_observed = _has_hooks(norm) or _has_any_global_hook() or torch.compiler.is_compiling()
+    is_observed = torch.compiler.is_compiling() or _has_hooks(norm) or _has_any_global_hook()
     if momentum is None or not is_simple or is_observed:
         normed: Tensor = norm(x)
         return normed
