@@ -28,13 +28,15 @@ def is_autocasting(device: torch.device) -> bool:
 def converted(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Copies of tensors in other dtypes, made together: few kernels on a GPU, however many.
 
+    For values without a graph, or under `no_grad`.
+
     >>> [t.dtype for t in converted([torch.ones(2), torch.ones(3)], [torch.half, torch.double])]
     [torch.float16, torch.float64]
     """
     pairs = zip(tensors, dtypes, strict=True)
     copies = [torch.empty_like(t, dtype=dtype, requires_grad=False) for t, dtype in pairs]
     if copies:
-        torch._foreach_copy_(copies, [tensor.detach() for tensor in tensors])
+        torch._foreach_copy_(copies, list(tensors))
     return copies
 
 

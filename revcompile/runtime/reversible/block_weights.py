@@ -9,8 +9,9 @@ does not: it would need half as much memory again as its weights take.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,32 +42,42 @@ class BlockWeights:
     ) -> dict[int, Tensor]:
         """Copies by the ids of what they are copies of, if `dtype` is given, and if that pays.
 
-        Args:
-            parameters: Those of the branch, in the order of its bindings.
+        `parameters` are those of the branch, in the order of its bindings. If it uses one twice,
+        all are left to autocast.
         """
         if dtype is None or len(self._slots) < 2:
             return {}
-        uses = Counter(map(id, parameters))
-        present = (parameters[i] for i, _, _ in self._slots)
-        chosen = [p for p in present if p is not None and _is_plain(p) and uses[id(p)] == 1]
-        copies = converted(chosen, [dtype] * len(chosen))
-        return dict(zip(map(id, chosen), copies, strict=True))
+        used = [id(p) for p in parameters if p is not None]
+        if len(set(used)) < len(used):
+            return {}
+        present = [parameters[i] for i, _, _ in self._slots]
+        chosen = [p for p in present if type(p) is nn.Parameter and p.dtype == torch.float32]
+        return dict(zip(map(id, chosen), converted(chosen, [dtype] * len(chosen)), strict=True))
 
-    @contextmanager
-    def replaced_by(self, copies: Mapping[int, Tensor]) -> Iterator[None]:
+    def replaced_by(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
         """Let the layers read the copies."""
-        before = [(owner, name, owner[name]) for _, owner, name in self._slots]
-        for owner, name, value in before:
-            owner[name] = copies.get(id(value), value)
-        try:
-            yield
-        finally:
-            for owner, name, value in before:
-                owner[name] = value
+        values = [(owner, name, owner[name]) for _, owner, name in self._slots]
+        copied = [(owner, name, value) for owner, name, value in values if id(value) in copies]
+        return _Replaced(copied, copies)
 
 
-def _is_plain(parameter: Tensor) -> bool:
-    return type(parameter) is nn.Parameter and parameter.dtype == torch.float32
+class _Replaced(AbstractContextManager[None]):
+    """Not a generator: it is entered for every block."""
+
+    __slots__ = ("_before", "_copies")
+
+    def __init__(
+        self, before: Sequence[tuple[dict[str, Any], str, Tensor]], copies: Mapping[int, Tensor]
+    ) -> None:
+        self._before, self._copies = before, copies
+
+    def __enter__(self) -> None:
+        for owner, name, value in self._before:
+            owner[name] = self._copies[id(value)]
+
+    def __exit__(self, *_: Any) -> None:
+        for owner, name, value in self._before:
+            owner[name] = value
 
 
 def to_dtypes_of(
