@@ -8,8 +8,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["LOW_PRECISION", "converted", "is_autocasting", "wide_dtype"]
-
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Dtypes in which sums of many blocks lose too many digits for a residual stream."""
 

@@ -22,8 +22,6 @@ from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.kernels.loading import MIN_ELEMENTS
 from revcompile.kernels.loading import batch_norm_kernels as _kernels
 
-__all__ = ["Statistics", "bn_relu"]
-
 MIN_ELEMENTS_UNCAPTURED: int = 2**24
 """Elements from which on the kernels pay outside of a captured CUDA graph: the host takes longer to
 launch our five kernels from Python than torch's two, and a deep net launches hundreds."""

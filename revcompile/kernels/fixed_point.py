@@ -27,27 +27,6 @@ from torch import Tensor, nn
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.loading import average_kernels
 
-__all__ = [
-    "FORMATS",
-    "STREAM_RANGE",
-    "average",
-    "average_and_value",
-    "average_gradients",
-    "average_value",
-    "couple_average",
-    "draw_sign",
-    "enter_average",
-    "fixed",
-    "pack_bits",
-    "uncouple_average",
-    "undo_average",
-    "undo_average_and_value",
-    "unit_of",
-    "unpack_bits",
-    "value",
-    "with_value",
-]
-
 
 class _Format(NamedTuple):
     integers: torch.dtype

@@ -21,8 +21,6 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["average", "average_gradients", "supports", "undo_average"]
-
 _BYTES: Final = 128
 """Bytes of lost bits that a program works on: eight elements each."""
 _MAX_ELEMENTS: Final = 2**31 - 8 * _BYTES

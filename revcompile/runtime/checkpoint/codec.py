@@ -23,8 +23,6 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.stage.tensors import overlaps
 
-__all__ = ["as_text", "decode", "decode_tree", "encode", "encode_tree", "located"]
-
 Special = Callable[[Any], dict[str, Any] | None]
 """Encodes values that the caller treats itself (tensors); None: encode as usual."""
 

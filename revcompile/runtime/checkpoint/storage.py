@@ -36,16 +36,6 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.codec import as_text
 
-__all__ = [
-    "Barrier",
-    "Checkpoint",
-    "find_checkpoint",
-    "join_barriers",
-    "read_tensor",
-    "save_checkpoint",
-    "write_tensors",
-]
-
 Barrier = Callable[[], None]
 """Returns when every rank has called it."""
 

@@ -22,16 +22,6 @@ from revcompile.runtime.checkpoint.storage import (
     write_tensors,
 )
 
-__all__ = [
-    "aliases",
-    "export_weights",
-    "first_few",
-    "load_into",
-    "load_weights",
-    "model_mismatches",
-    "with_aliases",
-]
-
 _ALIASES: Final = "revcompile.aliases"
 
 

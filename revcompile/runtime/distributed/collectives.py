@@ -19,8 +19,6 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.python_code import source_of
 
-__all__ = ["SignalConsensus", "check_ranks_agree", "gather_plain", "run_facts"]
-
 
 def gather_plain(value: Any, group: Any) -> list[Any]:
     """Every rank's value (plain, as JSON can hold it), on every rank."""

@@ -23,8 +23,6 @@ from revcompile.runtime.distributed.liveness import short_error
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.process_groups import new_group
 
-__all__ = ["ReplicaAverage", "open_replica_groups"]
-
 
 def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:
     """A process group for the replicas of each stage; returns those of this rank's stages."""

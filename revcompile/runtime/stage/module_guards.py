@@ -24,8 +24,6 @@ from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.bindings import Bindings, Column, Slot, Watch
 from revcompile.runtime.reversible.hooks import MODULE_HOOKS
 
-__all__ = ["ParameterGuard", "TreeGuard", "parameters_of"]
-
 _requires_grad: Final = attrgetter("requires_grad")
 _gradient_hooks: Final = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 

@@ -21,15 +21,6 @@ from revcompile.ir.program import StageProgram
 from revcompile.kernels.autocast import converted
 from revcompile.schedule import Order, Weights
 
-__all__ = [
-    "CastWeights",
-    "ParameterSlots",
-    "PredictedWeights",
-    "at_versions",
-    "castable_parameters",
-    "detached_copies",
-]
-
 # -- stashed weights ------------------------------------------------------------------------------
 
 

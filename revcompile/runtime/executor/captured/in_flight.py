@@ -15,8 +15,6 @@ from revcompile.runtime.executor.transport import Message, MessageKind, Route, T
 from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.stage import Stage
 
-__all__ = ["InFlightState", "empty_on", "flagged", "in_flight", "missing_memory"]
-
 
 @dataclass
 class InFlightState:

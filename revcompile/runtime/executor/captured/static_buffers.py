@@ -25,17 +25,6 @@ from revcompile.runtime.executor.transport import (
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.tensors import aligned
 
-__all__ = [
-    "Flat",
-    "InPlaceMessages",
-    "StaticBuffers",
-    "StaticTransport",
-    "copy_all",
-    "message_in",
-    "payload",
-    "pooled_copy",
-]
-
 _SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
 
