@@ -21,31 +21,6 @@ from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError
 
-__all__ = [
-    "BackendName",
-    "CheckName",
-    "CostName",
-    "KeepName",
-    "MethodName",
-    "OrderName",
-    "OverlapName",
-    "PolicyName",
-    "WeightsName",
-    "check_cost",
-    "check_device",
-    "check_examples",
-    "check_leaf_modules",
-    "check_model",
-    "check_optimizer_copies",
-    "check_stage_list",
-    "file_path",
-    "flag",
-    "new_file",
-    "number",
-    "one_of",
-    "whole_number",
-]
-
 MethodName = Literal[
     "backprop",
     "reversible_backprop",

@@ -2,22 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CaptureError",
-    "GuardError",
-    "InputError",
-    "InversionError",
-    "ModifiedError",
-    "NonFiniteError",
-    "OriginalMethodError",
-    "PolicyError",
-    "RankError",
-    "RevcompileError",
-    "RevcompileWarning",
-    "TrainerStoppedError",
-    "VerificationError",
-]
-
 
 class RevcompileError(Exception):
     """Base of all errors raised on purpose by revcompile.

@@ -37,8 +37,6 @@ from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
 from revcompile.schedule import Keep, choose
 
-__all__ = ["Compared", "compare_chain", "compare_stages", "why_not_compared"]
-
 _PASSES: Final = 14
 """Cost of all comparisons in forward passes: 3 + 4 (two ways to differentiate), twice."""
 _WORK_PER_NODE: Final = 5e8

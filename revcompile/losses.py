@@ -13,8 +13,6 @@ from revcompile.errors import InputError
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.units import is_int
 
-__all__ = ["linear_cross_entropy"]
-
 _CHUNK_BYTES: Final = 2**28
 """Of float32 logits that exist at a time, if no number of rows is given."""
 

@@ -9,16 +9,6 @@ from typing import Final
 
 from revcompile.errors import InputError
 
-__all__ = [
-    "BINARY",
-    "DECIMAL",
-    "format_size",
-    "is_int",
-    "parse_memory_budget",
-    "parse_quantity",
-    "parse_size",
-]
-
 _QUANTITY: Final = re.compile(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.IGNORECASE)
 DECIMAL: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}

@@ -194,7 +194,7 @@ def rounded_outputs(module: nn.Module) -> Iterator[None]:
         noise = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         return output * (1 + 4 * torch.finfo(output.dtype).eps * noise).to(output.dtype)
 
-    couple = coupling._couple
+    couple = coupling.couple
 
     def couple_rounded(
         root: nn.Module, block: Any, index: int, a: Tensor, b: Tensor, *given: Any
@@ -208,7 +208,7 @@ def rounded_outputs(module: nn.Module) -> Iterator[None]:
     layers = [inner for inner in module.modules() if not list(inner.children())]
     handles = [layer.register_forward_hook(change) for layer in layers]
     try:
-        with mock.patch.object(coupling, "_couple", couple_rounded):
+        with mock.patch.object(coupling, "couple", couple_rounded):
             yield
     finally:
         for handle in handles:

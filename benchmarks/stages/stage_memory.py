@@ -201,6 +201,7 @@ def _trained(
         order=setting.order,
         accumulate=setting.accumulate,
         buffers=setting.buffers,
+        backend="eager",  # captured steps perform no actions that could be watched
     )
     watch = Watch(trainer, meter)
     # Versions differ from the first update on, which comes when the pipeline is full.

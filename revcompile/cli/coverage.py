@@ -15,8 +15,6 @@ from revcompile.cli.output import say, say_json
 if TYPE_CHECKING:
     from revcompile.ir.types import Cost, Rewired
 
-__all__ = ["add", "run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)

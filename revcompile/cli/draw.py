@@ -13,8 +13,6 @@ from revcompile.cli.models import add_model, add_stages, load, staged
 from revcompile.cli.output import say, say_json
 from revcompile.errors import InputError
 
-__all__ = ["add", "run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from revcompile.inspect.code import CompiledStage
     from revcompile.staged import StagedModel
 
-__all__ = ["add", "run"]
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from revcompile.api import ReversibleModule
     from revcompile.staged import StagedModel
 
-__all__ = ["Loaded", "add_model", "load", "rewired", "staged"]
-
 
 @dataclass(frozen=True)
 class Loaded:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from rich.status import Status
 
-__all__ = ["say", "say_json", "spinner"]
-
 _COLOURS: Final = {
     r"^[^\n]*: \d+ (stages|segments)[^\n]*": "bold",
     r"\breversible\b|\byes$": "green",

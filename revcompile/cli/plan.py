@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from revcompile.plan.cluster import TimeModel
     from revcompile.plan.forecast import Forecast
 
-__all__ = ["add", "run"]
-
 _BUFFERS: Final = {"bf16": 2, "fp16": 2, "fp8": 1, "offload": 0}
 """Bytes an element of a kept input takes on the device."""
 _NEARLY: Final = 1.02

@@ -9,8 +9,6 @@ from typing import Final, TypeVar
 from revcompile.errors import InputError
 from revcompile.units import BINARY, DECIMAL, parse_quantity, parse_size
 
-__all__ = ["bandwidth", "count", "rate", "seconds", "shape", "size"]
-
 Number = TypeVar("Number", int, float)
 
 _TIMES: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}

@@ -15,15 +15,6 @@ from revcompile.ir.ops import op_name, read_buffer
 from revcompile.ir.random_numbers import draws_random
 from revcompile.ir.types import TYPE, TensorType
 
-__all__ = [
-    "Flow",
-    "cuts_gradient",
-    "holds_tensor",
-    "is_add",
-    "is_plain",
-    "tensor_type",
-]
-
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 )

@@ -32,8 +32,6 @@ from revcompile.ir.types import (
 )
 from revcompile.ir.weight_expansion import WeightExpansion
 
-__all__ = ["lost_in_programs", "lost_in_rewired"]
-
 
 class _Sources:
     """Parameters and inputs; a set of them is an integer with one bit for each."""

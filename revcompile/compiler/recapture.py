@@ -31,8 +31,6 @@ from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Captured, Frontend, Rewired
 
-__all__ = ["Recompiler"]
-
 _PLAIN: Final = (NoneType, bool, int, float, str, type(ABSENT))
 
 

@@ -18,8 +18,6 @@ from revcompile.ir.ops import store_buffer
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.ir.types import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
 
-__all__ = ["verify_partition", "verify_programs", "verify_rewired"]
-
 
 def verify_rewired(captured: Captured, rewired: Rewired) -> None:
     """Every captured value is computed once, read only after that, and keeps its gradient."""

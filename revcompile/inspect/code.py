@@ -14,8 +14,6 @@ from revcompile.inspect.source import SourceText
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.schedule import Action, Keep, Op
 
-__all__ = ["ActionList", "CompiledStage", "code_text"]
-
 _RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
 _PREFIX: Final = re.compile(r"\brevcompile_ir_(?:coupling_)?ops_")
 

@@ -27,8 +27,6 @@ from revcompile.ir.types import (
 from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep, delay, window
 
-__all__ = ["Explanation", "PieceExplanation", "explain"]
-
 _OWN: Final = str(Path(__file__).parent.parent)
 _SHAPES: Final = {
     ResidualKind.IDENTITY: "x + F(x), the shortcut being the block's input itself",

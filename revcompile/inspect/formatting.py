@@ -6,20 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from revcompile.ir.types import TensorType
-from revcompile.units import format_size as size
+from revcompile.units import format_size
 
-__all__ = [
-    "amount",
-    "bytes_of",
-    "counted",
-    "dtype",
-    "first_few",
-    "listed",
-    "shape",
-    "share",
-    "size",
-    "span",
-]
+size = format_size
 
 
 def amount(count: float) -> str:

@@ -20,8 +20,6 @@ from revcompile.ir.python_code import path_expression, python_code
 from revcompile.ir.stage_code import HELPERS
 from revcompile.ir.types import PATH
 
-__all__ = ["Listing", "commented", "module_path", "python_text"]
-
 _COMMENT_COLUMN: Final = 60
 _NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
 _FREES: Final = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)

@@ -31,8 +31,6 @@ from revcompile.ir.stage_code import (
 )
 from revcompile.ir.types import Coupling
 
-__all__ = ["SourceText"]
-
 _GRADS = "grads"
 """The variable in which gradients of parameters are added up."""
 

@@ -28,18 +28,6 @@ from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion
 
-__all__ = [
-    "StageFacts",
-    "invertibility_table",
-    "most_frequent_refusals",
-    "refusals",
-    "render",
-    "short_range",
-    "stage_facts",
-    "stage_table",
-    "summary_text",
-]
-
 
 def render(*parts: object) -> str:
     """Rich renderables as plain text, as wide as the terminal, between 80 and 120 columns.

@@ -13,8 +13,6 @@ from revcompile.ir.program import Part, Partition, Port, StageMemory, StageProgr
 from revcompile.ir.types import PATH, Coupling, Rewired, Segment, TensorType
 from revcompile.schedule import delay, window
 
-__all__ = ["BlockView", "StageView", "modules_of", "refusals_by_reason", "stage_views"]
-
 
 @dataclass(frozen=True)
 class BlockView:

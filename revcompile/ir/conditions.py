@@ -21,23 +21,6 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-__all__ = [
-    "ABSENT",
-    "UNKNOWN",
-    "Condition",
-    "HasContents",
-    "HasKeys",
-    "HasType",
-    "IsInstance",
-    "Item",
-    "Present",
-    "SameObject",
-    "described",
-    "frozen",
-    "holds",
-    "look_up",
-]
-
 
 class _Absence(enum.Enum):
     """In the place of a value; an enum stays itself when copied or pickled."""

@@ -22,7 +22,7 @@ from torch.overrides import has_torch_function
 
 from revcompile.ir import ops
 from revcompile.ir.module_tree import is_cast
-from revcompile.kernels.autocast import LOW_PRECISION
+from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.exact_sum import add, add_or_subtract, grid_for, rounded, subtract
 from revcompile.kernels.fixed_point import (
@@ -282,7 +282,7 @@ def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 def wide(x: Tensor) -> Tensor:
     """A stream in float32 at least: bf16 streams drift."""
-    return x.float() if x.dtype in LOW_PRECISION else x
+    return x.to(wide_dtype(x.dtype))
 
 
 def enter_chain(

@@ -21,17 +21,6 @@ from torch import Tensor, fx, nn
 from revcompile.ir.conditions import ABSENT, Condition, Item, SameObject, frozen, holds, look_up
 from revcompile.kernels.autocast import is_autocasting
 
-__all__ = [
-    "NO_GUARDS",
-    "AttributeGuard",
-    "FlagGuard",
-    "Guards",
-    "ModeGuards",
-    "SizeGuard",
-    "SizeGuards",
-    "input_types",
-]
-
 
 def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """The properties of inputs on which shapes and types inside the network depend.

@@ -23,22 +23,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.ops import attribute, op_name
 
-__all__ = [
-    "NORMS",
-    "TreeReads",
-    "called_module",
-    "casts_input",
-    "child_path",
-    "convolves",
-    "copy_module",
-    "device_of_model",
-    "has_autocast_consumer",
-    "has_batch_norm",
-    "is_cast",
-    "parameters_of",
-    "parameters_read",
-]
-
 NORMS: Final = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """torch's normalization layers; `_NormBase` is the base of batch and instance norms."""
 

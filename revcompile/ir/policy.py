@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from revcompile.errors import PolicyError
 
-__all__ = ["Enter", "Fuse", "Policy"]
-
 
 class Enter(enum.Enum):
     """How one value becomes two streams.

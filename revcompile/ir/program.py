@@ -21,8 +21,6 @@ from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.schedule import Keep, Method, Tie
 
-__all__ = ["Part", "Partition", "Port", "StageMemory", "StageProgram", "Unit", "legal"]
-
 
 def legal(name: str) -> str:
     """A live value's or module's name as a Python identifier.

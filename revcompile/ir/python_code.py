@@ -18,8 +18,6 @@ from typing import Any, Final
 from torch import fx, nn
 from torch.fx.graph import PythonCode
 
-__all__ = ["compile_graph", "compile_with_modules", "path_expression", "python_code", "source_of"]
-
 _STAND_IN: Final = "revcompile_path_"
 _counter = itertools.count()
 

@@ -11,8 +11,6 @@ from torch.nn.modules.conv import _ConvNd
 from revcompile.ir.ops import is_random_operator, op_name
 from revcompile.kernels.layer_norm import is_layer_norm
 
-__all__ = ["RandomReads", "draws_random", "random_reads"]
-
 _RANDOM_COMPOSITES: Final = frozenset(
     (
         *("dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "multi_head_attention_forward"),

@@ -19,23 +19,6 @@ from torch import fx
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.types import Segment
 
-__all__ = [
-    "HELPERS",
-    "KEY",
-    "SELF",
-    "Call",
-    "Function",
-    "FunctionRole",
-    "GraphFunction",
-    "ParameterGradients",
-    "Program",
-    "StageCode",
-    "Statement",
-    "Value",
-    "call",
-    "live_statements",
-]
-
 HELPERS: Final = frozenset([*ops.__all__, *coupling_ops.__all__])
 """Functions that printed code calls by these names: no variable may have one."""
 _WITHOUT_EFFECT: Final = frozenset(

@@ -23,29 +23,6 @@ from revcompile.ir.policy import Policy
 from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep
 
-__all__ = [
-    "LIVE_VALUES",
-    "PATH",
-    "SOURCE",
-    "TYPE",
-    "VALUE",
-    "Body",
-    "Captured",
-    "Cost",
-    "Coupling",
-    "Frontend",
-    "Live",
-    "Opaque",
-    "Rearrange",
-    "Refusal",
-    "Residual",
-    "ResidualKind",
-    "Rewired",
-    "Segment",
-    "Signature",
-    "TensorType",
-]
-
 TYPE: Final = "revcompile_type"
 """`node.meta` key: the node's `TensorType`, or a tuple/dict of them, or None for plain values."""
 

@@ -6,8 +6,6 @@ import enum
 
 import torch
 
-__all__ = ["WeightExpansion", "grow"]
-
 
 class WeightExpansion(enum.Enum):
     """How a tensor added or enlarged by rewiring starts from the original's weights."""

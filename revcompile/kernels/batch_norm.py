@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.kernels.loading import MIN_ELEMENTS
 from revcompile.kernels.loading import batch_norm_kernels as _kernels
-
-__all__ = ["Statistics", "bn_relu"]
 
 MIN_ELEMENTS_UNCAPTURED: int = 2**24
 """Elements from which on the kernels pay outside of a captured CUDA graph: the host takes longer to
@@ -36,6 +35,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self._recorded: dict[nn.Module, list[_BatchStatistics]] = {}
+        self._counters: dict[int, Tensor] = {}
+        """Of batches: they go up by one at the end of the run, all in one kernel."""
 
     def record(self) -> AbstractContextManager[None]:
         """Around the first run."""
@@ -54,6 +55,18 @@ class Statistics:
     def append(self, norm: nn.Module, mean: Tensor, scale: Tensor) -> None:
         """Record one call of a layer."""
         self._recorded.setdefault(norm, []).append((mean, scale))
+
+    def count(self, counter: Tensor) -> None:
+        """A layer has seen a batch."""
+        if id(counter) in self._counters:  # it runs twice
+            counter.add_(1)
+        self._counters[id(counter)] = counter
+
+    def finish(self) -> None:
+        """After the first run."""
+        if self._counters:
+            torch._foreach_add_(list(self._counters.values()), 1)
+            self._counters.clear()
 
 
 _active: ContextVar[Statistics | dict[nn.Module, Iterator[_BatchStatistics]] | None]
@@ -76,6 +89,8 @@ class _RecordingTo(AbstractContextManager[None]):
 
     def __exit__(self, *_: Any) -> None:
         _active.reset(self._token)
+        if isinstance(self._statistics, Statistics):
+            self._statistics.finish()
 
 
 def bn_relu(
@@ -91,14 +106,13 @@ def bn_relu(
         or _has_hooks(norm)
         or _has_hooks(relu)
     ):
-        normed = norm(x)
+        normed = _normed(norm, x)
         plain: Tensor = F.relu(normed) if relu is None else relu(normed)
         return plain
     running = None
     if norm.track_running_stats and norm.running_mean is not None:
         running = norm.running_mean, norm.running_var, norm.momentum
-        if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
+        _count(norm.num_batches_tracked)
     active = _active.get()
     known = next(active.get(norm, iter(())), None) if isinstance(active, dict) else None
     out: Tensor
@@ -108,10 +122,35 @@ def bn_relu(
     return out
 
 
+def _normed(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """`norm(x)`, with less work for the host: a deep net launches hundreds of such layers."""
+    momentum, is_simple = norm.momentum, norm.training and x.dim() == 4
+    is_observed = torch.compiler.is_compiling() or _has_hooks(norm) or _has_any_global_hook()
+    if momentum is None or not is_simple or is_observed:
+        normed: Tensor = norm(x)
+        return normed
+    mean = variance = None
+    if norm.track_running_stats:
+        buffers = norm._buffers
+        mean, variance = buffers["running_mean"], buffers["running_var"]
+        _count(buffers["num_batches_tracked"])
+    affine = norm._parameters["weight"], norm._parameters["bias"]
+    return F.batch_norm(x, mean, variance, *affine, True, momentum, norm.eps)
+
+
+def _count(counter: Tensor | None) -> None:
+    active = _active.get()
+    if isinstance(active, Statistics) and counter is not None:
+        active.count(counter)
+    elif counter is not None:
+        counter.add_(1)
+
+
 def _has_hooks(layer: nn.Module | None) -> bool:
     if layer is None:
         return False
-    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks)
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
+    return bool(hooks or layer._backward_pre_hooks)
 
 
 def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:

@@ -23,17 +23,6 @@ from torch import Tensor
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.loading import stream_kernels
 
-__all__ = [
-    "HEADROOM",
-    "add",
-    "add_or_subtract",
-    "grid_for",
-    "is_imprecise",
-    "make_grid",
-    "rounded",
-    "subtract",
-]
-
 HEADROOM: Final = 7
 """Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
 

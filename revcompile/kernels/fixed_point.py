@@ -24,29 +24,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from revcompile.kernels.autocast import LOW_PRECISION
+from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.loading import average_kernels
-
-__all__ = [
-    "FORMATS",
-    "STREAM_RANGE",
-    "average",
-    "average_and_value",
-    "average_gradients",
-    "average_value",
-    "couple_average",
-    "draw_sign",
-    "enter_average",
-    "fixed",
-    "pack_bits",
-    "uncouple_average",
-    "undo_average",
-    "undo_average_and_value",
-    "unit_of",
-    "unpack_bits",
-    "value",
-    "with_value",
-]
 
 
 class _Format(NamedTuple):
@@ -272,7 +251,7 @@ def draw_sign(mode: nn.Module | bool, b: Tensor, dim: int | None) -> Tensor | No
     if not _is_training(mode):
         return None
     shape = [b.shape[d] if d == dim else 1 for d in range(b.ndim)]
-    return torch.randint(2, shape, device=b.device).to(_wide(b.dtype)).mul_(2).sub_(1)
+    return torch.randint(2, shape, device=b.device).to(wide_dtype(b.dtype)).mul_(2).sub_(1)
 
 
 def enter_average(
@@ -284,7 +263,7 @@ def enter_average(
     """
     if not _is_training(mode):
         return a, b, None
-    a, b = a.to(_wide(a.dtype)), b.to(_wide(b.dtype))
+    a, b = a.to(wide_dtype(a.dtype)), b.to(wide_dtype(b.dtype))
     unit = unit_of(a, b, _IN_FLOATS).reshape(1)
     return (
         with_value(a, value(fixed(a, unit), unit)),
@@ -310,7 +289,3 @@ def uncouple_average(
     """`a`, from what `couple_average` was given and returned."""
     streams = fixed(y, unit), fixed(b, unit)
     return value(undo_average(*streams, addend, sign, unit, lost), unit)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in LOW_PRECISION else dtype

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from revcompile.kernels.loading import stream_kernels
 
-__all__ = ["GradientSum", "add_gradients"]
-
 _NAME: Final = "_revcompile_gradient_sum"
 
 

@@ -20,8 +20,6 @@ from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.kernels.loading import MIN_ELEMENTS
 from revcompile.kernels.loading import stream_kernels as _kernels
 
-__all__ = ["call_layer_norm", "is_layer_norm", "layer_norm"]
-
 _ALIGNED: Final = 16
 """Bytes. Triton compiles another kernel for unaligned memory, which may sum in another order."""
 

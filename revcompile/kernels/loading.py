@@ -6,8 +6,6 @@ import functools
 import importlib
 from typing import Any, Final
 
-__all__ = ["MIN_ELEMENTS", "average_kernels", "batch_norm_kernels", "stream_kernels"]
-
 MIN_ELEMENTS: Final = 2**20
 """A kernel takes longer to launch than to run on fewer."""
 

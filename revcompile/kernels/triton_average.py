@@ -21,8 +21,6 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["average", "average_gradients", "supports", "undo_average"]
-
 _BYTES: Final = 128
 """Bytes of lost bits that a program works on: eight elements each."""
 _MAX_ELEMENTS: Final = 2**31 - 8 * _BYTES
@@ -32,17 +30,24 @@ _INTEGERS_FROM: Final = 2.0**23 if tl is None else tl.constexpr(2.0**23)
 
 # Triton reads annotations as code.
 # fmt: off
-def _addend(  # type: ignore[no-untyped-def]
-    addend, signs, unit, at, inside, sample,
+def _read(  # type: ignore[no-untyped-def]
+    b, addend, signs, units, count, sample, size: tl.constexpr,
 ):
     # fmt: on
+    byte = tl.program_id(0) * size + tl.arange(0, size)
+    bit = tl.arange(0, 8)
+    at = byte[:, None] * 8 + bit[None, :]
+    inside = at < count
+    unit = tl.load(units)
     sign = tl.load(signs + at // sample, mask=inside, other=1.0)
     value = tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
     scaled = value * ((1.0 + sign / 2.0) / unit)
     size = tl.abs(scaled)
     whole = (size + _INTEGERS_FROM) - _INTEGERS_FROM  # rounds half to even
     whole = tl.where(size < _INTEGERS_FROM, whole, size)
-    return tl.where(scaled < 0, -whole, whole), sign.to(tl.int32)
+    scaled = tl.where(scaled < 0, -whole, whole)
+    second = tl.load(b + at, mask=inside, other=0)
+    return byte, bit, at, inside, unit, scaled, sign.to(tl.int32), second
 
 
 # fmt: off
@@ -51,13 +56,9 @@ def _average(  # type: ignore[no-untyped-def]
     size: tl.constexpr,
 ):
     # fmt: on
-    byte = tl.program_id(0) * size + tl.arange(0, size)
-    bit = tl.arange(0, 8)
-    at = byte[:, None] * 8 + bit[None, :]
-    inside = at < count
-    unit = tl.load(units)
-    scaled, sign = _addend_function(addend, signs, unit, at, inside, sample)
-    second = tl.load(b + at, mask=inside, other=0)
+    byte, bit, at, inside, unit, scaled, sign, second = _read_function(
+        b, addend, signs, units, count, sample, size
+    )
     difference = tl.load(a + at, mask=inside, other=0) - second
     tl.store(lost + byte, tl.sum((difference & 1) << bit[None, :], 1), mask=byte * 8 < count)
     is_small = tl.abs(scaled) < limit  # nor NaN
@@ -77,13 +78,9 @@ def _undo(  # type: ignore[no-untyped-def]
     size: tl.constexpr,
 ):
     # fmt: on
-    byte = tl.program_id(0) * size + tl.arange(0, size)
-    bit = tl.arange(0, 8)
-    at = byte[:, None] * 8 + bit[None, :]
-    inside = at < count
-    unit = tl.load(units)
-    scaled, sign = _addend_function(addend, signs, unit, at, inside, sample)
-    second = tl.load(b + at, mask=inside, other=0)
+    byte, bit, at, inside, unit, scaled, sign, second = _read_function(
+        b, addend, signs, units, count, sample, size
+    )
     packed = tl.load(lost + byte, mask=byte * 8 < count, other=0).to(tl.int32)
     bits = (packed[:, None] >> bit[None, :]) & 1
     half = sign * (tl.load(y + at, mask=inside, other=0) - second - scaled.to(tl.int32))
@@ -108,7 +105,7 @@ def _gradients(  # type: ignore[no-untyped-def]
 
 
 if triton is not None:
-    _addend_function = triton.jit(_addend)
+    _read_function = triton.jit(_read)
     _average_kernel, _undo_kernel = triton.jit(_average), triton.jit(_undo)
     _gradients_kernel = triton.jit(_gradients)
 

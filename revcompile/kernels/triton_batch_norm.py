@@ -21,8 +21,6 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = ["Running", "bn_relu_backward", "bn_relu_forward", "works_on"]
-
 _TILE: Final = 4096
 """Elements that a program works on at a time: sixteen for each thread of its eight warps."""
 _MAX_TILE_COLUMNS: Final = 128

@@ -23,19 +23,6 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-__all__ = [
-    "MIN_ELEMENTS",
-    "add",
-    "add_and_cast",
-    "fits",
-    "launch",
-    "layer_norm_backward",
-    "layer_norm_forward",
-    "supports_add",
-    "supports_layer_norm",
-    "works_on",
-]
-
 _SIZE: Final = 1024
 _MAX_ELEMENTS: Final = 2**31 - _SIZE
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["loss_of"]
-
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
     """What a closure that computes loss and gradients returns; None without one."""

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import ErrorFeedback
 
-__all__ = ["CombinedOptimizer", "elementary", "members"]
-
 
 class CombinedOptimizer(Optimizer):
     """Steps several optimizers, each of which updates parameters of its own.

@@ -33,8 +33,6 @@ from torch.optim import Optimizer
 from revcompile.optim.closures import loss_of
 from revcompile.optim.settings import check_settings, two_betas
 
-__all__ = ["DelayAwareAdamW", "DelayAwareSGD", "averaging_horizon", "look_ahead"]
-
 LOOK_AHEAD_PER_DELAY: Final = 1.25
 """Updates to look further ahead for each update of delay."""
 

@@ -22,8 +22,6 @@ from torch.optim import Optimizer
 from revcompile.optim.closures import loss_of
 from revcompile.optim.settings import check_settings
 
-__all__ = ["ErrorFeedback", "apply_with_feedback"]
-
 PREVIOUS = "previous_update"
 """The key of the last update in a parameter's optimizer state."""
 

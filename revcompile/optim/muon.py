@@ -27,8 +27,6 @@ from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import apply_with_feedback
 from revcompile.optim.settings import check_settings, two_betas
 
-__all__ = ["DelayAwareMuon", "muon_groups", "orthogonalise"]
-
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: its slope at zero is as steep as it can be (Jordan et al.)."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from revcompile.errors import InputError
 
-__all__ = ["check_settings", "two_betas"]
-
 _BELOW_ONE: Final = ("momentum", "beta", "betas[0]", "betas[1]")
 
 

@@ -25,8 +25,6 @@ from revcompile.ir.program import Partition, StageMemory
 from revcompile.schedule import Keep, Order, Weights
 from revcompile.units import format_size
 
-__all__ = ["Choice", "MemoryPlan", "choices", "device_peak", "plan_memory"]
-
 _MAX_SUMS: Final = 4096
 """Sums carried along from stage to stage."""
 _EVEN: Final = 1.03

@@ -20,16 +20,6 @@ from revcompile.ir.types import Cost
 from revcompile.runtime.stage.tensors import all_finite
 from revcompile.schedule import Costs, Keep
 
-__all__ = [
-    "Cluster",
-    "Device",
-    "NetworkLink",
-    "TimeModel",
-    "stage_times",
-    "sum_speed",
-    "update_speed",
-]
-
 _SUM_TRAFFIC: Final = 3
 """Times that adding a gradient to a sum moves its bytes: two reads, one write."""
 

@@ -28,8 +28,6 @@ from revcompile.schedule import (
     zero_bubble_period,
 )
 
-__all__ = ["METHODS", "Forecast", "better_stages", "forecast", "plan_cluster", "stage_counts"]
-
 ZERO_BUBBLE: Final = "zero-bubble"
 """An optimistic bound, not a schedule that we run."""
 METHODS: Final = ("petra", "1f1b", "gpipe", ZERO_BUBBLE)

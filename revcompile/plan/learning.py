@@ -11,8 +11,6 @@ from typing import Final
 from revcompile.ir.types import Rewired
 from revcompile.runtime.trainer.advice import has_attention
 
-__all__ = ["cost_of_delay"]
-
 _ATTENTION: Final = (
     (
         1,

@@ -27,8 +27,6 @@ from revcompile.runtime.stage.activations import BuffersLike, buffers_of
 from revcompile.schedule import Keep, Method, actions, choose, delay
 from revcompile.units import parse_memory_budget
 
-__all__ = ["StageReport"]
-
 Keeps = tuple[Keep, ...] | None
 """What each stage keeps of a micro-batch; None: what its method says."""
 

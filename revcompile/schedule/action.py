@@ -9,8 +9,6 @@ from typing import Final
 
 from revcompile.errors import InputError
 
-__all__ = ["SHORT", "Action", "Op", "Tie"]
-
 
 class Op(enum.Enum):
     """What a stage can do. TRAIN: fit the gradient predictor to a micro-batch's true gradient."""

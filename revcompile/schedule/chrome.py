@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from revcompile.schedule.action import Action, Op
 
-__all__ = ["Process", "TraceEvent", "busy_shares", "chrome_trace"]
-
 _COMPUTE: Final = frozenset((Op.FORWARD, Op.BACKWARD, Op.UPDATE, Op.TRAIN))
 _ARRIVES_AS: Final = {Op.SEND_Y: (Op.RECV_X, 1), Op.SEND_DX: (Op.RECV_DY, -1)}
 

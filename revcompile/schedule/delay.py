@@ -19,8 +19,6 @@ from fractions import Fraction
 from revcompile.errors import InputError
 from revcompile.schedule.methods import Method, Order
 
-__all__ = ["check_sizes", "delay", "mean_delay", "window"]
-
 
 def window(method: Method, stages: int, stage: int, accumulate: int = 1) -> int:
     """Most micro-batches in flight at a stage: forward done, backward not.

@@ -19,8 +19,6 @@ from revcompile.schedule.delay import window
 from revcompile.schedule.generate import actions
 from revcompile.schedule.methods import Method
 
-__all__ = ["LINKS", "Costs", "ScheduleError", "Span", "Timeline", "check_schedule", "dry_run"]
-
 
 class ScheduleError(RevcompileError):
     """Action lists that do not fit together: some stage would wait for ever."""

@@ -31,8 +31,6 @@ from revcompile.schedule.action import Action, Op, Tie
 from revcompile.schedule.delay import check_sizes, window
 from revcompile.schedule.methods import Keep, Method, Order, Weights, choose
 
-__all__ = ["Schedule", "actions"]
-
 
 @dataclass(slots=True)
 class _Progress:

@@ -13,8 +13,6 @@ from typing import Final
 
 from revcompile.errors import InputError
 
-__all__ = ["METHODS", "Keep", "Method", "Order", "Weights", "choose"]
-
 
 class Keep(enum.Enum):
     """What a stage keeps of a micro-batch for its backward pass."""

@@ -26,16 +26,6 @@ from revcompile.schedule.dryrun import LINKS, Costs, dry_run
 from revcompile.schedule.generate import actions
 from revcompile.schedule.methods import Method, Order, choose
 
-__all__ = [
-    "busy_share",
-    "hiding_alpha",
-    "in_one_process",
-    "period",
-    "stage_work",
-    "throughput",
-    "zero_bubble_period",
-]
-
 _TOLERANCE: Final = 1e-9
 _ALPHA_STEPS: Final = 20
 """Values of alpha tried between two whole numbers."""

@@ -17,7 +17,7 @@ from benchmarks.one_device.whole import capture_step
 from revcompile.kernels import batch_norm as batchnorms
 from revcompile.kernels import triton_batch_norm as batch_kernels
 from revcompile.kernels.batch_norm import bn_relu
-from revcompile.kernels.triton_kernels import MIN_ELEMENTS
+from revcompile.kernels.loading import MIN_ELEMENTS
 from tests.kernels.test_batchnorms import _Convs
 
 pytestmark = [

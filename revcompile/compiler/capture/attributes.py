@@ -32,8 +32,6 @@ from revcompile.ir.conditions import ABSENT, Condition, HasKeys, IsInstance, Ite
 from revcompile.ir.guards import AttributeGuard
 from revcompile.ir.module_tree import child_path
 
-__all__ = ["AttributeLog", "UncomputedTensor", "log_attributes", "mark_uncomputed", "state_of"]
-
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers; whoever runs a graph through one checks its members."""
 

@@ -49,8 +49,6 @@ from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir.types import Captured, Frontend
 
-__all__ = ["capture", "capture_with"]
-
 
 def capture(
     model: nn.Module,

@@ -24,14 +24,6 @@ from revcompile.errors import InputError
 from revcompile.ir.ops import batch_norm, select, store_buffer
 from revcompile.ir.types import SOURCE, Captured
 
-__all__ = [
-    "Check",
-    "check_capture",
-    "compare",
-    "run_graph",
-    "why_it_fails",
-]
-
 
 class Check(enum.Enum):
     """How thoroughly a capture is compared with the original."""

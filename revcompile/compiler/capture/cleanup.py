@@ -8,8 +8,6 @@ from revcompile.compiler.capture.memory import NO_GRAD, WRITES, eliminate_dead_c
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.types import TYPE, TensorType
 
-__all__ = ["detach_no_grad", "remove_identities", "remove_unused"]
-
 
 def remove_unused(graph: fx.Graph) -> None:
     """Erase nodes that were only inspected, and move each `get_attr` before its first reader.

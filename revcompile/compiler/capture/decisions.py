@@ -20,8 +20,6 @@ from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import TYPE, TensorType
 
-__all__ = ["DECIDES", "DecisionWatch", "Ties", "decision"]
-
 DECIDES: Final = "revcompile_decides"
 """`node.meta` key: the discrete operation inside a leaf module, if it has one."""
 

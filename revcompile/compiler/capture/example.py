@@ -17,14 +17,6 @@ from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
 from revcompile.ir.types import Signature
 
-__all__ = [
-    "Example",
-    "make_example",
-    "signature_of",
-    "with_other_batch_dims",
-    "with_other_batch_sizes",
-]
-
 
 @dataclass(frozen=True)
 class Example:

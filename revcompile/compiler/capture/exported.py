@@ -53,8 +53,6 @@ from revcompile.ir.module_tree import child_path
 from revcompile.ir.ops import attribute, batch_norm, device_of, op_name
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, Frontend
 
-__all__ = ["ExportFrontend"]
-
 _MODE_DEPENDENT = ("scaled_dot_product_attention", "dropout", "rrelu")
 """Operators whose arguments differ between the modes: written out in full, so they line up."""
 

@@ -26,18 +26,6 @@ from revcompile.compiler.capture.memory import STORAGES, WRITES, tensors_in
 from revcompile.compiler.capture.trace_errors import BatchDependent
 from revcompile.ir.types import TensorType
 
-__all__ = [
-    "NEEDS_DATA",
-    "Values",
-    "empty_like_on",
-    "fake_copy",
-    "fold",
-    "meta_copy",
-    "run_on_data",
-    "size_of_values",
-    "type_of_values",
-]
-
 NEEDS_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise when an operation needs their contents."""
 

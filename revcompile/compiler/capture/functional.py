@@ -48,8 +48,6 @@ from revcompile.compiler.capture.out_of_place import (
 from revcompile.ir.ops import attribute, batch_norm, read_buffer, store_buffer, with_item, with_view
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
-__all__ = ["NotFunctional", "forbid_inplace", "functionalize", "written_inputs"]
-
 
 class NotFunctional(Exception):
     """A write that has no out-of-place form; all `nodes` use the memory that is written."""

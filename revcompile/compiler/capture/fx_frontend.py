@@ -38,8 +38,6 @@ from revcompile.ir.guards import ModeGuards
 from revcompile.ir.ops import attribute
 from revcompile.ir.types import SOURCE, Frontend
 
-__all__ = ["FxFrontend", "Traced", "Traces", "trace"]
-
 
 @dataclass(frozen=True)
 class Traced:

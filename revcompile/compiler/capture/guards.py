@@ -26,17 +26,6 @@ from revcompile.ir.guards import Guards, ModeGuards, SizeGuard, SizeGuards, inpu
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import PATH
 
-__all__ = [
-    "ExpressionPrinter",
-    "PythonRead",
-    "ReadKind",
-    "exported_guards",
-    "free_dimensions",
-    "make_guards",
-    "needed_for",
-    "size_guards",
-]
-
 
 class ReadKind(enum.Enum):
     """What Python code has read of a value."""

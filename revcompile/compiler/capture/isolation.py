@@ -23,18 +23,6 @@ from revcompile.errors import CaptureError
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import copy_module
 
-__all__ = [
-    "copy_model",
-    "foreign_rng_state",
-    "preserve_attributes",
-    "preserve_model",
-    "preserve_rng",
-    "register_constant",
-    "rng_state",
-    "seed_all",
-    "set_mode",
-]
-
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy. `memo` maps ids of tensors to the tensors that replace them in the copy."""

@@ -19,8 +19,6 @@ from revcompile.compiler.capture.modes import first_difference
 from revcompile.errors import InputError
 from revcompile.ir.types import PATH
 
-__all__ = ["innermost_module", "is_leaf", "mode_dependent", "requested_leaves"]
-
 _DESCEND: Final = (
     nn.Sequential,
     nn.Transformer,

@@ -22,23 +22,6 @@ from torch.nn.modules.conv import _ConvNd
 from revcompile.ir.module_tree import NORMS, called_module
 from revcompile.ir.ops import op_name, store_buffer, writes_self
 
-__all__ = [
-    "INPLACE_OPERATORS",
-    "LOCATIONS",
-    "NO_GRAD",
-    "STORAGES",
-    "WRITES",
-    "WRITES_STATE",
-    "Location",
-    "eliminate_dead_code",
-    "is_effect",
-    "mark_state",
-    "overwrites_unshared",
-    "tensors_in",
-    "watch_memory",
-    "works_in_place",
-]
-
 STORAGES: Final = "revcompile_storages"
 """`node.meta` key: the storages of the tensors in the node's value."""
 

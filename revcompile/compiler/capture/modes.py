@@ -16,8 +16,6 @@ from revcompile.ir.module_tree import child_path
 from revcompile.ir.ops import select
 from revcompile.ir.types import PATH, SOURCE, TYPE
 
-__all__ = ["first_difference", "flags_selected", "merge_modes"]
-
 
 def merge_modes(
     train: fx.Graph, evaluation: fx.Graph, readers: Collection[str] = ("",)

@@ -21,16 +21,6 @@ from torch.utils import _pytree as pytree
 
 from revcompile.ir.conditions import ABSENT, HasContents, HasKeys, HasType, Item, SameObject
 
-__all__ = [
-    "CONTAINERS",
-    "OF_NN",
-    "ObjectReads",
-    "TensorReads",
-    "holds_tensors",
-    "is_plain",
-    "is_scalar",
-]
-
 OF_NN: Final = frozenset(vars(nn.Module())) - {"training"}
 """Attributes every module has, for torch's own use."""
 

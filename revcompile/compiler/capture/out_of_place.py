@@ -25,18 +25,6 @@ from revcompile.compiler.capture.memory import (
 from revcompile.ir.ops import op_name, out_of_place, with_item
 from revcompile.ir.types import TYPE, TensorType
 
-__all__ = [
-    "OutOfPlace",
-    "View",
-    "ViewCall",
-    "is_structured",
-    "location_of",
-    "out_of_place_call",
-    "promotes",
-    "view_of",
-    "written_argument",
-]
-
 
 @dataclass(frozen=True)
 class ViewCall:

@@ -17,8 +17,6 @@ from torch.utils import checkpoint
 from revcompile.compiler.capture.proxy import ASSIGNED, ShapedProxy, ShapedTracer, contains_proxy
 from revcompile.compiler.capture.trace_errors import Unsupported, is_torch_code
 
-__all__ = ["AUTOCAST", "autocast_state", "is_grad_enabled", "patched", "refuse_unsupported"]
-
 is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
 """torch's own functions; while a model is traced, those of the module `torch` add guards."""

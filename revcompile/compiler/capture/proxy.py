@@ -27,14 +27,6 @@ from revcompile.compiler.capture.trace_errors import (
     in_bare_call,
 )
 
-__all__ = [
-    "ASSIGNED",
-    "ShapedProxy",
-    "ShapedTracer",
-    "contains_proxy",
-]
-
-
 ASSIGNED: Final = (
     "the forward pass assigns to .{} of a tensor, which no graph can hold; write into the tensor "
     "with copy_ under torch.no_grad(), or do it in a submodule, which becomes a leaf module"

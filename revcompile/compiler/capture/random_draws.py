@@ -18,8 +18,6 @@ from torch.fx.proxy import TraceError
 
 from revcompile.compiler.capture.trace_errors import user_line
 
-__all__ = ["decided_draw", "draws_decided", "draws_left_out"]
-
 _RAND: Final = torch.rand
 _MIRRORED: Final = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _UNDECIDED: Final = (

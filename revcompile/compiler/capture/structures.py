@@ -29,15 +29,6 @@ from revcompile.compiler.capture.memory import NO_GRAD, tensors_in
 from revcompile.compiler.capture.proxy import ShapedProxy
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
 
-__all__ = [
-    "STRUCTURE",
-    "Structure",
-    "expanded",
-    "refuse_hidden_tensors",
-    "structure_of",
-    "unpack_structures",
-]
-
 STRUCTURE: Final = "revcompile_structure"
 """`node.meta` key: the node's `Structure`, or None for a tensor or a plain value."""
 

@@ -18,22 +18,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.proxy import TraceError
 
-__all__ = [
-    "BatchDependent",
-    "PythonState",
-    "Rejected",
-    "Unsupported",
-    "Untraceable",
-    "UntracedEffect",
-    "compares_types_by_identity",
-    "describe_failure",
-    "in_bare_call",
-    "is_model_code",
-    "is_torch_code",
-    "is_users_code",
-    "user_line",
-]
-
 _TORCH: Final = torch.__path__[0]
 _TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
 _LAYERS: Final = str(Path(_TORCH, "nn", "modules"))

@@ -70,8 +70,6 @@ from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, store_buffer
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
-__all__ = ["CONSTANT_PREFIX", "Tracer"]
-
 CONSTANT_PREFIX: Final = "revcompile_constant_"
 """How the names of constants begin that tracing registers as buffers."""
 

@@ -35,8 +35,6 @@ from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Cost, Rewired, Segment, TensorType
 
-__all__ = ["FLOPS_PER_BYTE", "analytic_costs", "node_flops"]
-
 FLOPS_PER_BYTE: Final = 64.0
 """What a byte moved counts in FLOPs.
 

@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 
 from revcompile.ir.types import Coupling, Segment, TensorType
 
-__all__ = ["LiveBytes", "prefix_sums", "runs_of", "size_at"]
-
 
 class LiveBytes:
     """Bytes that any range `pieces[start:end]` reads, and that cross any cut.

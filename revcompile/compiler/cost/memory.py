@@ -31,8 +31,6 @@ from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType
 from revcompile.schedule import REWOUND_BYTES, Keep, Weights, delay, window
 
-__all__ = ["MemoryModel"]
-
 
 class MemoryModel:
     """The memory of every stage that could be cut out of a row of pieces.

@@ -13,15 +13,6 @@ from revcompile.errors import InputError
 from revcompile.ir import coupling_ops
 from revcompile.ir.types import Coupling, Opaque, Rewired, Segment, TensorType
 
-__all__ = [
-    "Code",
-    "PieceCall",
-    "PieceResult",
-    "example_batch_size",
-    "run_pieces",
-    "submodules_only",
-]
-
 Code = Callable[..., Any]
 """A graph made executable: `(*inputs) -> outputs`."""
 

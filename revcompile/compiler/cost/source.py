@@ -13,8 +13,6 @@ from revcompile.compiler.cost.measured import Clock, measured_costs
 from revcompile.errors import InputError
 from revcompile.ir.types import Cost, Rewired, Segment
 
-__all__ = ["CostSource", "piece_costs", "segment_costs", "sum_costs"]
-
 CostSource = str | Mapping[str, float] | Callable[[str], float]
 """"analytic", "measured", "replayed" (kernels alone, as captured steps on a GPU take them), or
 numbers by name (a mapping or a function)."""

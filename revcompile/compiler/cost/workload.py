@@ -10,8 +10,6 @@ from revcompile.errors import InputError
 from revcompile.schedule import Method
 from revcompile.units import is_int
 
-__all__ = ["Workload"]
-
 
 @dataclass(frozen=True)
 class Workload:

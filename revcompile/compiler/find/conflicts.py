@@ -16,17 +16,6 @@ from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name, read_buffer
 from revcompile.ir.types import VALUE, Refusal, Residual, ResidualKind
 
-__all__ = [
-    "absorb_activations",
-    "drop_cyclic",
-    "drop_overlapping",
-    "drop_useless",
-    "is_activation",
-    "is_flat_at_zero",
-    "ready_times",
-    "resolve_nesting",
-]
-
 _ACTIVATIONS: Final = frozenset(
     (
         *("relu", "relu_", "relu6", "gelu", "silu", "silu_", "swish", "hardswish", "hardsigmoid"),

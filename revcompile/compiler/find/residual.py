@@ -27,8 +27,6 @@ from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name, read_buffer
 from revcompile.ir.types import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
-__all__ = ["Found", "find"]
-
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
 _CONFLICT_PASSES: Final = (
     resolve_nesting,  # blocks inside blocks

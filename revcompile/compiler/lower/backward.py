@@ -19,8 +19,6 @@ from revcompile.ir.stage_code import KEY, SELF, Call, ParameterGradients, Progra
 from revcompile.ir.types import Coupling, Segment
 from revcompile.schedule import Keep
 
-__all__ = ["BackwardWriter"]
-
 
 class BackwardWriter(Writer):
     """Goes through a stage's units from the last to the first; finds what has to be kept."""

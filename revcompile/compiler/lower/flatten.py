@@ -28,8 +28,6 @@ from revcompile.ir.stage_code import (
 )
 from revcompile.ir.types import LIVE_VALUES, TYPE
 
-__all__ = ["flatten"]
-
 _REMOVABLE: Final = (
     *(
         operator.getitem,

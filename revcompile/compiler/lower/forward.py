@@ -17,8 +17,6 @@ from revcompile.ir.stage_code import KEY, SELF, Program, Value, call
 from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
-__all__ = ["forward_program", "inverse_program"]
-
 
 def forward_program(stage: StageUnits, kept: Iterable[Value]) -> Program:
     """Computes a stage's outputs, and what its backward program was found to need (`kept`)."""

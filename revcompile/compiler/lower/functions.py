@@ -13,8 +13,6 @@ from revcompile.ir.program import Partition, legal
 from revcompile.ir.stage_code import FunctionRole, GraphFunction
 from revcompile.ir.types import Coupling, Segment
 
-__all__ = ["Functions", "writes_buffers"]
-
 
 class Functions:
     """Makes each function of a stage once."""

@@ -12,8 +12,6 @@ from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Coupling, Segment
 from revcompile.schedule import Keep
 
-__all__ = ["units_of"]
-
 
 def units_of(partition: Partition, part: Part, keep: Keep) -> tuple[Unit, ...]:
     """A stage's units.

@@ -12,8 +12,6 @@ from revcompile.ir.program import Part, Partition, Unit
 from revcompile.ir.stage_code import KEY, SELF, Call, Function, Program, Statement, Value, call
 from revcompile.ir.types import Coupling, Segment, TensorType
 
-__all__ = ["StageUnits", "Writer"]
-
 
 class StageUnits:
     """The units of a stage, and the functions that compute them."""

@@ -20,8 +20,6 @@ from itertools import accumulate, pairwise
 
 from revcompile.errors import InputError
 
-__all__ = ["balance", "largest"]
-
 Allowed = Callable[[int, int, int], bool]
 Penalty = Callable[[int, int, int], float]
 

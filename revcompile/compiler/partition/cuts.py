@@ -11,14 +11,6 @@ from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.ops import read_buffer, store_buffer
 from revcompile.ir.types import Live, Rewired, Segment, TensorType
 
-__all__ = [
-    "bytes_sent",
-    "live_at_cuts",
-    "parameter_names",
-    "shared_parameters",
-    "written_buffers",
-]
-
 
 def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str, ...]]:
     """The live values at every cut: entry `i` lists what is alive before piece `i`.

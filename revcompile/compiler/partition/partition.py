@@ -30,8 +30,6 @@ from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost, Rewired, Segment
 from revcompile.schedule import Tie
 
-__all__ = ["assign_contiguous", "partition"]
-
 SPLITTING_GAIN: Final = 1.05
 """Split opaque segments if whole ones make the largest stage this much larger."""
 TYING_LOSS: Final = 1.1

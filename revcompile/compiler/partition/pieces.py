@@ -15,8 +15,6 @@ from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired, Segment
 
-__all__ = ["split_pieces", "whole_pieces"]
-
 
 def whole_pieces(body: Body) -> tuple[Segment, ...]:
     """Every segment as one piece; couplings of one chain share a grid."""

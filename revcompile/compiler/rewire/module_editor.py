@@ -16,8 +16,6 @@ from torch.nn.modules.conv import _ConvNd
 from revcompile.ir.module_tree import child_path, copy_module
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 
-__all__ = ["ModuleEditor", "own_copy"]
-
 
 def own_copy(root: nn.Module) -> nn.Module:
     """A copy of the module tree that shares its tensors with the original."""

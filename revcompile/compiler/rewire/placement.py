@@ -23,9 +23,6 @@ from revcompile.compiler.rewire.sizes import WrittenSizes
 from revcompile.ir.ops import fuse_mean, op_name, read_buffer, shape
 from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual
 
-__all__ = ["Pair", "Placement"]
-
-
 Pair = tuple[str, str]
 """The two streams of one captured value, as names of live values."""
 

@@ -18,8 +18,6 @@ from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Rearrange
 
-__all__ = ["build_rearrange", "rearranged_source"]
-
 _RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
 _COPIES = frozenset(["contiguous", "clone"])
 _MOVES = frozenset(["permute", "transpose", "roll", "movedim"])

@@ -11,8 +11,6 @@ from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.ir.types import PATH, SOURCE, TYPE
 
-__all__ = ["ORIGIN", "Region"]
-
 ORIGIN = "revcompile_origin"
 """`node.meta` key: the captured node a segment's node was copied from."""
 

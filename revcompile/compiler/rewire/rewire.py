@@ -40,8 +40,6 @@ from revcompile.ir.types import (
     Segment,
 )
 
-__all__ = ["rewire"]
-
 _INEXPRESSIBLE: Final = {
     ResidualKind.POST_ACTIVATION: (
         "an activation follows the sum, so that an averaged coupling would be another function"

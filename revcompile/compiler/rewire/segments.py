@@ -25,8 +25,6 @@ from revcompile.ir.types import (
     Residual,
 )
 
-__all__ = ["Streams", "coupling", "transition"]
-
 
 @dataclass(frozen=True)
 class Streams:

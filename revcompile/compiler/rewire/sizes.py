@@ -20,8 +20,6 @@ from revcompile.compiler.capture.guards import ExpressionPrinter, needed_for
 from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
 from revcompile.ir.types import SOURCE, VALUE, Captured
 
-__all__ = ["WrittenSizes", "guards_with"]
-
 WrittenSizes = tuple[Iterable[fx.Node], tuple[fx.Node, int] | None]
 """Sizes that became functions of the batch size; an input with that size, and the example's."""
 

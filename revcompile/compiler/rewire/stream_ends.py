@@ -18,8 +18,6 @@ from revcompile.ir.module_tree import called_module, parameters_of
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Residual
 
-__all__ = ["enter_widened", "leave_concatenated"]
-
 _CHANNELWISE: Final = (
     nn.Identity,
     nn.MaxPool1d,

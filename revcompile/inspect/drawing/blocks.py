@@ -18,19 +18,6 @@ from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.formatting import amount, share
 from revcompile.inspect.views import BlockView
 
-__all__ = [
-    "BLOCK_HEIGHT",
-    "GAP",
-    "GLYPH",
-    "Bar",
-    "bars",
-    "draw_bar",
-    "legend",
-    "legend_items",
-    "line_heights",
-    "stream_classes",
-]
-
 BLOCK_HEIGHT: Final = 60.0
 """Height of a block."""
 STREAM_HEIGHTS: Final = (14.0, 46.0)

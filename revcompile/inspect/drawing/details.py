@@ -18,8 +18,6 @@ from revcompile.ir.program import Port, StageProgram
 from revcompile.ir.types import PATH
 from revcompile.schedule import Action, Method, Schedule, Tie, window
 
-__all__ = ["Steps", "action_steps", "details", "embedded", "sections"]
-
 _PROGRAM: Final = re.compile(r"^def (\w+)\(", re.MULTILINE)
 
 

@@ -9,8 +9,6 @@ import io
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["save_figure"]
-
 _DARK: Final = (
     "<style>@media (prefers-color-scheme:dark){svg{filter:invert(.92) hue-rotate(180deg)}}</style>"
 )

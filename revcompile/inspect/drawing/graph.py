@@ -22,8 +22,6 @@ from revcompile.inspect.formatting import listed
 from revcompile.ir.coupling_ops import call_norm, plus
 from revcompile.ir.types import PATH, TYPE, TensorType
 
-__all__ = ["HEIGHT", "Drawn", "Placed", "Vertex", "drawn_graph", "operation", "placed"]
-
 MOST: Final = 48
 """Vertices that are still readable at a glance."""
 _SHOWN: Final = 8

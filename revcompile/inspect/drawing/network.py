@@ -12,8 +12,6 @@ from revcompile.inspect.drawing.svg import document, element
 from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.formatting import amount, share
 
-__all__ = ["WIDTH", "headline", "network_svg", "scale_of", "totals"]
-
 WIDTH: Final = 1000.0
 _MARGIN: Final = 20.0
 _TOP: Final = 66.0

@@ -21,8 +21,6 @@ from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.formatting import listed, share, size, span
 from revcompile.inspect.views import StageView, refusals_by_reason
 
-__all__ = ["page"]
-
 _NARROWEST: Final = 580.0
 """A stage fits a window of this width."""
 _COLUMNS: Final = (

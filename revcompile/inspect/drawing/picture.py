@@ -14,8 +14,6 @@ from revcompile.ir.program import Part, Partition, StageMemory, StageProgram
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Tie
 
-__all__ = ["Picture", "SkipValue", "picture"]
-
 
 @dataclass(frozen=True)
 class SkipValue:

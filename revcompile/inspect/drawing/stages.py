@@ -37,8 +37,6 @@ from revcompile.ir.program import Port
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Tie
 
-__all__ = ["StageFigure", "StageFigures"]
-
 _PAD: Final = 9.0
 _HEADER: Final = 24.0
 _NAMES: Final = 14.0

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["document", "element", "escape", "fitted", "path", "text", "tooltip", "width_of"]
-
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _ESCAPES: Final = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"}

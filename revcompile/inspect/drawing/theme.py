@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["FONT", "LABEL", "SMALL", "TINY", "TITLE", "palette", "styles"]
-
 FONT: Final = 'system-ui,-apple-system,"Segoe UI","Helvetica Neue","DejaVu Sans",Arial,sans-serif'
 TITLE: Final = 17.0
 LABEL: Final = 12.0

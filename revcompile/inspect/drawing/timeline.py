@@ -29,8 +29,6 @@ from revcompile.schedule import (
     window,
 )
 
-__all__ = ["METHODS", "Run", "dry_runs", "timeline_svg"]
-
 METHODS: Final[Mapping[str, Method]] = {
     "PETRA, 1F1B order": choose("petra"),
     "PETRA, paper order": choose("petra", order="paper"),

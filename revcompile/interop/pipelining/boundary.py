@@ -15,8 +15,6 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import VALUE, Coupling, Live, Opaque, Segment, Signature, TensorType
 
-__all__ = ["Boundary", "Size", "check_sizes", "compute_sizes", "crossing_sizes"]
-
 
 @dataclass(frozen=True)
 class Boundary:

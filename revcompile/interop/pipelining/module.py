@@ -15,8 +15,6 @@ from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible, _Step
 from revcompile.runtime.reversible.reconstruction import Tolerance
 
-__all__ = ["StageModule"]
-
 
 class StageModule(Reversible):
     """One stage: `forward(*tensors)` returns the inputs of the next stage, differentiably.

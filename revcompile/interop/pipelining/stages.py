@@ -25,8 +25,6 @@ from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Body, Coupling, Live, Segment
 from revcompile.runtime.reversible.module import Reversible
 
-__all__ = ["pipeline_stages"]
-
 # -- weights of a stage ---------------------------------------------------------------------------
 
 

@@ -25,18 +25,6 @@ from torch import Tensor
 from revcompile.errors import InputError, RevcompileError
 from revcompile.runtime.stage.tensors import overlaps
 
-__all__ = [
-    "as_text",
-    "decode",
-    "decode_tree",
-    "encode",
-    "encode_tree",
-    "has_few_gaps",
-    "located",
-    "parse_json",
-    "well_formed",
-]
-
 Special = Callable[[Any], dict[str, Any] | None]
 """Encodes values that the caller treats itself (tensors); None: encode as usual."""
 

@@ -10,8 +10,6 @@ from typing import Any, NoReturn, TypeVar
 
 from revcompile.errors import InputError
 
-__all__ = ["until_signal"]
-
 T = TypeVar("T")
 
 

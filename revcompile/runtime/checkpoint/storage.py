@@ -41,14 +41,6 @@ try:
 except ImportError:  # not on this system
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "Barrier",
-    "Checkpoint",
-    "find_checkpoint",
-    "join_barriers",
-    "save_checkpoint",
-]
-
 Barrier = Callable[[], None]
 """Returns when every rank has called it."""
 

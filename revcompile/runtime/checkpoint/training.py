@@ -27,8 +27,6 @@ from revcompile.runtime.checkpoint.storage import (
 )
 from revcompile.runtime.checkpoint.weights import aliases, with_aliases
 
-__all__ = ["load_training", "save_training", "set_generators"]
-
 _COMMON: Final = ("format", "cuts", "seed", "schedule")
 """Entries that are the same on every rank."""
 _BY_STAGE: Final = {"stages": "stage", "lr_schedules": "lr_schedule"}

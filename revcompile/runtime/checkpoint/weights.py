@@ -17,16 +17,6 @@ from revcompile.runtime.checkpoint.codec import located, parse_json, well_formed
 from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint
 from revcompile.runtime.checkpoint.tensor_files import open_tensors, write_tensors
 
-__all__ = [
-    "aliases",
-    "export_weights",
-    "first_few",
-    "load_into",
-    "load_weights",
-    "model_mismatches",
-    "with_aliases",
-]
-
 _ALIASES: Final = "revcompile.aliases"
 
 

@@ -19,8 +19,6 @@ from revcompile.errors import InputError, VerificationError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.python_code import source_of
 
-__all__ = ["SignalConsensus", "check_ranks_agree", "gather_plain", "run_facts"]
-
 _MOST_TEXT: Final = 1 << 28
 """Bytes of what a rank tells all others."""
 

@@ -19,8 +19,6 @@ from revcompile.runtime.executor.transport import (
 )
 from revcompile.runtime.trainer.inputs import split_batch
 
-__all__ = ["EvaluationPass", "LoaderEnds"]
-
 Batch = tuple[Mapping[str, Any], Fingerprint | None]
 """The inputs of a stage, and the fingerprint of the batch's data."""
 Source = Callable[[int], Batch | None]

@@ -18,8 +18,6 @@ from typing import Any, Final, TypeVar
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-__all__ = ["FailureMonitor", "LivenessCheck", "RootCause", "own_store", "short_error"]
-
 Answer = TypeVar("Answer")
 
 _runs: Final = itertools.count()

@@ -23,17 +23,6 @@ from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Layout, Message, MessageKind, PacketForm
 from revcompile.runtime.stage.tensors import aligned
 
-__all__ = [
-    "HEADER",
-    "Describer",
-    "Description",
-    "Flag",
-    "Header",
-    "Packing",
-    "TensorFormat",
-    "describe",
-]
-
 HEADER: Final = 8
 """How many int64 a header has."""
 _KINDS: Final = tuple(MessageKind)

@@ -36,16 +36,6 @@ from revcompile.runtime.executor.captured.streams import stream_for
 from revcompile.runtime.executor.transport import Message, MessageKind, Packet
 from revcompile.runtime.stage.buffer_pool import BufferPool
 
-__all__ = [
-    "Arrival",
-    "Channel",
-    "DeviceReceiver",
-    "DeviceSender",
-    "Outbound",
-    "PacketReceiver",
-    "PacketSender",
-]
-
 _NO_TIMEOUT: Final = timedelta(days=365)
 """Receives are posted long before a message is due: `Transport.wait` has the timeout."""
 _HEADER_BYTES: Final = 8 * HEADER

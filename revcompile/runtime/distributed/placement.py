@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from revcompile.errors import InputError
 
-__all__ = ["Layout", "Ranks", "make_layout", "pipeline_ranks"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -16,8 +16,6 @@ from revcompile.runtime.distributed.p2p import Channel
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.schedule import Tie
 
-__all__ = ["join", "many_ranks", "new_group", "open_channels", "world_size"]
-
 
 def many_ranks() -> bool:
     """Is this process one of several, in a process group or started by torchrun?"""

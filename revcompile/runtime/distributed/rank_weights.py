@@ -25,15 +25,6 @@ from revcompile.runtime.distributed.placement import Layout, Ranks
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.replay import BufferSnapshot
 
-__all__ = [
-    "RankWeights",
-    "SharedBuffers",
-    "distribute",
-    "last_device",
-    "owning_stages",
-    "whole_model",
-]
-
 _META: Final = torch.device("meta")
 _CPU: Final = torch.device("cpu")
 _ABSENT, _BORROWED, _OWN = "012"

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from revcompile.kernels.autocast import LOW_PRECISION
+from revcompile.kernels.autocast import wide_dtype
 from revcompile.runtime.distributed.liveness import short_error
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.process_groups import new_group
-
-__all__ = ["ReplicaAverage", "open_replica_groups"]
 
 
 def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:
@@ -164,7 +162,7 @@ def _buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
     Low precision is summed as float32.
     """
-    dtypes = [torch.float32 if t.dtype in LOW_PRECISION else t.dtype for t in tensors]
+    dtypes = [wide_dtype(t.dtype) for t in tensors]
     sizes = dict.fromkeys(dtypes, 0)
     starts = []
     for tensor, dtype in zip(tensors, dtypes, strict=True):

@@ -62,8 +62,6 @@ from revcompile.runtime.trainer.metrics import (
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.schedule import window
 
-__all__ = ["DistributedTrainer"]
-
 Batch = TypeVar("Batch")
 
 _open: Final[list[DistributedTransport]] = []

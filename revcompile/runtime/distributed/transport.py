@@ -54,8 +54,6 @@ from revcompile.runtime.executor.transport import (
 )
 from revcompile.runtime.stage.tensors import TreeCopy
 
-__all__ = ["DistributedTransport"]
-
 _GRACE: Final = 2.0
 """Seconds for a failing rank's last messages to be sent."""
 _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

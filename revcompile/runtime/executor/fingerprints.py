@@ -24,8 +24,6 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 
-__all__ = ["Fingerprint", "compared", "fingerprint", "mixed_up"]
-
 _ROWS: Final = 128
 _COLUMNS: Final = 16
 _ELEMENTS: Final = _ROWS * _COLUMNS

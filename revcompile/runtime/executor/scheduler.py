@@ -9,8 +9,6 @@ from typing import Final
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.schedule import Action, Op
 
-__all__ = ["LocalScheduler"]
-
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
 
 

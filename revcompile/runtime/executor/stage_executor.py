@@ -40,8 +40,6 @@ from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Order
 
-__all__ = ["StageExecutor", "needed_in_flight", "restore"]
-
 
 class StageExecutor:
     """Performs the actions of one stage.

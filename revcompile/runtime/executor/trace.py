@@ -22,8 +22,6 @@ from revcompile.errors import InputError
 from revcompile.schedule import Action
 from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
-__all__ = ["Trace", "TraceRecorder", "Traced"]
-
 _HANDSHAKES: Final = 5
 
 Everyone = Callable[[Any], Sequence[Any]]

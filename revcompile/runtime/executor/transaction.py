@@ -13,8 +13,6 @@ from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Action, Op, Order, Schedule
 
-__all__ = ["Transaction"]
-
 
 class Transaction:
     """The state of a trainer before a micro-batch enters, to return to if the micro-batch is bad.

@@ -16,22 +16,6 @@ from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.stage.loss_scale import OVERFLOW
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
-__all__ = [
-    "Average",
-    "InProcess",
-    "Layout",
-    "Message",
-    "MessageKind",
-    "Packet",
-    "PacketForm",
-    "Route",
-    "Sending",
-    "Transport",
-    "mean_of",
-    "next_message",
-    "queues_state",
-]
-
 
 class MessageKind(enum.Enum):
     """What a message carries. Messages of one kind between two stages keep their order."""

@@ -2,7 +2,7 @@
 
 Graphs name modules and parameters; which objects the names mean is looked up at every call.
 Parameters may be replaced, sharded or swapped (`functional_call`) between calls, layers wrapped or
-reparametrized: `Bindings.change` tells cheaply whether what was derived from the modules is still
+reparametrized: `Watch.change` tells cheaply whether what was derived from the modules is still
 right. The second run of a branch must read what the first one read (`Bound`):
 
     parameters and buffers           restored if replaced; written to in place: an error
@@ -29,8 +29,6 @@ from revcompile.runtime.reversible.hooks import (
     replay_hooks,
 )
 
-__all__ = ["Bindings", "Bound", "Column", "Slot", "Watch"]
-
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module: compared in other ways."""
 _PLAIN: Final = (bool, int, float, str, tuple)
@@ -56,7 +54,7 @@ class Bindings:
         """Modules that contain those, and whose own forward does not run."""
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
-        self._root = root
+        self.root = root
         self.edges: dict[tuple[int, str], _Edge] = {}
         self._slots: dict[tuple[int, str], Slot] = {}
         self._buffers: dict[tuple[int, str], Slot] = {}
@@ -78,12 +76,11 @@ class Bindings:
         """Parameters, then buffers and settings."""
         hooks = ((vars(module), name) for module in self.modules for name in FORWARD_HOOKS)
         self.hooks = Column(hooks)
-        self._watch = Watch([self], root)
 
     # -- what the names mean now --------------------------------------------------------------
 
     def _walk(self, path: str) -> nn.Module:
-        module, around = self._root, ""
+        module, around = self.root, ""
         assert module is not None
         for name in filter(None, path.split(".")):
             child = module._modules.get(name)
@@ -149,10 +146,6 @@ class Bindings:
         """The present parameters, in the order of `labels`."""
         return self.entries.read()[: len(self.labels)]
 
-    def change(self, with_hooks: bool = True) -> str | None:
-        """See `Watch.change`."""
-        return self._watch.change(with_hooks)
-
 
 def has_forward_hooks(module: nn.Module) -> bool:
     own = vars(module)
@@ -185,12 +178,12 @@ class Column:
 class Watch:
     """Notices modules, among those that some graphs read, that were replaced or run differently."""
 
-    def __init__(self, bindings: Sequence[Bindings], root: nn.Module | None) -> None:
+    def __init__(self, bindings: Sequence[Bindings]) -> None:
         watched, edges = dict[nn.Module, str](), dict[tuple[int, str], _Edge]()
         for each in bindings:
             watched |= each.enclosing | each.modules
             edges |= each.edges
-        self._root, self._paths = root, watched
+        self._root, self._paths = next((each.root for each in bindings), None), watched
         # Whole columns are compared, without a loop in Python; what differs is found afterwards.
         self._modules = list(watched)
         self._classes = list(map(type, self._modules))
@@ -226,6 +219,16 @@ class Watch:
         if with_hooks and (counts := list(map(len, self._hooks.read()))) != self._hook_counts:
             return self._first_path(counts, self._hook_counts)
         return None
+
+    def check_repeatable(self) -> None:
+        """Raise if a run of the graphs cannot be repeated."""
+        changed = self.change(with_hooks=False)
+        if changed is not None:
+            raise ModifiedError(
+                f"{changed} was replaced, or wrapped, between a forward pass and its backward "
+                "pass, but it is part of a reversible chain, which runs its layers again in "
+                "backward; change modules before the forward pass or after backward()"
+            )
 
     def _first_path(self, now: Sequence[Any], before: Sequence[Any]) -> str:
         """The path of the first module whose entries in a column differ."""
@@ -263,6 +266,11 @@ class Bound:
         unique = {id(p): p for p in self._parameters if p is not None and p.requires_grad}
         return list(unique.values())
 
+    @property
+    def parameters(self) -> Sequence[Any]:
+        """In the order of `Bindings.labels`."""
+        return self._parameters
+
     def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
         hooked = self._bindings.hooked
@@ -273,14 +281,7 @@ class Bound:
         return bool(self._hooks) or any(self._bindings.hooks.read())
 
     def check(self, block: str) -> None:
-        """Raise if the run cannot be repeated: something was written to or replaced since."""
-        changed = self._bindings.change(with_hooks=False)
-        if changed is not None:
-            raise ModifiedError(
-                f"{changed} was replaced, or wrapped, between a forward pass and its backward "
-                f"pass, but the reversible block {block} runs its layers again in backward; "
-                "change modules before the forward pass or after backward()"
-            )
+        """Raise if the run cannot be repeated: a parameter was written to since."""
         now = _versions(self._parameters)
         if now != self._versions:
             self._refuse_written(now, block)

@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir.types import Signature
 
-__all__ = ["bind"]
-
 
 def bind(
     signature: Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]

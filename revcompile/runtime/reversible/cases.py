@@ -12,8 +12,6 @@ from revcompile.ir.guards import Guards
 from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.guards import GuardChecker, Mismatch
 
-__all__ = ["Cases", "Recapture"]
-
 Recapture = Callable[
     [nn.Module, tuple[Guards, ...], tuple[Any, ...], Mapping[str, Any], bool], Rewired
 ]

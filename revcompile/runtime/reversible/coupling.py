@@ -21,19 +21,21 @@ the inverse (`kernels.exact_sum`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
+from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
-from revcompile.runtime.reversible.bindings import Bindings, Bound
+from revcompile.runtime.reversible.bindings import Bound, Watch
+from revcompile.runtime.reversible.block import Block, Coupled, before_rearrange, couple, run_branch
+from revcompile.runtime.reversible.block_weights import to_dtypes_of
 from revcompile.runtime.reversible.hooks import (
-    ShardedModule,
     gradient_hooks_silenced,
     reshard,
     unshard,
@@ -48,7 +50,6 @@ from revcompile.runtime.reversible.reconstruction import (
 )
 from revcompile.runtime.reversible.replay import (
     Replay,
-    ReplayContext,
     Surroundings,
     is_capturing,
 )
@@ -63,104 +64,6 @@ from revcompile.runtime.reversible.transforms import (
     differentiable_once,
     is_transformed,
 )
-
-__all__ = ["Block", "Chain"]
-
-
-# -- one coupling ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Block:
-    """An executable coupling."""
-
-    name: str
-    branch: Callable[..., Any]
-    """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
-    sides: tuple[int, ...] = ()
-    """Positions of the block's side values among those of the chain."""
-    has_extras: bool = False
-    """Does F also return values that are read outside the block? Only a chain's last block may."""
-    rearrange: Callable[..., tuple[Tensor, Any]] | None = None
-    """`rearrange(root, stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
-    undo_rearrange: Callable[..., Tensor] | None = None
-    """`undo_rearrange(root, stream, shapes) -> stream`."""
-    rearrange_sides: tuple[int, ...] = ()
-    """Positions of the sizes that `rearrange` takes."""
-    bindings: Bindings = field(default_factory=Bindings)
-    """What F reads of the module tree."""
-    replay_context: ReplayContext = field(default_factory=ReplayContext)
-    has_autocast_consumer: bool = False
-    """Is the only reader of `b` in F a layer whose input autocast casts?"""
-    sharded: tuple[ShardedModule, ...] = ()
-    """FSDP2 modules that its layers belong to, outermost first."""
-    batch_dim: int | None = 0
-    """The streams' dimension that counts samples, if there is one."""
-
-
-class _Coupled(NamedTuple):
-    b: Tensor
-    y: Tensor
-    shapes: Any
-    """For `Block.undo_rearrange`."""
-    extras: tuple[Tensor, ...]
-    addend_dtype: torch.dtype
-    cast_copy: Tensor | None
-    """`y` in the dtype of autocast, if that was asked for and one kernel wrote both."""
-
-
-def _couple(
-    root: nn.Module,
-    block: Block,
-    index: int,
-    a: Tensor,
-    b: Tensor,
-    sides: Sequence[Any],
-    cast: torch.dtype | None,
-    sums: Sums,
-    *,
-    cast_b: Tensor | None = None,
-    with_cast: bool = False,
-) -> _Coupled:
-    """`(a, b) -> (b, a + F(b))`, after the block's rearrangement; F may read a cast copy of b."""
-    shapes: Any = ()
-    if block.rearrange is not None:
-        sizes = [sides[i] for i in block.rearrange_sides]
-        arrange = block.rearrange
-
-        def rearrange(stream: Tensor) -> tuple[Tensor, Any]:
-            return arrange(root, stream, *sizes)
-
-        a, shapes = rearrange(a)
-        b, _ = rearrange(b)
-        sums.rearrange(rearrange)
-    read = b if cast_b is None else cast_b
-    addend, extras = _run_branch(root, block, read, [sides[i] for i in block.sides], cast)
-    y, cast_copy = sums.add(index, a, b, addend, with_cast)
-    return _Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
-
-
-def _run_branch(
-    root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """F(b) and the extras; `cast` is the model's own dtype where streams have more bits."""
-    result = block.branch(root, b if cast is None else b.to(cast), *sides)
-    return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
-
-
-def _undo_rearrange(
-    root: nn.Module, block: Block, shapes: Any, *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """Values, or gradients of them, as they were before a block's rearrangement.
-
-    It permutes elements, so a gradient goes back the way the values do.
-    """
-    if block.undo_rearrange is None:
-        return tensors
-    return tuple(block.undo_rearrange(root, tensor, shapes) for tensor in tensors)
-
-
-# -- chains ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -179,8 +82,10 @@ class Chain:
     stream_bits: int = 32
     """Of the integers that averaged streams are."""
     check: ReconstructionCheck = field(init=False)
+    watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
+        self.watch = Watch([block.bindings for block in self.blocks])
         name = f"{self.blocks[0].name} .. {self.blocks[-1].name}"
         settings = self.tolerance, self.check_every, self.failures_allowed
         self.check = ReconstructionCheck(f"the chain {name}", *settings)
@@ -199,7 +104,7 @@ class Chain:
         extras: tuple[Tensor, ...] = ()
         for index, block in enumerate(self.blocks):
             (b,) = unshard(block.sharded, (b,))
-            a, b, _, extras, *_ = _couple(root, block, index, a, b, sides, cast, sums)
+            a, b, _, extras, *_ = couple(root, block, index, a, b, sides, cast, sums)
             (b,) = reshard(block.sharded, (b,))
         return a, b, *extras
 
@@ -221,7 +126,9 @@ class Chain:
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
-        call = _Call(self, root, cast, sums, Surroundings(a.device), overlaps)
+        is_cast = cast is None and is_autocasting(a.device)
+        dtype = torch.get_autocast_dtype(a.device.type) if is_cast else None
+        call = _Call(self, root, cast, dtype, sums, Surroundings(a.device), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
@@ -237,13 +144,13 @@ class Chain:
         sums = self._sums(a, b, cast)
         with torch.no_grad():
             a, b = sums.enter(a, b)
-            inputs, replays, outputs = [], [], list[_Coupled]()
+            inputs, replays, outputs = [], [], list[Coupled]()
             around = Surroundings(a.device)
             for index, block in enumerate(self.blocks):
                 replay = Replay(block.replay_context, around)
                 inputs.append((a, b))
                 unshard(block.sharded, (b,))
-                outputs.append(_couple(root, block, index, a, b, sides, cast, sums))
+                outputs.append(couple(root, block, index, a, b, sides, cast, sums))
                 a, b = outputs[-1][:2]
                 reshard(block.sharded, (b,))
                 replays.append(replay.finish())
@@ -255,9 +162,9 @@ class Chain:
                 unshard(block.sharded, (b,))
                 with replays[index].replay():
                     used = [sides[i] for i in block.sides]
-                    addend, _ = _run_branch(root, block, sums.value(a), used, cast)
+                    addend, _ = run_branch(root, block, sums.value(a), used, cast)
                     rebuilt = sums.undo(index, b, a, addend, False)[0], a
-                a, b = _undo_rearrange(root, block, outputs[index].shapes, *rebuilt)
+                a, b = before_rearrange(root, block, outputs[index].shapes, *rebuilt)
                 reshard(block.sharded, (b,))
                 wrong = relative_error(a0, sums.value(a)), relative_error(b0, sums.value(b))
                 errors.append((block.name, max(wrong)))
@@ -311,6 +218,7 @@ class _Call:
     chain: Chain
     root: nn.Module
     cast: torch.dtype | None
+    autocast: torch.dtype | None
     sums: Sums
     around: Surroundings
     overlaps: bool = False
@@ -386,8 +294,9 @@ class _Reversible(torch.autograd.Function):
             a, b = call.sums.enter(a, b)
         replay = Replay(block.replay_context, call.around, bool(block.bindings.hooked))
         cast_b, call.cast_copy = call.cast_copy, None
-        with replay.record(), bound.recording_hooks():
-            b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = _couple(
+        copies = block.converted(bound, call.autocast)
+        with replay.record(), bound.recording_hooks(), block.reading(copies):
+            b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = couple(
                 *(call.root, block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,
                 with_cast=call.wants_cast(index, 1),
@@ -458,7 +367,7 @@ def _previous_dtype(node: Any) -> torch.dtype | None:
 
 def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     call: _Call = node.call
-    return _undo_rearrange(call.root, call.chain.blocks[node.index], node.shapes, *tensors)
+    return before_rearrange(call.root, call.chain.blocks[node.index], node.shapes, *tensors)
 
 
 def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
@@ -480,6 +389,7 @@ def _rebuild(
     bound.check(block.name)
     tensors = list(saved)
     if block is call.chain.blocks[-1]:
+        call.chain.watch.check_repeatable()
         output, tensors = (tensors[0], tensors[1], None), tensors[node.kept :]
     assert output is not None
     b, y, cast_b = output
@@ -487,19 +397,24 @@ def _rebuild(
     sides = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
     next_side = iter(sides)
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
-    stand_ins = bound.stand_ins()
-    parameters: Sequence[Tensor] = node.parameters
-    if stand_ins:
-        parameters = [stand_ins.get(id(p), p) for p in parameters]
     has_hooks = bound.has_hooks()
-    with bound.restored(stand_ins, has_hooks), node.replay.replay():
+    stand_ins = bound.stand_ins()
+    copies = {} if has_hooks else block.converted(bound, call.autocast)
+    parameters: Sequence[Tensor] = node.parameters
+    if stand_ins or copies:
+        parameters = [
+            copies[id(p)].requires_grad_() if id(p) in copies else stand_ins.get(id(p), p)
+            for p in parameters
+        ]
+    restored = bound.restored(stand_ins, has_hooks)
+    with restored, block.reading(copies), node.replay.replay():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b)
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)
         try:
-            addend, extras = _run_branch(call.root, block, x, used, call.cast)
+            addend, extras = run_branch(call.root, block, x, used, call.cast)
         finally:
             torch._C._set_grad_enabled(False)
         wants_cast = call.wants_cast(node.index, -1)
@@ -526,6 +441,8 @@ def _differentiate(
             rebuilt.x, grad_b, rebuilt.results, grads, *inputs, _previous_dtype(node)
         )
     assert of_b is not None
+    if rebuilt.parameters is not node.parameters:
+        others[len(rebuilt.sides) :] = to_dtypes_of(node.parameters, others[len(rebuilt.sides) :])
     streams = _before_rearrange(node, of_a, of_b)
     if cast_of_b is not None:
         node.call.cast_gradient = streams[1], _before_rearrange(node, cast_of_b)[0]

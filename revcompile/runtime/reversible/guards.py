@@ -39,8 +39,6 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.autocast import is_autocasting
 
-__all__ = ["GuardChecker", "Mismatch"]
-
 _ABSENT: Final = object()
 _META: Final = torch.device("meta")
 

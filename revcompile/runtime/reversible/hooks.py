@@ -31,21 +31,6 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 
-__all__ = [
-    "FORWARD_HOOKS",
-    "MODULE_HOOKS",
-    "HookRecord",
-    "LayerHooks",
-    "ShardedModule",
-    "gradient_hooks_silenced",
-    "is_sharding_hook",
-    "record_hooks",
-    "replay_hooks",
-    "reshard",
-    "sharded_modules",
-    "unshard",
-]
-
 # -- FSDP2 modules --------------------------------------------------------------------------------
 
 

@@ -17,8 +17,6 @@ from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import PATH, Rewired
 from revcompile.runtime.reversible.hooks import MODULE_HOOKS, is_sharding_hook
 
-__all__ = ["Inlined"]
-
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers: a new member would change what the model computes.
 

@@ -21,9 +21,11 @@ from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorTyp
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings, Watch
+from revcompile.runtime.reversible.block import Block
+from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.cases import Cases, Recapture
-from revcompile.runtime.reversible.coupling import Block, Chain
+from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.hooks import (
     ShardedModule,
     reshard,
@@ -36,8 +38,6 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
-
-__all__ = ["Reversible"]
 
 _RESERVED = frozenset(
     {
@@ -250,7 +250,7 @@ class Reversible(OriginalSurface):
         plan = self._plans.get(key)
         if plan is None or plan.watch.change() is not None:
             steps = self._steps(body)
-            watch = Watch([bindings for step in steps for bindings in step.bindings], self)
+            watch = Watch([bindings for step in steps for bindings in step.bindings])
             plan = self._plans[key] = _Plan(steps, watch)
         return plan.steps
 
@@ -348,7 +348,7 @@ def _block(
     coupling: Coupling, root: nn.Module, position: Mapping[str, int], kind: TensorType | None
 ) -> Block:
     bindings = Bindings(coupling.branch, root)
-    rearrange = coupling.rearrange
+    rearrange, sharded = coupling.rearrange, _sharded(bindings)
     return Block(
         name=coupling.name,
         branch=compile_with_modules(_prepared(coupling.branch, root), root, coupling.name),
@@ -358,10 +358,11 @@ def _block(
         has_extras=bool(coupling.extras),
         rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
         bindings=bindings,
-        sharded=_sharded(bindings),
+        sharded=sharded,
         replay_context=_replay_context(coupling.branch, root, list(bindings.modules)),
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
         batch_dim=None if kind is None else kind.batch_dim,
+        weights=None if sharded else BlockWeights(coupling.branch, root, bindings),
     )
 
 

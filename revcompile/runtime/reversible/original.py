@@ -32,8 +32,6 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, OriginalMethodError
 from revcompile.ir.conditions import ABSENT, UNKNOWN
 
-__all__ = ["Original", "OriginalSurface"]
-
 # -- what methods of the original may not do ------------------------------------------------------
 
 

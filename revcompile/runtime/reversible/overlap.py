@@ -23,8 +23,6 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.reversible.replay import is_capturing
 
-__all__ = ["Overlap", "TwoStreams", "two_streams"]
-
 SMALL: Final = 2**25
 """Elements of a residual stream above which a block's kernels fill a large GPU on their own."""
 

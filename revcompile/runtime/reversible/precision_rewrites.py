@@ -21,8 +21,6 @@ from revcompile.ir.ops import as_read, matching
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
 
-__all__ = ["cast_down", "fuse_bn_relu", "match_dtypes"]
-
 
 def _copied(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()

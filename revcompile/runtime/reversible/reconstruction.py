@@ -26,15 +26,6 @@ from torch import Tensor
 
 from revcompile.errors import InversionError, RevcompileWarning
 
-__all__ = [
-    "ReconstructionCheck",
-    "Samples",
-    "Tolerance",
-    "relative_error",
-    "samples_of",
-    "tolerance_for",
-]
-
 Tolerance = float | Literal["auto"] | None
 """The largest relative error allowed; "auto": by the dtype of the streams; None: no check."""
 

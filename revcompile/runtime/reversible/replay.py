@@ -22,16 +22,6 @@ from revcompile.ir import ops
 from revcompile.ir.random_numbers import RandomReads
 from revcompile.kernels.batch_norm import Statistics
 
-__all__ = [
-    "BufferSnapshot",
-    "Masks",
-    "Replay",
-    "ReplayContext",
-    "StatefulBuffers",
-    "Surroundings",
-    "is_capturing",
-]
-
 
 def is_capturing(device: torch.device) -> bool:
     """Is the caller capturing a CUDA graph? Then nothing may wait for the device."""

@@ -26,8 +26,6 @@ from revcompile.kernels.fixed_point import (
     with_value,
 )
 
-__all__ = ["Added", "Averaged", "FixedAverage", "Sums", "draw_signs"]
-
 _Pair = tuple[Tensor, Tensor]
 
 

@@ -18,8 +18,6 @@ from torch.autograd import forward_ad
 
 from revcompile.errors import InputError
 
-__all__ = ["differentiable_once", "is_transformed"]
-
 _ADVICE: Final = (
     "set net.reversible = False before the forward pass: chains then store their activations and "
     "can be differentiated by any means"

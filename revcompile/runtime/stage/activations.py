@@ -19,8 +19,6 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
 from revcompile.schedule import Keep, Order
 
-__all__ = ["ActivationStore", "Buffers", "BuffersLike", "Scaled", "buffers_of"]
-
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _STATE_KEYS: Final = ({"values"}, {"values", "scale"}, {"away"})
 """Keys of the dicts by which a checkpoint describes a compressed or offloaded tensor."""

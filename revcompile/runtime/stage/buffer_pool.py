@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool"]
-
 
 class BufferPool:
     """Gives out buffers, and gives one out again when the caller's tensors are all gone.

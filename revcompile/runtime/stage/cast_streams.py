@@ -23,8 +23,6 @@ from torch.nn import functional as F
 from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import called_module, casts_input, is_cast
 
-__all__ = ["cast_streams"]
-
 _KEEPS_DTYPE: Final[tuple[Any, ...]] = (nn.Dropout, nn.GELU, nn.Identity, nn.ReLU, nn.SiLU)
 _KEEPING_DTYPE: Final[frozenset[Any]] = frozenset((F.dropout, F.gelu, F.relu, F.silu, torch.relu))
 

@@ -13,8 +13,6 @@ from revcompile.ir.program import Port
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory, Updater
 
-__all__ = ["GradientPredictor"]
-
 
 class GradientPredictor:
     """Predicts the gradients of a stage's outputs; starts at zero, learns from the true ones."""

@@ -12,8 +12,6 @@ from revcompile.runtime.reversible.hooks import HookRecord
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.stream_samples import StartedCheck
 
-__all__ = ["InFlight"]
-
 
 @dataclass
 class InFlight:

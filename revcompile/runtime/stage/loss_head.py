@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.types import Live, Rewired, TensorType
 
-__all__ = ["Loss", "LossHead", "described"]
-
 Loss = Callable[[Any, Any], Tensor]
 """A scalar from the model's output and a target (any pytrees)."""
 

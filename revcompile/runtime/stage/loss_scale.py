@@ -29,16 +29,6 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.schedule import Method, Order
 
-__all__ = [
-    "OVERFLOW",
-    "DeviceScaling",
-    "LossScale",
-    "Scaling",
-    "loss_scale_of",
-    "scaling_of",
-    "unscaled",
-]
-
 LOWEST: Final = 2.0**-16
 """An overflow at this scale is not the scale's fault: it is an error."""
 _HIGHEST: Final = torch.finfo(torch.float32).max

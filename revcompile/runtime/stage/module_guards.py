@@ -21,10 +21,8 @@ from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.ops import attribute
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Rewired
-from revcompile.runtime.reversible.bindings import Bindings, Column, Slot
+from revcompile.runtime.reversible.bindings import Bindings, Column, Slot, Watch
 from revcompile.runtime.reversible.hooks import MODULE_HOOKS
-
-__all__ = ["ParameterGuard", "TreeGuard", "parameters_of"]
 
 _requires_grad: Final = attrgetter("requires_grad")
 _gradient_hooks: Final = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -34,7 +32,7 @@ class TreeGuard:
     """The module tree of a model, and whether it is still the one that stages were compiled for."""
 
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
-        self._root, self._bindings = root, Bindings(None, root)
+        self._root, self._watch = root, Watch([Bindings(None, root)])
         self._own = self._of_root()
         called = set(TreeReads(rewired.graphs, root).modules)
         uncalled = {m: path for path, m in root.named_modules() if m not in called}
@@ -54,7 +52,7 @@ class TreeGuard:
 
     def problem(self) -> str | None:
         """What has changed and what to do, or None."""
-        changed = self._bindings.change(with_hooks=False)
+        changed = self._watch.change(with_hooks=False)
         if changed is None and self._of_root() != self._own:
             changed = "the model"
         if changed is not None:

@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 
 from revcompile.runtime.stage.buffer_pool import BufferPool
 
-__all__ = ["OffloadedTensor", "PinnedPool"]
-
 
 @dataclass(eq=False)
 class OffloadedTensor:

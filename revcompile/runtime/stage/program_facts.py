@@ -9,14 +9,6 @@ from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.program import StageProgram
 from revcompile.schedule import Keep, Order, Weights
 
-__all__ = [
-    "keeps_graphs_in_flight",
-    "outlives_updates",
-    "stateful_candidates",
-    "statistics_move_early",
-    "statistics_of",
-]
-
 
 def keeps_graphs_in_flight(program: StageProgram) -> bool:
     """Are there updates between a forward pass that keeps a graph and its backward pass?"""

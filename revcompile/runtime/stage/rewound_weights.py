@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from revcompile.schedule import REWOUND_BLOCK as BLOCK
 
-__all__ = ["RewoundWeights"]
-
 MOST: Final = 7
 """Multiples of the scale are from -7 to 7."""
 # What is rounded up where depends on these and the number of the update: over updates, fractions of

@@ -46,9 +46,6 @@ from revcompile.runtime.stage.weights import (
 )
 from revcompile.schedule import Weights
 
-__all__ = ["Observer", "Programs", "Stage"]
-
-
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
 """A stage's forward and backward programs."""
 

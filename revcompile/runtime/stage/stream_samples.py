@@ -18,8 +18,6 @@ from revcompile.ir.types import LIVE_VALUES, Coupling
 from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, Tolerance, samples_of
 from revcompile.schedule import Keep
 
-__all__ = ["StartedCheck", "StreamSamples"]
-
 StartedCheck = tuple[bool, dict[str, Tensor]]
 """Is backward to wait for the device? And what was sampled in forward, by the stream's name."""
 

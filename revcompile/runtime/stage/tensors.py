@@ -11,17 +11,6 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import NonFiniteError
 
-__all__ = [
-    "TreeCopy",
-    "aligned",
-    "all_finite",
-    "clone_preserving_strides",
-    "clone_tree",
-    "detach_tree",
-    "overlaps",
-    "refuse_non_finite",
-]
-
 TreeCopy = Callable[[Any], Any]
 """How a `state_dict` copies nested values: `clone_tree`, or `detach_tree` to share memory."""
 

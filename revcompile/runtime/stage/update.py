@@ -17,16 +17,6 @@ from revcompile.errors import InputError
 from revcompile.optim.combined import CombinedOptimizer, elementary, members
 from revcompile.runtime.stage.tensors import TreeCopy
 
-__all__ = [
-    "COUNTERS",
-    "OptimizerFactory",
-    "ParamGroups",
-    "ScheduleFactory",
-    "Updater",
-    "counts_on_device",
-    "state_copies",
-]
-
 COUNTERS: Final = ("step", "mu_product")
 """Entries of an optimizer's state that are on the CPU whatever the parameter's device."""
 _BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")

@@ -18,16 +18,8 @@ from torch import Tensor, nn
 
 from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
+from revcompile.kernels.autocast import converted
 from revcompile.schedule import Order, Weights
-
-__all__ = [
-    "CastWeights",
-    "ParameterSlots",
-    "PredictedWeights",
-    "at_versions",
-    "castable_parameters",
-    "detached_copies",
-]
 
 # -- stashed weights ------------------------------------------------------------------------------
 
@@ -202,12 +194,9 @@ class CastWeights:
         cast = {n: g for n, g in gradients.items() if g is not None and n in self._copies}
         if not cast:
             return dict(gradients)
-        converted = [
-            torch.empty_like(gradient, dtype=self._parameters[name].dtype)
-            for name, gradient in cast.items()
-        ]
-        torch._foreach_copy_(converted, list(cast.values()))
-        return {**gradients, **dict(zip(cast, converted, strict=True))}
+        dtypes = [self._parameters[name].dtype for name in cast]
+        copies = converted(list(cast.values()), dtypes)
+        return {**gradients, **dict(zip(cast, copies, strict=True))}
 
 
 def castable_parameters(

@@ -19,8 +19,6 @@ from revcompile.optim.combined import members
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Weights, window
 
-__all__ = ["has_attention", "warn_of_delay"]
-
 _ATTENTION: Final = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
 _PRODUCTS: Final = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 _BEARABLE: Final = 1

@@ -21,8 +21,6 @@ from revcompile.runtime.stage.update import OptimizerFactory, Updater
 from revcompile.runtime.trainer.settings import Settings
 from revcompile.schedule import Order, Tie
 
-__all__ = ["build_executor", "choose_cpu_matmul"]
-
 
 def build_executor(
     program: StageProgram,

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -18,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
-from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import until_signal
-from revcompile.runtime.checkpoint.codec import well_formed
 from revcompile.runtime.executor.captured import GraphRunner, StepResult
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -30,7 +27,6 @@ from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.module_guards import TreeGuard
-from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.advice import warn_of_delay
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
@@ -40,26 +36,13 @@ from revcompile.runtime.trainer.inputs import InputBinder, Planned, warn_if_larg
 from revcompile.runtime.trainer.metrics import Evaluation, LossSum, Metric, Metrics
 from revcompile.runtime.trainer.ownership import is_latest, take_over
 from revcompile.runtime.trainer.settings import Settings
-from revcompile.runtime.trainer.state import (
-    FORMAT,
-    check_entries,
-    check_in_flight,
-    continue_counting,
-    is_same_pipeline,
-    load_model,
-    load_scaling,
-    load_updaters,
-    segment_names,
-    stages_with_graphs,
-)
+from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
 from revcompile.schedule import Schedule, delay, mean_delay
 
 Batch = TypeVar("Batch")
 
-__all__ = ["Trainer"]
 
-
-class Trainer(ABC):
+class Trainer(TrainerState, ABC):
     """Trains a staged model; `net.trainer(...)` makes one.
 
     `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
@@ -109,7 +92,6 @@ class Trainer(ABC):
         self.transport: Transport = transport
         self.rank = rank
         self.replica = replica
-        """Which copy of the pipeline this is: it trains on its own part of the data."""
         self.replicas = replicas
         self.is_first = 0 in stages
         """Does this process need inputs?"""
@@ -360,12 +342,6 @@ class Trainer(ABC):
 
     # -- data ---------------------------------------------------------------------------------
 
-    @property
-    def stage_seed(self) -> int:
-        """The seed of the stages' random numbers: copies of the pipeline drop other elements."""
-        seed = self.settings.seed
-        return mix(seed, self.replica) if self.replica else seed
-
     def loader(
         self,
         data: Any,
@@ -483,58 +459,3 @@ class Trainer(ABC):
 
     def _needs_one_process(self, method: str, advice: str) -> NoReturn:
         raise InputError(f"trainer.{method}: {advice}")
-
-    def _check_savable(self) -> None:
-        """Refuse what no checkpoint can hold. All ranks come to the same result."""
-        graphs = stages_with_graphs(self.programs, self.schedule)
-        if graphs:
-            raise InputError(
-                f"trainer.state_dict: stage {graphs[0]} keeps graphs of micro-batches in flight, "
-                "which cannot be saved; call trainer.flush() first, or "
-                "trainer.save(folder, drain=True)"
-            )
-
-    def _state(self, weights: Mapping[str, Any], copy: TreeCopy) -> dict[str, Any]:
-        """The states of this process's stages; `weights` are entries of the model's state dict."""
-        optimizers = [executor.updater.state_dict(copy) for executor in self.executors]
-        return {
-            "format": FORMAT,
-            "cuts": segment_names(self.partition),
-            "seed": self.settings.seed,
-            "replicas": self.replicas,
-            "model": copy(dict(weights)),
-            "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
-            "groups": [group for o in optimizers for group in o["groups"]],
-            "lr_schedules": [o["lr_schedule"] for o in optimizers],
-            "schedule": self.schedule.state(),
-            "stages": [executor.state_dict(copy) for executor in self.executors],
-            "messages": self.transport.state_dict(copy),
-        }
-
-    def _check_fits(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that this trainer cannot continue from; nothing is changed."""
-        with well_formed("what trainer.state_dict() returns"):
-            check_entries(state, self.model, (executor.updater for executor in self.executors))
-            same = is_same_pipeline(state, self.partition, self.programs, self.schedule)
-            check_in_flight(state, same, self.schedule, self.replicas)
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state that fits."""
-        with well_formed("what trainer.state_dict() returns"):
-            self._replace_state(state)
-
-    def _replace_state(self, state: Mapping[str, Any]) -> None:
-        same = is_same_pipeline(state, self.partition, self.programs, self.schedule)
-        saved = Schedule.load(state["schedule"])
-        self.schedule = saved if same else continue_counting(self.schedule, saved)
-        self.settings = replace(self.settings, seed=state["seed"])
-        load_model(self.model, state["model"])
-        load_updaters(self.executors, state, same)
-        self.transport.load_state_dict(state["messages"] if same else ())
-        weights = dict(self.model.named_parameters())
-        for executor in self.executors:
-            executor.reset(self.stage_seed, weights)
-            if same:
-                executor.load_state_dict(state["stages"][executor.index])
-        if not same:
-            load_scaling(self.executors, state)

@@ -25,8 +25,6 @@ from torch.utils.data import (
 from revcompile.errors import InputError
 from revcompile.ir.coupling_ops import mix
 
-__all__ = ["BatchSelection", "Loader", "NoBatches", "SeededSampler", "make_loader", "seeded_loader"]
-
 Draw = Callable[[torch.Generator], Sequence[int]]
 """Draws the sample indices of an epoch from a generator that is the same on every rank."""
 

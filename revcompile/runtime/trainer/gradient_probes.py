@@ -33,8 +33,6 @@ from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.weights import detached_copies
 from revcompile.schedule import Order, delay, window
 
-__all__ = ["GradientReport", "Probe", "Similarity", "StageGradients"]
-
 Gradients = Mapping[str, Tensor | None]
 Weights = Mapping[str, Tensor]
 

@@ -17,8 +17,6 @@ from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.stage.loss_head import described
 
-__all__ = ["InputBinder", "Planned", "split_batch", "split_call", "warn_if_larger_than_planned"]
-
 
 class Planned(Protocol):
     """A memory plan, as far as a trainer reads it."""

@@ -32,8 +32,6 @@ from revcompile.runtime.trainer.metrics import (
 )
 from revcompile.runtime.trainer.settings import Settings
 
-__all__ = ["LocalTrainer"]
-
 
 class LocalTrainer(Trainer):
     """Trains all stages of a model in this process.

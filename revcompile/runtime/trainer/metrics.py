@@ -13,16 +13,6 @@ from torch import Tensor, nn
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model
 
-__all__ = [
-    "Evaluation",
-    "LossSum",
-    "Metric",
-    "Metrics",
-    "RunningMeans",
-    "check_loader",
-    "eval_mode",
-]
-
 
 class Metric(Protocol):
     """A mean over a batch, from the model's output and the target."""

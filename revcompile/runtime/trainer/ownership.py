@@ -12,8 +12,6 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-__all__ = ["is_latest", "take_over"]
-
 
 class _Trains(Protocol):
     @property

@@ -13,8 +13,6 @@ from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.stage.update import ParamGroups, ScheduleFactory
 from revcompile.units import is_int
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -78,7 +78,8 @@ def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> Non
 def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
     """Dropout, tied weights, clipping over all stages, the paper's order, an incomplete group.
 
-    And two optimizers a stage, error feedback, predicted and rewound weights, a start without delay.
+    And two optimizers a stage, error feedback, predicted or rewound weights, a start without
+    delay.
     """
     runs = [
         Run(model="vit"),

@@ -41,8 +41,6 @@ from revcompile.runtime.executor.transport import (
 )
 from revcompile.schedule import Action, Op
 
-__all__ = ["Boundary", "StepInputs"]
-
 
 @dataclass(frozen=True)
 class StepInputs:

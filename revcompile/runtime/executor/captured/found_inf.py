@@ -20,8 +20,6 @@ from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_scale import OVERFLOW
 from revcompile.runtime.stage.tensors import overlaps
 
-__all__ = ["NonFiniteReports", "RunningStatistics", "found_inf", "restore_if", "zero_if"]
-
 
 def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
     """A flag: 1 if `before` is 1, or if an element of the gradients is not finite.

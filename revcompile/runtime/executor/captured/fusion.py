@@ -24,8 +24,6 @@ from revcompile.runtime.executor.captured.fusion_regions import (
     fuse_residual_adds,
 )
 
-__all__ = ["FusedOps", "cast_leaf", "fuse"]
-
 
 class FusedOps:
     """Compiled functions: of fusion regions, and of the ops that programs call between them.

@@ -24,8 +24,6 @@ from torch.nn import functional as F
 from revcompile.ir import coupling_ops
 from revcompile.ir.python_code import source_of
 
-__all__ = ["FusedAdd", "FusionRegion", "find_regions", "fuse_residual_adds"]
-
 _STATELESS: Final = (
     nn.AdaptiveAvgPool2d,
     nn.AvgPool2d,

@@ -12,8 +12,6 @@ import torch
 from revcompile.errors import RevcompileError
 from revcompile.ir.coupling_ops import seed_of, seeding
 
-__all__ = ["CaptureUnsupported", "CudaGraphReplay", "EagerReplay", "Pass", "RandomKeys", "Stretch"]
-
 
 class CaptureUnsupported(RevcompileError):
     """A step does something that a CUDA graph cannot hold."""

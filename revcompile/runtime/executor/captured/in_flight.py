@@ -21,15 +21,6 @@ from revcompile.runtime.executor.transport import (
 from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.stage import Stage
 
-__all__ = [
-    "InFlightState",
-    "empty_on",
-    "flagged",
-    "in_flight",
-    "missing_memory",
-    "tied_routes",
-]
-
 
 @dataclass
 class InFlightState:

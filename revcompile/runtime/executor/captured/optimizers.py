@@ -38,8 +38,6 @@ from revcompile.runtime.executor.captured.found_inf import restore_if
 from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater, counts_on_device
 
-__all__ = ["CapturedUpdater", "FixedSettings", "why_not_capturable_optimizer"]
-
 _FUSED: Final = (SGD, Adam, AdamW)
 """Their kernels read `found_inf`."""
 _OURS: Final = (DelayAwareSGD, DelayAwareAdamW, DelayAwareMuon)

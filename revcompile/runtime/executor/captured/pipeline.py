@@ -35,8 +35,6 @@ from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Transport
 from revcompile.schedule import Action, Schedule
 
-__all__ = ["StaticPipeline", "StepResult"]
-
 
 @dataclass(frozen=True)
 class StepResult:

@@ -22,8 +22,6 @@ from torch import Tensor
 from revcompile.runtime.executor.captured.static_buffers import Flat, StaticBuffers
 from revcompile.runtime.stage.weights import detached_copies
 
-__all__ = ["RingBuffer", "WeightStash", "updates_since_forward"]
-
 
 class RingBuffer:
     """A queue of nested values of one form, in static buffers.

@@ -30,8 +30,6 @@ from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.schedule import Keep, Order, Schedule, window
 
-__all__ = ["Backend", "GraphRunner", "backend_of", "why_not_capturable"]
-
 _MOST_KINDS: Final = 16
 """Each position of a step between two updates is captured for itself: at most so many."""
 _MOST_CHANGES: Final = 3

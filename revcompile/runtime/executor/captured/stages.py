@@ -29,8 +29,6 @@ from revcompile.runtime.stage.loss_scale import OVERFLOW, DeviceScaling, unscale
 from revcompile.runtime.stage.stage import Programs, Stage
 from revcompile.schedule import Action, Op, Order
 
-__all__ = ["CapturedStageExecutor"]
-
 
 class CapturedStageExecutor(StageExecutor):
     """An executor for which a bad micro-batch is a flag on the device, and not an error.

@@ -17,17 +17,6 @@ from revcompile.runtime.executor.transport import Layout, Message
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.tensors import aligned
 
-__all__ = [
-    "Flat",
-    "StaticBuffers",
-    "copy_all",
-    "copy_tensors",
-    "message_of",
-    "payload",
-    "pooled_copy",
-    "storage",
-]
-
 _SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
 

@@ -48,8 +48,6 @@ from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Order, Schedule, delay, window
 
-__all__ = ["StaticState"]
-
 
 class StaticState:
     """The stages of one process, with everything in flight in static buffers.

@@ -20,8 +20,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["StepStreams", "stream_for"]
-
 
 @functools.cache
 def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:

@@ -1,0 +1,122 @@
+"""One coupling of a chain as it runs: its branch F, what F reads, and `(a, b) -> (b, a + F(b))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from revcompile.runtime.reversible.bindings import Bindings, Bound
+from revcompile.runtime.reversible.block_weights import BlockWeights
+from revcompile.runtime.reversible.hooks import ShardedModule
+from revcompile.runtime.reversible.replay import ReplayContext
+from revcompile.runtime.reversible.stream_sums import Sums
+
+
+@dataclass(frozen=True)
+class Block:
+    """An executable coupling."""
+
+    name: str
+    branch: Callable[..., Any]
+    """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
+    sides: tuple[int, ...] = ()
+    """Positions of the block's side values among those of the chain."""
+    has_extras: bool = False
+    """Does F also return values that are read outside the block? Only a chain's last block may."""
+    rearrange: Callable[..., tuple[Tensor, Any]] | None = None
+    """`rearrange(root, stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
+    undo_rearrange: Callable[..., Tensor] | None = None
+    """`undo_rearrange(root, stream, shapes) -> stream`."""
+    rearrange_sides: tuple[int, ...] = ()
+    """Positions of the sizes that `rearrange` takes."""
+    bindings: Bindings = field(default_factory=Bindings)
+    """What F reads of the module tree."""
+    replay_context: ReplayContext = field(default_factory=ReplayContext)
+    has_autocast_consumer: bool = False
+    """Is the only reader of `b` in F a layer whose input autocast casts?"""
+    sharded: tuple[ShardedModule, ...] = ()
+    """FSDP2 modules that its layers belong to, outermost first."""
+    batch_dim: int | None = 0
+    """The streams' dimension that counts samples, if there is one."""
+    weights: BlockWeights | None = None
+    """What autocast would convert one by one."""
+
+    def converted(self, bound: Bound, dtype: torch.dtype | None) -> dict[int, Tensor]:
+        """Copies of weights in the dtype of autocast, by the ids of the weights."""
+        if self.weights is None or dtype is None:
+            return {}
+        return self.weights.converted(bound.parameters, dtype)
+
+    def reading(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        """Its layers read the copies."""
+        return self.weights.replaced_by(copies) if self.weights and copies else _NOTHING
+
+
+_NOTHING: Final = nullcontext()
+
+
+class Coupled(NamedTuple):
+    b: Tensor
+    y: Tensor
+    shapes: Any
+    """For `Block.undo_rearrange`."""
+    extras: tuple[Tensor, ...]
+    addend_dtype: torch.dtype
+    cast_copy: Tensor | None
+    """`y` in the dtype of autocast, if that was asked for and one kernel wrote both."""
+
+
+def couple(
+    root: nn.Module,
+    block: Block,
+    index: int,
+    a: Tensor,
+    b: Tensor,
+    sides: Sequence[Any],
+    cast: torch.dtype | None,
+    sums: Sums,
+    *,
+    cast_b: Tensor | None = None,
+    with_cast: bool = False,
+) -> Coupled:
+    """`(a, b) -> (b, a + F(b))`, after the block's rearrangement; F may read a cast copy of b."""
+    shapes: Any = ()
+    if block.rearrange is not None:
+        sizes = [sides[i] for i in block.rearrange_sides]
+        arrange = block.rearrange
+
+        def rearrange(stream: Tensor) -> tuple[Tensor, Any]:
+            return arrange(root, stream, *sizes)
+
+        a, shapes = rearrange(a)
+        b, _ = rearrange(b)
+        sums.rearrange(rearrange)
+    read = b if cast_b is None else cast_b
+    addend, extras = run_branch(root, block, read, [sides[i] for i in block.sides], cast)
+    y, cast_copy = sums.add(index, a, b, addend, with_cast)
+    return Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
+
+
+def run_branch(
+    root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """F(b) and the extras; `cast` is the model's own dtype where streams have more bits."""
+    result = block.branch(root, b if cast is None else b.to(cast), *sides)
+    return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
+
+
+def before_rearrange(
+    root: nn.Module, block: Block, shapes: Any, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Values, or gradients of them, as they were before a block's rearrangement.
+
+    It permutes elements, so a gradient goes back the way the values do.
+    """
+    if block.undo_rearrange is None:
+        return tensors
+    return tuple(block.undo_rearrange(root, tensor, shapes) for tensor in tensors)
