@@ -249,8 +249,14 @@ class StaticState:
         for position, (stage, by_microbatch) in enumerate(state.activations.items()):
             ends = self._ends[:, position : position + 1]
             like = next(iter(by_microbatch.values()))
-            self._rings[stage] = RingBuffer(like, counts[position], *ends)
-            self._by_stage[stage].ring = self._rings[stage]
+            ring = self._rings[stage] = RingBuffer(like, counts[position], *ends)
+            self._by_stage[stage].ring = ring
+            # At once: memory for all stages need never be there twice.
+            for microbatch in by_microbatch:
+                ring.slot(microbatch).copy_(by_microbatch[microbatch])
+                by_microbatch[microbatch] = ring.slot(microbatch).value
+            del like
+            self._by_stage[stage].stage.in_flight.clear()
         for route, messages in state.messages.items():
             _, target, kind = route
             if kind is MessageKind.DY:

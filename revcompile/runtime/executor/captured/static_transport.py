@@ -123,6 +123,11 @@ class StaticTransport(InProcess):
     def begin(self, route: Route, indices: Sequence[int]) -> None:
         """Queue the messages that wait for the step to come."""
         self.queues[route] = deque(self.waiting(route, indices))
+        if self._hands_on and route not in self.rings:
+            places = [index % 2 for index in indices]
+            for key in [(route, place) for place in (0, 1) if place not in places]:
+                if key in self._waiting and not self._waiting[key].is_static:
+                    del self._waiting[key]  # read, but for what was handed on
 
     def waiting(self, route: Route, indices: Sequence[int]) -> list[Message]:
         """The messages of these micro-batches, which wait for the next step."""
