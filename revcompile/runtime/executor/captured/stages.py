@@ -97,6 +97,7 @@ class CapturedStageExecutor(StageExecutor):
         self.count = torch.zeros((), device=device)
         """Micro-batches in the accumulated gradient: bad ones are left out."""
         self._is_stashing = stage.is_stashing
+        self._accumulates_in_place = stage.accumulates_in_place
         self.stash: WeightStash | None = None
         """Its weights of some updates ago, if the method stashes them."""
         self.stashed: Mapping[str, Tensor] | None = None
@@ -110,6 +111,7 @@ class CapturedStageExecutor(StageExecutor):
         """Let the stage compute as captured steps need it, or as it did before."""
         self.stage.run_with(self._programs if captured else None)
         self.stage.is_stashing = not captured and self._is_stashing
+        self.stage.accumulates_in_place = captured or self._accumulates_in_place
 
     def perform(self, action: Action) -> bool:
         """Do it, on the stream it belongs to."""

@@ -185,6 +185,8 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
         for target, source in pairs:
+            if target is source:
+                continue
             is_local = target.device == source.device and target.dtype is not torch.float8_e4m3fn
             if target.numel() <= _SMALL and is_local:
                 kind = target.device, target.dtype, source.dtype
