@@ -91,6 +91,8 @@ class StaticPipeline(StaticState):
         def forward() -> None:
             with self._cudnn_benchmark():
                 self._load_inputs(schedule)
+                if self._has_flags:
+                    self._statistics.snapshot()
                 # A step that turns out not to be capturable must not advance the schedule.
                 lists = self._boundary.inner_actions(schedule.copy().inject())
                 rest[:] = self._scheduler.forward(lists)
@@ -103,6 +105,8 @@ class StaticPipeline(StaticState):
                 self._scheduler.finish(rest, self._is_continuous, may_stop=bool(updating))
                 if self._streams is not None:
                     self._streams.join()
+                if self._has_flags:
+                    self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
                 if not updating:
                     self._store_results(entering)
 
@@ -238,5 +242,5 @@ class StaticPipeline(StaticState):
             executor.prepare_stage(captured=False)
             executor.is_reduced = False
             executor.updater.found_inf = None
-            executor.flag = self._flags[position : position + 1]
+            executor.flag = executor.restored = self._flags[position : position + 1]
             executor.count = self._counts[position]

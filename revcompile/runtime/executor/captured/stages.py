@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.executor.captured.found_inf import (
-    RunningStatistics,
     found_inf,
     zero_if,
 )
@@ -88,12 +87,10 @@ class CapturedStageExecutor(StageExecutor):
         """Do other stages clip their gradients by the norm of this one's, too?"""
         self._streams = streams
         self._programs = _fused_programs(stage, fused) if fused is not None else None
-        self._statistics = RunningStatistics(stage.statistics())
-        self._moves_in_forward = bool(stage.snapshot())
-        """Do running statistics change before backward?"""
-        self._snapshot: Sequence[Tensor] = ()
         self.flag = torch.zeros(1, device=device)
         """`found_inf` of the last backward pass."""
+        self.restored = self.flag
+        """Set if running statistics have to be as they were before it."""
         self.count = torch.zeros((), device=device)
         """Micro-batches in the accumulated gradient: bad ones are left out."""
         self._is_stashing = stage.is_stashing
@@ -135,8 +132,6 @@ class CapturedStageExecutor(StageExecutor):
         return nullcontext()
 
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        if self.has_flags and self._moves_in_forward:
-            self._snapshot = self._statistics.snapshot()
         super()._run(microbatch, inputs)
         if self.ring is not None:
             self.ring.push(self.stage.in_flight.pop(microbatch).kept)
@@ -146,8 +141,6 @@ class CapturedStageExecutor(StageExecutor):
             self.stage.in_flight[message.index] = in_flight(
                 self.stage, self.ring.pop(), self.stashed, self.age
             )
-        if self.has_flags and not self._moves_in_forward:
-            self._snapshot = self._statistics.snapshot()
         values, input_gradients, gradients = self.stage.differentiate(
             message.index, message.values, message.gradients
         )
@@ -164,8 +157,7 @@ class CapturedStageExecutor(StageExecutor):
                 flag = self.scaling.overflowed(flag, before, message.scale)
                 # The forward pass of what overflowed here was right: it moves running statistics.
                 restored = torch.where(flag == OVERFLOW, before, flag)
-            self._statistics.restore_if(restored, self._snapshot)
-            self.flag, self._snapshot = flag, ()
+            self.flag, self.restored = flag, restored
             if self._is_counted or self._shares_norm:
                 gradients = {n: g if g is None else zero_if(flag, g) for n, g in gradients.items()}
             if self._is_counted:

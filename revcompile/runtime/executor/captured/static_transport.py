@@ -27,6 +27,7 @@ from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
 from revcompile.runtime.executor.captured.static_buffers import (
     Flat,
     StaticBuffers,
+    StaticMemory,
     copy_tensors,
     message_of,
     payload,
@@ -68,10 +69,11 @@ class StaticTransport(InProcess):
     ) -> None:
         super().__init__(stages)
         self._take, self._hands_on = take, hands_on
-        self.clear()
+        self.clear(StaticMemory(torch.device("cpu")))
 
-    def clear(self) -> None:
-        """Forget all buffers."""
+    def clear(self, memory: StaticMemory) -> None:
+        """Forget all buffers; allocate new ones there."""
+        self._memory = memory
         self.rings: dict[Route, RingBuffer] = {}
         """Of routes on which many messages wait, and are copied when they are received."""
         self._counts: dict[Route, int] = {}
@@ -203,7 +205,8 @@ class StaticTransport(InProcess):
             elif before is not None and buffer is before.payload.leaves[number]:
                 buffer = None
             if buffer is None:
-                buffer = torch.empty_like(like, device=leaf.device)
+                with self._memory.allocating():
+                    buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
             copies.append((buffer, leaf))
             leaves[number], own[storage(buffer)] = buffer, number
