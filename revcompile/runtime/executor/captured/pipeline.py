@@ -107,6 +107,8 @@ class StaticPipeline(StaticState):
                     self._streams.join()
                 if self._has_flags:
                     self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
+                for executor in updating:
+                    executor.begin_average()
                 if not updating:
                     self._store_results(entering)
 

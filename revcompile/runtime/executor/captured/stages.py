@@ -189,6 +189,12 @@ class CapturedStageExecutor(StageExecutor):
                 self.scaling.updated(self.updater.found_inf)
         return done
 
+    def begin_average(self) -> None:
+        """After all backward passes of a step: hand gradients over to be averaged."""
+        assert self.average is not None
+        self._sums = self.stage.take_gradients()
+        self.average.fill(self._sums, self.count)
+
     def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
         """The message to the owner of tied parameters; their gradients are taken out."""
         shared = {name: self.stage.parameters[name] for name in self.tied_owners[owner]}
@@ -211,13 +217,11 @@ class CapturedStageExecutor(StageExecutor):
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         if self.gradients is not None:
             return self.gradients
+        if self.average is not None and not self.is_reduced:
+            return None
         if self._sums is None:
             self._sums = self.stage.take_gradients()
-            if self.average is not None:
-                self.average.fill(self._sums, self.count)
         if self.average is not None:
-            if not self.is_reduced:
-                return None
             self.count = self.average.read(self._sums).to(self.count.dtype)
         elif self.accumulate > 1 and self._sums:
             count = self.count.clamp(min=1) if self.has_flags else float(self.accumulate)
