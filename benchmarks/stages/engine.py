@@ -3,6 +3,7 @@
     python -m benchmarks run engine --model revnet18 --backends eager cudagraphs
     python -m benchmarks run engine --model revnet50 --backends eager cudagraphs inductor
     python -m benchmarks run engine --model revnet50 --orders 1f1b paper --buffers bf16
+    python -m benchmarks run engine --model revnet50 --orders 1f1b backprop --backends inductor
     python -m benchmarks run engine --device cpu --batch 4 --backends eager static
     python -m benchmarks run engine --model conv-12x64 --size 32 --sweep depth 6 12 24
 
@@ -10,20 +11,27 @@ Every variant trains the same weights on the same micro-batches with a full pipe
 whole turns of `--steps` steps, one variant after the other; losses are compared with those of the
 first backend in the same order. Memory is what the process takes of the device while one variant
 trains alone; on the CPU, where bytes are counted, what training adds to the parameters. `moved` is
-how many of the allocator's counters change over 100 steps.
+how many of the allocator's counters change over 100 steps. `start` is the time until all steps are
+captured, compilation included; torch keeps what it has compiled on disk, for the next process.
+
+The order `backprop` is plain backpropagation of the same rewired model. On a GPU a second table
+says what takes the memory: `pool` is what the graphs compute in, `rest` what the allocator caches
+and what libraries take.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import revcompile
 from benchmarks.harness import (
@@ -38,6 +46,7 @@ from benchmarks.harness import (
 from benchmarks.models import Case, create, of_depth
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
+from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 
@@ -62,6 +71,8 @@ class Row:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
+    categories: dict[str, int] = field(default_factory=dict)
+    start: float = 0.0
     moved: list[str] = field(default_factory=list)
     deviation: float = 0.0
 
@@ -123,7 +134,7 @@ class Bench:
         return build(self.case, self.stages, self.device).trainer(
             lambda p: torch.optim.SGD(p, lr=self.options.lr, momentum=0.9, weight_decay=1e-4),
             F.cross_entropy,
-            order=row.order,
+            **({"method": "backprop"} if row.order == "backprop" else {"order": row.order}),
             autocast=torch.bfloat16 if self.options.dtype == "bf16" else None,
             backend=row.backend,
             buffers=torch.bfloat16 if self.options.buffers == "bf16" else None,
@@ -150,17 +161,19 @@ class Bench:
     def _alone(self, row: Row) -> tuple[Trainer, Feed]:
         """A variant filled and warmed up: losses, memory, and what moves."""
         is_gpu = self.device.type == "cuda"
-        before = device_bytes(self.device) if is_gpu else 0
+        before, began = device_bytes(self.device) if is_gpu else 0, time.perf_counter()
         trainer, feed = self.trainer(row), Feed(self.case, self.device)
         steps = 2 * self.stages * (2 if row.order == "paper" else 1) + 8
 
         def warm() -> None:
             row.losses = [float(loss) for loss in feed.turn(trainer, steps)]
+            row.start = time.perf_counter() - began
 
         if is_gpu:
             warm()
             row.moved = self._moved(trainer, feed)
             row.bytes = device_bytes(self.device) - before
+            row.categories = categories(trainer, row.bytes)
         else:
             row.bytes = measure_peak(warm, self.device)
         return trainer, feed
@@ -185,6 +198,42 @@ class Bench:
         return [key for key in before if before[key] != after[key]]
 
 
+def categories(trainer: Trainer, total: int) -> dict[str, int]:
+    """The bytes that a process takes of a GPU for training, by what they are."""
+    executors, transport = trainer.executors, trainer.transport
+    assert isinstance(transport, InProcess)
+    optimizers = [e.updater.optimizer for e in executors if e.updater.optimizer is not None]
+    states = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    casts = [e.stage.cast_weights.current() or {} for e in executors]
+    weights = [dict(e.stage.parameters) for e in executors] + casts
+    kept: list[Any] = [held.kept for e in executors for held in e.stage.in_flight.values()]
+    messages: list[Any] = [m.parts for queue in transport.queues.values() for m in queue]
+    stashed: list[Any] = [held.weights for e in executors for held in e.stage.in_flight.values()]
+    pipeline = trainer.runner._pipeline
+    if pipeline is not None and pipeline.is_active:
+        rings = pipeline._rings.values()
+        kept += [ring.slot(number).value for ring in rings for number in range(ring.count)]
+        messages += pipeline._transport.tensors
+        stashed += [e.stash._past for e in pipeline.executors if e.stash is not None]
+    found = {
+        "weights": storage_bytes([weights, states]),
+        "kept": storage_bytes(kept),
+        "messages": storage_bytes(messages),
+        "stashed": storage_bytes(stashed),
+    }
+    segments = torch.cuda.memory_snapshot()
+    in_pool = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+    found["pool"] = sum(in_pool)
+    return found | {"rest": total - sum(found.values())}
+
+
+def storage_bytes(tree: Any) -> int:
+    """The memory that the tensors of nested values lie in."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def report(title: str, rows: list[Row]) -> None:
     """Print the table."""
     shown = []
@@ -200,10 +249,14 @@ def report(title: str, rows: list[Row]) -> None:
                 len(row.moved),
                 f"{row.deviation:.1e}",
                 f"{row.losses[-1]:.4f}",
+                f"{row.start:.1f}",
             )
         )
-    columns = ("variant", "ms", "best", "ratio", "memory", "moved", "loss off by", "last loss")
-    show(title, columns, shown)
+    names = ("variant", "ms", "best", "ratio", "memory", "moved", "loss off by", "last loss")
+    show(title, (*names, "start, s"), shown)
+    parts = [(row.name, *map(mib, row.categories.values())) for row in rows if row.categories]
+    if parts:
+        show("memory by what it is", ("variant", *rows[0].categories), parts)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

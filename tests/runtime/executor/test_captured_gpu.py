@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import SCHEDULES, adam, fresh, momentum, weights
+from training import SCHEDULES, Net, adam, fresh, momentum, weights
 
 import revcompile
 from revcompile.errors import NonFiniteError
+from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.runtime.executor.test_captured import Loose, even
@@ -176,12 +177,46 @@ def test_nothing_is_allocated_once_steps_are_captured() -> None:
     assert {key for key in before if before[key] != after[key]} == set()
 
 
-def test_bfloat16_branches() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_branches_in_low_precision(dtype: torch.dtype) -> None:
+    """In float16 with a loss that is scaled, and overflows at first."""
     found = []
     for backend in ("eager", "cudagraphs"):
         net = fresh(Loose, dtype=torch.float32)
         net.model.cuda()
-        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=torch.bfloat16)
+        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=dtype)
         data = [(x.float(), y) for x, y in even(40)]
-        found.append([trainer.step(*batch).loss for batch in data])
+        steps = [trainer.step(*batch) for batch in data]
+        assert trainer.runner.is_active == (backend == "cudagraphs")
+        found.append([metrics.loss for metrics in steps])
     assert found[1] == pytest.approx(found[0], rel=2e-2)
+
+
+def test_a_scale_that_overflows_again_and_again() -> None:
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net = fresh(Loose, dtype=torch.float32)
+        net.model.cuda()
+        scale = LossScale(init_scale=2.0**122, growth_interval=6)
+        trainer = net.trainer(
+            adam, lambda y, t: 1e3 * F.cross_entropy(y, t), backend=backend, loss_scale=scale
+        )
+        steps = [trainer.step(x.float(), y) for x, y in even(40)]
+        found.append([(metrics.loss_scale, metrics.skipped) for metrics in steps])
+    assert found[0] == found[1]
+    assert found[0][-1][1] > 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_that_stages_share(accumulate: int) -> None:
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net = fresh(Net)
+        net.model.cuda()
+        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, accumulate=accumulate)
+        for batch in even(40):
+            trainer.step(*batch)
+        assert trainer.runner.is_active == (backend == "cudagraphs")
+        trainer.flush()
+        found.append(weights(net))
+    assert off_by(*found) < 1e-6

@@ -62,20 +62,34 @@ def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tenso
 class RunningStatistics:
     """Running statistics of batch norms, which a bad micro-batch must not change.
 
-    There are many and they are small: those of one type are handled as one flat tensor.
+    There are many and they are small: those of one type, of all stages, are handled as one flat
+    tensor.
+
+    Args:
+        buffers: Those of each stage.
     """
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in buffers:
-            self._by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    def __init__(self, buffers: Sequence[Sequence[Tensor]]) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for stage, of_stage in enumerate(buffers):
+            for buffer in of_stage:
+                by_dtype.setdefault(buffer.dtype, []).append((stage, buffer))
+        self._groups = [
+            ([buffer for _, buffer in group], _flat([_stage_of(*each) for each in group]))
+            for group in by_dtype.values()
+        ]
+        """Buffers, and for each of their elements its stage."""
+        self._before = [_flat(group) for group, _ in self._groups]
 
-    def snapshot(self) -> list[Tensor]:
-        return [_flat(buffers) for buffers in self._by_dtype.values()]
+    def snapshot(self) -> None:
+        """Before a step."""
+        for (buffers, _), before in zip(self._groups, self._before, strict=True):
+            torch.cat([buffer.reshape(-1) for buffer in buffers], out=before)
 
-    def restore_if(self, flag: Tensor, snapshot: Sequence[Tensor]) -> None:
-        for buffers, old in zip(self._by_dtype.values(), snapshot, strict=True):
-            merged = torch.where(flag.bool(), old, _flat(buffers))
+    def restore_if(self, flags: Tensor) -> None:
+        """After it: where a stage's flag is set, as they were before."""
+        for (buffers, stages), before in zip(self._groups, self._before, strict=True):
+            merged = torch.where(flags[stages] != 0, before, _flat(buffers))
             parts = merged.split([buffer.numel() for buffer in buffers])
             shaped = [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
             # `.data`: graphs in flight may have saved these buffers, and autograd would refuse to
@@ -85,6 +99,10 @@ class RunningStatistics:
 
 def _flat(buffers: Sequence[Tensor]) -> Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in buffers])
+
+
+def _stage_of(stage: int, buffer: Tensor) -> Tensor:
+    return torch.full_like(buffer, stage, dtype=torch.int64)
 
 
 class NonFiniteReports:

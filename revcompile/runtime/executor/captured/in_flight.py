@@ -70,9 +70,15 @@ class InFlightState:
 
     @property
     def nbytes(self) -> int:
+        """What has to be allocated to move it: stage by stage, but for stashed weights."""
+        activations = max(map(_nbytes, self.activations.values()), default=0)
         messages = [(m.values, m.gradients) for queue in self.messages.values() for m in queue]
-        leaves = pytree.tree_leaves((self.activations, messages, self.stashed))
-        return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
+        return activations + _nbytes(messages) + _nbytes(self.stashed)
+
+
+def _nbytes(tree: Any) -> int:
+    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def tied_routes(executors: Sequence[StageExecutor]) -> list[Route]:

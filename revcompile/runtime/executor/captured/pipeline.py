@@ -92,6 +92,8 @@ class StaticPipeline(StaticState):
             with self._cudnn_benchmark():
                 self._load_inputs(schedule)
                 self._transport.queues |= self._boundary.queues(before_forward)
+                if self._has_flags:
+                    self._statistics.snapshot()
                 # A step that turns out not to be capturable must not advance the schedule.
                 rest[:] = self._scheduler.forward(schedule.copy().inject())
 
@@ -104,6 +106,10 @@ class StaticPipeline(StaticState):
                 self._scheduler.finish(rest, self._is_continuous, may_stop=bool(updating))
                 if self._streams is not None:
                     self._streams.join()
+                if self._has_flags:
+                    self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
+                for executor in updating:
+                    executor.begin_average()
                 if not updating:
                     self._store_results(entering)
 
@@ -239,5 +245,5 @@ class StaticPipeline(StaticState):
             executor.prepare_stage(captured=False)
             executor.is_reduced = False
             executor.updater.found_inf = None
-            executor.flag = self._flags[position : position + 1]
+            executor.flag = executor.restored = self._flags[position : position + 1]
             executor.count = self._counts[position]

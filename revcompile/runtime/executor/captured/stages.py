@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.executor.captured.found_inf import (
-    RunningStatistics,
     found_inf,
     zero_if,
 )
@@ -86,15 +85,14 @@ class CapturedStageExecutor(StageExecutor):
         """Do other stages clip their gradients by the norm of this one's, too?"""
         self._streams = streams
         self._programs = _fused_programs(stage, fused) if fused is not None else None
-        self._statistics = RunningStatistics(stage.statistics())
-        self._moves_in_forward = bool(stage.snapshot())
-        """Do running statistics change before backward?"""
-        self._snapshot: Sequence[Tensor] = ()
         self.flag = torch.zeros(1, device=device)
         """`found_inf` of the last backward pass."""
+        self.restored = self.flag
+        """Set if running statistics have to be as they were before it."""
         self.count = torch.zeros((), device=device)
         """Micro-batches in the accumulated gradient: bad ones are left out."""
         self._is_stashing = stage.is_stashing
+        self._accumulates_in_place = stage.accumulates_in_place
         self.stash: WeightStash | None = None
         """Its weights of some updates ago, if the method stashes them."""
         self.stashed: Mapping[str, Tensor] | None = None
@@ -108,6 +106,7 @@ class CapturedStageExecutor(StageExecutor):
         """Let the stage compute as captured steps need it, or as it did before."""
         self.stage.run_with(self._programs if captured else None)
         self.stage.is_stashing = not captured and self._is_stashing
+        self.stage.accumulates_in_place = captured or self._accumulates_in_place
 
     def perform(self, action: Action) -> bool:
         """Do it, on the stream it belongs to."""
@@ -131,8 +130,6 @@ class CapturedStageExecutor(StageExecutor):
         return nullcontext()
 
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        if self.has_flags and self._moves_in_forward:
-            self._snapshot = self._statistics.snapshot()
         super()._run(microbatch, inputs)
         if self.ring is not None:
             self.ring.push(self.stage.in_flight.pop(microbatch).kept)
@@ -142,8 +139,6 @@ class CapturedStageExecutor(StageExecutor):
             self.stage.in_flight[message.index] = in_flight(
                 self.stage, self.ring.pop(), self.stashed, self.age
             )
-        if self.has_flags and not self._moves_in_forward:
-            self._snapshot = self._statistics.snapshot()
         values, input_gradients, gradients = self.stage.differentiate(
             message.index, message.values, message.gradients
         )
@@ -160,8 +155,7 @@ class CapturedStageExecutor(StageExecutor):
                 flag = self.scaling.overflowed(flag, before, message.scale)
                 # The forward pass of what overflowed here was right: it moves running statistics.
                 restored = torch.where(flag == OVERFLOW, before, flag)
-            self._statistics.restore_if(restored, self._snapshot)
-            self.flag, self._snapshot = flag, ()
+            self.flag, self.restored = flag, restored
             if self._is_counted or self._shares_norm:
                 gradients = {n: g if g is None else zero_if(flag, g) for n, g in gradients.items()}
             if self._is_counted:
@@ -193,6 +187,12 @@ class CapturedStageExecutor(StageExecutor):
                 self.scaling.updated(self.updater.found_inf)
         return done
 
+    def begin_average(self) -> None:
+        """After all backward passes of a step: hand gradients over to be averaged."""
+        assert self.average is not None
+        self._sums = self.stage.take_gradients()
+        self.average.fill(self._sums, self.count)
+
     def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
         """The message to the owner of tied parameters; their gradients are taken out."""
         shared = {name: self.stage.parameters[name] for name in self.tied_owners[owner]}
@@ -218,13 +218,11 @@ class CapturedStageExecutor(StageExecutor):
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         if self.gradients is not None:
             return self.gradients
+        if self.average is not None and not self.is_reduced:
+            return None
         if self._sums is None:
             self._sums = self.stage.take_gradients()
-            if self.average is not None:
-                self.average.fill(self._sums, self.count)
         if self.average is not None:
-            if not self.is_reduced:
-                return None
             self.count = self.average.read(self._sums).to(self.count.dtype)
         elif self.accumulate > 1 and self._sums:
             count = self.count.clamp(min=1) if self.has_flags else float(self.accumulate)

@@ -7,6 +7,7 @@ a later one is therefore copied into buffers that are allocated once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -88,6 +89,25 @@ class StaticBuffers(Flat):
             self.memory.copy_(tree.memory)
         else:
             copy_tensors(self.pairs(tree))
+
+
+class StaticMemory:
+    """Where static buffers are allocated on a GPU: apart from what comes and goes.
+
+    A buffer that lies in a part of a larger block keeps all of that block from being freed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        # A capture has a pool of its own.
+        if self._pool is None or torch.cuda.is_current_stream_capturing():
+            yield
+        else:
+            with torch.cuda.use_mem_pool(self._pool):
+                yield
 
 
 def copy_all(copies: Iterable[tuple[StaticBuffers, Any]]) -> None:
@@ -174,6 +194,8 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
         for target, source in pairs:
+            if target is source:
+                continue
             is_local = target.device == source.device and target.dtype is not torch.float8_e4m3fn
             if target.numel() <= _SMALL and is_local:
                 kind = target.device, target.dtype, source.dtype

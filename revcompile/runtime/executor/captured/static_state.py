@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from revcompile.runtime.executor.captured.boundary import Boundary, StepInputs
-from revcompile.runtime.executor.captured.found_inf import NonFiniteReports
+from revcompile.runtime.executor.captured.found_inf import NonFiniteReports, RunningStatistics
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
 from revcompile.runtime.executor.captured.in_flight import (
@@ -36,6 +36,7 @@ from revcompile.runtime.executor.captured.ring_buffers import (
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_buffers import (
     StaticBuffers,
+    StaticMemory,
     copy_all,
     payload,
 )
@@ -120,6 +121,7 @@ class StaticState:
         ]
         self._by_stage = dict(zip(self._stages, self.executors, strict=True))
         self._scheduler = LocalScheduler(self.executors)
+        self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
         # Messages of steps that the device has not come to yet take memory: few on several ranks.
         self._reports = NonFiniteReports(self._stages, most=8 if is_alone else 2)
         self._results = BufferPool()
@@ -138,7 +140,8 @@ class StaticState:
         self._flags = self._current_flags()
         self._counts = torch.stack([executor.count for executor in self.executors])
         self._settings: FixedSettings | None = None
-        self._transport.clear()
+        self._memory = StaticMemory(self._flags.device)
+        self._transport.clear(self._memory)
 
     def _current_flags(self) -> Tensor:
         """Of each stage's last backward pass, and that of the message from the next rank."""
@@ -187,7 +190,8 @@ class StaticState:
             sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
             if why := missing_memory(state, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
-            self._allocate(state, batch)
+            with self._memory.allocating():
+                self._allocate(state, batch)
             self._boundary.allocate(batch, expected, self._by_stage, flag)
         self._load(state, schedule, is_new)
         for route, messages in state.messages.items():
@@ -247,8 +251,14 @@ class StaticState:
         for position, (stage, by_microbatch) in enumerate(state.activations.items()):
             ends = self._ends[:, position : position + 1]
             like = next(iter(by_microbatch.values()))
-            self._rings[stage] = RingBuffer(like, counts[position], *ends)
-            self._by_stage[stage].ring = self._rings[stage]
+            ring = self._rings[stage] = RingBuffer(like, counts[position], *ends)
+            self._by_stage[stage].ring = ring
+            # At once: memory for all stages need never be there twice.
+            for microbatch in by_microbatch:
+                ring.slot(microbatch).copy_(by_microbatch[microbatch])
+                by_microbatch[microbatch] = ring.slot(microbatch).value
+            del like
+            self._by_stage[stage].stage.in_flight.clear()
         for route, messages in state.messages.items():
             _, target, kind = route
             if kind is MessageKind.DY:
@@ -307,7 +317,8 @@ class StaticState:
 
     def _gradient_buffers(self, stage: int, gradients: Mapping[str, Tensor]) -> StaticBuffers:
         if stage not in self._gradients or not self._gradients[stage].matches(dict(gradients)):
-            self._gradients[stage] = StaticBuffers(dict(gradients))
+            with self._memory.allocating():
+                self._gradients[stage] = StaticBuffers(dict(gradients))
         return self._gradients[stage]
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:

@@ -27,6 +27,7 @@ from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
 from revcompile.runtime.executor.captured.static_buffers import (
     Flat,
     StaticBuffers,
+    StaticMemory,
     copy_tensors,
     message_of,
     payload,
@@ -68,10 +69,11 @@ class StaticTransport(InProcess):
     ) -> None:
         super().__init__(stages)
         self._take, self._hands_on = take, hands_on
-        self.clear()
+        self.clear(StaticMemory(torch.device("cpu")))
 
-    def clear(self) -> None:
-        """Forget all buffers."""
+    def clear(self, memory: StaticMemory) -> None:
+        """Forget all buffers; allocate new ones there."""
+        self._memory = memory
         self.rings: dict[Route, RingBuffer] = {}
         """Of routes on which many messages wait, and are copied when they are received."""
         self._counts: dict[Route, int] = {}
@@ -123,6 +125,11 @@ class StaticTransport(InProcess):
     def begin(self, route: Route, indices: Sequence[int]) -> None:
         """Queue the messages that wait for the step to come."""
         self.queues[route] = deque(self.waiting(route, indices))
+        if self._hands_on and route not in self.rings:
+            places = [index % 2 for index in indices]
+            for key in [(route, place) for place in (0, 1) if place not in places]:
+                if key in self._waiting and not self._waiting[key].is_static:
+                    del self._waiting[key]  # read, but for what was handed on
 
     def waiting(self, route: Route, indices: Sequence[int]) -> list[Message]:
         """The messages of these micro-batches, which wait for the next step."""
@@ -198,7 +205,8 @@ class StaticTransport(InProcess):
             elif before is not None and buffer is before.payload.leaves[number]:
                 buffer = None
             if buffer is None:
-                buffer = torch.empty_like(like, device=leaf.device)
+                with self._memory.allocating():
+                    buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
             copies.append((buffer, leaf))
             leaves[number], own[storage(buffer)] = buffer, number
