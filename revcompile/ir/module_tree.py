@@ -185,6 +185,36 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     return copy.deepcopy(model, memo)
 
 
+class Contents:
+    """A shallow copy of all attributes of all modules of a model, and of containers among them.
+
+    With `objects` also of the attributes of plain objects among them, such as configurations.
+    """
+
+    def __init__(self, model: nn.Module, objects: bool = False) -> None:
+        self._held = {module: list(_tables(module, objects)) for module in model.modules()}
+
+    def restore(self, part: nn.Module) -> None:
+        """Undo all changes in a module and those inside it."""
+        for table, held in self._held[part]:
+            table.clear()
+            table.extend(held) if isinstance(table, list) else table.update(held)
+        for child in part.children():  # those that it had then
+            self.restore(child)
+
+
+def _tables(module: nn.Module, objects: bool) -> Iterator[tuple[Any, Any]]:
+    """Everything that can be cleared and filled again, and what is in it now."""
+    yield vars(module), dict(vars(module))
+    for value in vars(module).values():
+        if isinstance(value, (dict, list, set)):
+            yield value, copy.copy(value)
+        elif objects and not isinstance(value, (nn.Module, torch.Tensor, type)):
+            own = None if callable(value) else getattr(value, "__dict__", None)
+            if isinstance(own, dict):
+                yield own, dict(own)
+
+
 def device_of_model(root: nn.Module) -> torch.device:
     """The device of a model's tensors; the CPU for a model without any.
 

@@ -38,7 +38,7 @@ from revcompile.compiler.capture.isolation import (
     register_constant,
     set_mode,
 )
-from revcompile.compiler.capture.memory import mark_state, watch_memory
+from revcompile.compiler.capture.memory import ASSERTIONS, mark_state, watch_memory
 from revcompile.compiler.capture.patches import refuse_unsupported
 from revcompile.compiler.capture.random_draws import draws_decided
 from revcompile.compiler.capture.structures import STRUCTURE, structure_of
@@ -58,8 +58,6 @@ _MODE_DEPENDENT = ("scaled_dot_product_attention", "dropout", "rrelu")
 
 _COUNT = "num_batches_tracked"
 """The buffer in which torch's batch norms count."""
-
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
 class ExportFrontend:
@@ -206,7 +204,7 @@ def _normalize(exported: fx.Graph, example: Example, root: nn.Module) -> fx.Grap
             elif node.users:
                 raise Untraceable("", f"the fixed argument {node.name} is used as a value", "?")
             continue
-        if node.op == "call_module" or op_name(node) in _ASSERTIONS or node in counters.values():
+        if node.op == "call_module" or op_name(node) in ASSERTIONS or node in counters.values():
             continue
         if node.op == "output":
             flat = pytree.tree_leaves(fx.node.map_arg(node.args, lambda n: copies[n]))

@@ -8,7 +8,6 @@ preserve_model      generators, buffers and train/eval modes are restored
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from torch import nn
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError
 from revcompile.ir.coupling_ops import seed_torch
-from revcompile.ir.module_tree import copy_module
+from revcompile.ir.module_tree import Contents, copy_module
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -107,32 +106,11 @@ def preserve_attributes(model: nn.Module) -> Iterator[Callable[[nn.Module], None
 
     Yields a function that does so for one module and those inside it, before the end.
     """
-    before = {module: _contents(module) for module in model.modules()}
-
-    def restore(part: nn.Module) -> None:
-        for module in list(part.modules()):
-            vars(module).clear()
-            for name, (value, held) in before[module].items():
-                if isinstance(held, (dict, set)):
-                    value.clear()
-                    value.update(held)
-                elif isinstance(held, list):
-                    value[:] = held
-                vars(module)[name] = value
-
+    contents = Contents(model)
     try:
-        yield restore
+        yield contents.restore
     finally:
-        restore(model)
-
-
-def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a shallow copy of it if it is a container."""
-    containers = (dict, list, set)
-    return {
-        name: (value, copy.copy(value) if type(value) in containers else None)
-        for name, value in vars(module).items()
-    }
+        contents.restore(model)
 
 
 @contextmanager

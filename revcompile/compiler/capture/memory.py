@@ -52,7 +52,9 @@ INPLACE_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
     operator.irshift: operator.rshift,
 }
 
-_ASSERTIONS: Final = frozenset(("_assert", "_assert_scalar", "_assert_tensor_metadata"))
+ASSERTIONS: Final = frozenset(
+    ("_assert", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range")
+)
 
 _MAKE_NEW_MEMORY: Final = (_ConvNd, nn.Linear, *NORMS)
 """Layers whose result never shares memory with their input."""
@@ -169,7 +171,7 @@ def overwrites_unshared(node: fx.Node, root: nn.Module) -> bool:
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Remove pure nodes without users, assertions, and parameters without readers."""
     for node in reversed(list(graph.nodes)):
-        is_assertion = node.op == "call_function" and op_name(node) in _ASSERTIONS
+        is_assertion = node.op == "call_function" and op_name(node) in ASSERTIONS
         is_needed = node.users or node.op in ("placeholder", "output", "call_module")
         if is_assertion or not (is_needed or is_effect(node)):
             graph.erase_node(node)

@@ -22,8 +22,6 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.codec import parse_json
 
-__all__ = ["TensorFile", "digest", "open_tensors", "sync", "write_tensors"]
-
 _COMPLEX: Final = "revcompile.complex"
 """In a file's header: the names of tensors stored as pairs of real numbers, as JSON."""
 _DIGESTS: Final = "revcompile.digests"

@@ -25,7 +25,7 @@ class BlockWeights:
     """The parameters of one branch that only layers read for which autocast converts them.
 
     A layer that is called twice is left to autocast, which adds the gradients of both calls in
-    float32.
+    float32, and so is a branch with forward hooks, which may look at the weights.
     """
 
     def __init__(self, branch: fx.Graph, root: nn.Module, bindings: Bindings) -> None:
@@ -34,7 +34,7 @@ class BlockWeights:
         read = [str(node.target).rpartition(".")[0] for node in branch.find_nodes(op="get_attr")]
         calls.update(id(root.get_submodule(path)) for path in read)
         owners = {id(m._parameters) for m in called if is_cast(m) and calls[id(m)] == 1}
-        slots = enumerate(bindings.slots)
+        slots = enumerate(() if bindings.hooked else bindings.slots)
         self._slots = [(i, *slot) for i, slot in slots if id(slot[0]) in owners]
 
     def converted(

@@ -126,7 +126,8 @@ class Chain:
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
-        is_cast = cast is None and is_autocasting(a.device)
+        # A hook may look at the weights of any layer.
+        is_cast = cast is None and is_autocasting(a.device) and not _has_any_global_hook()
         dtype = torch.get_autocast_dtype(a.device.type) if is_cast else None
         call = _Call(self, root, cast, dtype, sums, Surroundings(a.device), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, OriginalMethodError
 from revcompile.ir.conditions import ABSENT, UNKNOWN
+from revcompile.ir.module_tree import Contents
 
 # -- what methods of the original may not do ------------------------------------------------------
 
@@ -134,25 +135,25 @@ def _other_path(call: str, weight: str) -> str:
 @contextmanager
 def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
     """Undo and refuse changes of the modules and parameters."""
-    before, contents = _structure(module), _Contents(module)
+    before, contents = _structure(module), Contents(module, objects=True)
     flags = _flags(module)
     try:
         yield
     except BaseException:
         if _difference(before, _structure(module)) is not None:
-            contents.restore()
+            contents.restore(module)
         raise
     changed = _difference(before, _structure(module))
     flag = next((name for name in _flags(module) if name not in flags), None)
     if changed is not None:
-        contents.restore()
+        contents.restore(module)
         raise OriginalMethodError(
             f"{call} changes {changed}, and the reversible model was made for the modules and "
             "parameters the original had; they were restored. Call it on the original model, and "
             "make the result reversible"
         )
     if flag is not None:
-        contents.restore()
+        contents.restore(module)
         raise OriginalMethodError(
             f"{call} sets {flag}, which would have no effect: reversible blocks keep no "
             "activations that checkpointing could save, and everything else runs as captured. "
@@ -185,40 +186,6 @@ def _described(value: object) -> str:
     if isinstance(value, torch.Size):
         return f"a buffer of shape {tuple(value)}"
     return "nothing" if value is None else type(value).__name__
-
-
-class _Contents:
-    """A shallow copy of all attributes of all modules, and of containers and configs among them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: dict[int, tuple[Any, Any]] = {}
-        seen: set[int] = set()
-        for inner in module.modules():
-            self._tables.append((vars(inner), dict(vars(inner))))
-            for value in vars(inner).values():
-                if isinstance(value, (dict, list, set)):
-                    self._containers[id(value)] = value, copy.copy(value)
-                elif _is_record(value) and id(value) not in seen:
-                    seen.add(id(value))
-                    self._tables.append((vars(value), dict(vars(value))))
-
-    def restore(self) -> None:
-        for table, held in self._tables:
-            table.clear()
-            table.update(held)
-        for value, held in self._containers.values():
-            if isinstance(value, list):
-                value[:] = held
-            else:
-                value.clear()
-                value.update(held)
-
-
-def _is_record(value: object) -> bool:
-    """Is it an object with plain attributes, like a configuration?"""
-    plain = not isinstance(value, (nn.Module, Tensor, type)) and not callable(value)
-    return plain and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _flags(module: nn.Module) -> list[str]:

@@ -36,8 +36,6 @@ from revcompile.runtime.executor.captured.static_buffers import (
 from revcompile.runtime.executor.transport import InProcess, Message, MessageKind, Route
 from revcompile.runtime.stage.tensors import clone_tree
 
-__all__ = ["StaticTransport"]
-
 
 @dataclass
 class _Waiting:
