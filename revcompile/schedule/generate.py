@@ -126,6 +126,15 @@ class Schedule:
         """Updates each stage has done."""
         return tuple(at.updates for at in self._progress)
 
+    def is_updating(self, stage: int) -> bool:
+        """In a full pipeline: does a stage update in the next step?"""
+        return self._progress[stage].accumulated + 1 == self.accumulate
+
+    @property
+    def arriving(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Tied weights that each stage receives next: their owners, and after which update."""
+        return tuple(tuple((owner, n) for owner, n in at.arriving) for at in self._progress)
+
     @property
     def is_synchronous(self) -> bool:
         """Is the pipeline drained before the next update, as at the start of a training?"""

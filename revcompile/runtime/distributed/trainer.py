@@ -260,8 +260,6 @@ class DistributedTrainer(Trainer):
             if values is not None:
                 self.runner.observe(batch)
             return False
-        if not self.is_first:
-            self.transport.receive(*route, packed=True)
         self._keep(microbatch, outcome)
         return True
 

@@ -104,6 +104,7 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
         Run(device="cuda", model="vit", steps=24),
         Run(device="cuda", order="paper", accumulate=2, clip=0.1, steps=24),
         Run(device="cuda", method="petra_stashed", steps=24, stage_to_rank=(0, 1, 1, 1)),
+        Run(device="cuda", model="words", steps=24),
     ]
     todo = [("undisturbed", run, (), {"backend": "cudagraphs"}) for run in plain(*runs)]
     results, codes = ranks(tmp_path, 2, several, todo=todo)
@@ -129,6 +130,25 @@ def test_captured_ranks_go_on_after_whatever_comes_between(tmp_path: Path) -> No
         assert captured["failed"] == eager["failed"]
         assert captured["evaluated"] == pytest.approx(eager["evaluated"], rel=1e-3)
         assert any(captured["captured"])
+
+
+def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path) -> None:
+    """One stage a rank, and all stages on a rank, as action by action; bad data in one or all."""
+    runs = [
+        Run(device="cuda", stages=2, steps=18, accumulate=2, clip=0.1),
+        Run(device="cuda", stages=2, steps=16, stage_to_rank=(0, 0)),
+    ]
+    todo = [
+        ("copied", run, (), {"backend": backend})
+        for run in plain(*runs)
+        for backend in ("cudagraphs", "eager")
+    ]
+    results, codes = ranks(tmp_path, 4, several, todo=todo)
+    assert codes == [0] * 4
+    for each in results:
+        for run, captured, eager in zip(runs, each[::2], each[1::2], strict=True):
+            assert_close(eager["state"], captured["state"], run)
+            assert all(captured["captured"][12:]) and not any(eager["captured"])
 
 
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:

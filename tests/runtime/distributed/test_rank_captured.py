@@ -37,6 +37,7 @@ def pattern(captured: list[bool]) -> str:
 UNDISTURBED: Final = {
     Run(order="paper", accumulate=2, clip=0.1, steps=15): {"check_finite": False},
     Run(method="petra_stashed", steps=11, stage_to_rank=(0, 1, 1, 1)): {},
+    Run(model="words", accumulate=2, clip=0.1, steps=15): {},
 }
 """The last micro-batch of each is smaller: it goes the ordinary way."""
 

@@ -13,7 +13,8 @@ whether its sender captures its steps or not: each rank decides for itself.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,6 +30,7 @@ from revcompile.runtime.executor.captured.static_buffers import (
     payload,
 )
 from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
     Message,
     MessageKind,
@@ -39,7 +41,7 @@ from revcompile.runtime.executor.transport import (
     Transport,
     next_message,
 )
-from revcompile.schedule import Action, Op
+from revcompile.schedule import Schedule, Tie
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class StaticMessage:
     """Static buffers for a message from another rank."""
 
     def __init__(self, like: Message) -> None:
-        self.buffers = StaticBuffers(payload(_unpacked(like)))
+        self.buffers = StaticBuffers(payload(like))
         self.flag: Tensor | None = None if like.found_inf is None else self.buffers.leaves[-1]
         """In a message back: `found_inf`."""
         self._form: PacketForm | None = None
@@ -86,13 +88,21 @@ class StaticMessage:
             self._form = packet.form
         return matches
 
-    def copy_(self, message: Message) -> None:
-        """Copy a message that matches."""
-        packet = message.packet
-        if packet is not None and packet.form is self._form:
-            self.buffers.memory.copy_(packet.memory)
+    def copy_if_alike(self, message: Message) -> bool:
+        """Copy a message, or what stands for a lost one; False if it has another form."""
+        if message.void and self.flag is not None:
+            self.flag.fill_(1.0)  # what is in the buffers is finite, and will be left out
+        elif self.matches(message):
+            packet = message.packet
+            if packet is not None and packet.form is self._form:
+                self.buffers.memory.copy_(packet.memory)
+            else:
+                self.buffers.copy_(self._payload(message))
+        elif not any(_unpacked(message).parts):  # no gradients: all micro-batches were left out
+            self.buffers.memory.zero_()
         else:
-            self.buffers.copy_(self._payload(message))
+            return False
+        return True
 
     def _payload(self, message: Message) -> Any:
         return payload(flagged(_unpacked(message), self.flag))
@@ -104,20 +114,23 @@ class Boundary:
     Args:
         stages: Their numbers.
         count: How many stages the pipeline has.
+        ties: Stages that share parameters.
     """
 
-    def __init__(self, stages: Sequence[int], count: int) -> None:
+    def __init__(self, stages: Sequence[int], count: int, ties: Sequence[Tie] = ()) -> None:
         self.first, self.last = stages[0], stages[-1]
         self.has_previous, self.has_next = self.first > 0, self.last < count - 1
+        self._x: Route = (self.first - 1, self.first, MessageKind.X)
         self._y: Route = (self.last, self.last + 1, MessageKind.X)
         self._dy: Route = (self.last + 1, self.last, MessageKind.DY)
         self._dx: Route = (self.first, self.first - 1, MessageKind.DY)
-        self.clear()
-
-    @property
-    def routes(self) -> list[Route]:
+        tied = [(tie.holder, tie.owner, MessageKind.TIED_GRAD) for tie in ties]
+        tied += [(tie.owner, tie.holder, MessageKind.TIED_WEIGHT) for tie in ties]
+        self._tied_out = [route for route in tied if route[0] in stages and route[1] not in stages]
+        self._tied_in = [route for route in tied if route[1] in stages and route[0] not in stages]
+        self.routes = [self._y] * self.has_next + [self._dx] * self.has_previous + self._tied_out
         """Those of messages to other ranks."""
-        return [self._y] * self.has_next + [self._dx] * self.has_previous
+        self.clear()
 
     @property
     def is_split(self) -> bool:
@@ -126,29 +139,24 @@ class Boundary:
 
     def clear(self) -> None:
         """Forget all buffers."""
-        self.x: StaticMessage | None = None
-        """The message from the previous rank."""
-        self.dy: StaticMessage | None = None
-        """The message from the next rank."""
+        self._incoming: dict[Route, StaticMessage] = {}
         self.buffer_key: Hashable = None
         """Steps of other keys have other buffers for their messages to other ranks."""
         self._outgoing: dict[tuple[Hashable, Route], Message] = {}
         self._buffers: dict[tuple[Hashable, Route], StaticBuffers] = {}
         self._sendings: dict[tuple[Hashable, Route], Sending] = {}
 
+    # -- receiving ----------------------------------------------------------------------------
+
     @property
     def received(self) -> list[StaticBuffers]:
         """Where messages from other ranks are copied to."""
-        return [each.buffers for each in (self.x, self.dy) if each is not None]
+        return [message.buffers for message in self._incoming.values()]
 
-    def inner_actions(self, lists: Sequence[Sequence[Action]]) -> list[list[Action]]:
-        """The lists of actions without those that receive from other ranks."""
-        inner = [list(actions) for actions in lists]
-        for stage, op in ((self.first, Op.RECV_X), (self.last, Op.RECV_DY)):
-            inner[stage] = [action for action in inner[stage] if action.op is not op]
-        return inner
-
-    # -- receiving ----------------------------------------------------------------------------
+    @property
+    def flag(self) -> Tensor | None:
+        """`found_inf` of the next rank's message."""
+        return self._incoming[self._dy].flag if self._dy in self._incoming else None
 
     def expected(self, transport: Transport, flag: Tensor) -> Message:
         """The message that the next rank has sent in the step before, or soon will.
@@ -157,58 +165,75 @@ class Boundary:
         """
         if not self.has_next:
             return Message(0)
-        return flagged(next_message(transport, self._dy, self._waits, keep=True), flag)
+        return flagged(
+            next_message(transport, self._dy, f"stage {self.last} for dy", keep=True), flag
+        )
 
     def matches(self, inputs: StepInputs, expected: Message | None = None) -> bool:
         """Do the buffers fit the messages of the other ranks?"""
-        if self.has_previous and (self.x is None or not self.x.matches(inputs.values)):
-            return False
-        if not self.has_next or expected is None:
-            return True
-        return self.dy is not None and self.dy.matches(expected)
+        messages = {self._x: inputs.values} if self.has_previous else {}
+        if self.has_next and expected is not None:
+            messages[self._dy] = expected
+        static = self._incoming
+        return all(r in static and static[r].matches(message) for r, message in messages.items())
 
-    def allocate(self, inputs: StepInputs, expected: Message) -> None:
+    def allocate(
+        self,
+        inputs: StepInputs,
+        expected: Message,
+        executors: Mapping[int, StageExecutor],
+        flag: Tensor,
+    ) -> None:
+        """Allocate buffers for messages like these, and for what the executors share."""
         if self.has_previous:
-            self.x = StaticMessage(inputs.values)
+            self._incoming[self._x] = StaticMessage(_unpacked(inputs.values))
         if self.has_next:
-            self.dy = StaticMessage(expected)
+            self._incoming[self._dy] = StaticMessage(expected)
+        for route in self._tied_in:
+            source, target, kind = route
+            executor, is_grad = executors[target], kind is MessageKind.TIED_GRAD
+            names = (executor.tied_replicas if is_grad else executor.tied_owners)[source]
+            shared = {name: executor.stage.parameters[name] for name in names}
+            message = Message(0, shared)
+            if is_grad:
+                trained = {name: p for name, p in shared.items() if p.requires_grad}
+                message = flagged(Message(0, {}, trained), flag)
+            self._incoming[route] = StaticMessage(message)
 
-    def load(self, inputs: StepInputs) -> None:
-        """Copy the previous rank's message to its static buffers."""
-        if self.x is not None:
-            self.x.copy_(inputs.values)
+    def before_forward(self, schedule: Schedule) -> dict[Route, int]:
+        """The messages that a step's forward passes wait for, and their numbers."""
+        due = {self._x: schedule.injected} if self.has_previous else {}
+        for route in self._tied_in:
+            arriving = dict(schedule.arriving[route[1]])
+            if route[2] is MessageKind.TIED_WEIGHT and route[0] in arriving:
+                due[route] = arriving[route[0]]
+        return due
 
-    def receive(self, transport: Transport, microbatch: int) -> None:
-        """Copy the next rank's message to its static buffers, as soon as it has come."""
-        if self.dy is None:
-            return
-        message = next_message(transport, self._dy, self._waits, packed=True)
-        if message.index != microbatch:
-            raise VerificationError(
-                f"stage {self.last}: expected dy of {microbatch}, got that of {message.index}"
-            )
-        if message.void:  # what is in the buffers is finite, and will be left out
-            assert self.dy.flag is not None
-            self.dy.flag.fill_(1.0)
-            return
-        if not self.dy.matches(message):
-            raise VerificationError(
-                f"stage {self.last}: dy of {microbatch} has another form than those before"
-            )
-        self.dy.copy_(message)
+    def before_backward(self, schedule: Schedule, microbatch: int) -> dict[Route, int]:
+        """Those that its backward passes and updates wait for.
 
-    @property
-    def inputs(self) -> Any:
-        """The previous rank's values, in their static buffers."""
-        return None if self.x is None else message_of(self.x.buffers, 0).values
+        Args:
+            microbatch: That of the last stage's backward pass.
+        """
+        due = {self._dy: microbatch} if self.has_next else {}
+        for route in self._tied_in:
+            if route[2] is MessageKind.TIED_GRAD and schedule.is_updating(route[1]):
+                due[route] = schedule.updates[route[1]]
+        return due
 
-    def message(self, microbatch: int) -> Message | None:
-        """The next rank's message, in its static buffers."""
-        return None if self.dy is None else message_of(self.dy.buffers, microbatch)
+    def receive(self, transport: Transport, due: Mapping[Route, int]) -> None:
+        """Copy messages to their static buffers, as soon as they have come."""
+        for route, number in due.items():
+            where = f"stage {route[1]} for {route[2].value} from stage {route[0]}"
+            message = next_message(transport, route, where, packed=True)
+            if message.index != number:
+                raise VerificationError(f"{where}: expected that of {number}, got {message.index}")
+            if not self._incoming[route].copy_if_alike(message):
+                raise VerificationError(f"{where}: it has another form than those before")
 
-    @property
-    def _waits(self) -> str:
-        return f"stage {self.last} for dy"
+    def queues(self, due: Mapping[Route, int]) -> dict[Route, deque[Message]]:
+        """The same messages, in their static buffers."""
+        return {r: deque([message_of(self._incoming[r].buffers, n)]) for r, n in due.items()}
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -230,20 +255,27 @@ class Boundary:
         return True
 
     def send_y(self, transport: Transport, index: int, fingerprint: Fingerprint | None) -> None:
-        self._send(self._y, transport, index, fingerprint)
+        if self.has_next:
+            self._send(self._y, transport, index, fingerprint)
 
     def send_dx(self, transport: Transport, index: int) -> None:
-        self._send(self._dx, transport, index, None)
+        if self.has_previous:
+            self._send(self._dx, transport, index)
+
+    def send_tied(self, transport: Transport, schedule: Schedule) -> None:
+        """After the updates of a step; the schedule is that before it."""
+        for route in self._tied_out:
+            if schedule.is_updating(route[0]):
+                self._send(route, transport, schedule.updates[route[0]])
 
     def _send(
-        self, route: Route, transport: Transport, index: int, fingerprint: Fingerprint | None
+        self, route: Route, transport: Transport, index: int, fingerprint: Fingerprint | None = None
     ) -> None:
-        if route in self.routes:
-            place = self.buffer_key, route
-            message = replace(self._outgoing[place], index=index, fingerprint=fingerprint)
-            sending = transport.send(*route, message)
-            if sending is not None:
-                self._sendings[place] = sending
+        place = self.buffer_key, route
+        message = replace(self._outgoing[place], index=index, fingerprint=fingerprint)
+        sending = transport.send(*route, message)
+        if sending is not None:
+            self._sendings[place] = sending
 
     def wait_sent(self) -> None:
         """Have the step to come wait until the buffers that it writes to are sent."""

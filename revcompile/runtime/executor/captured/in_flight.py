@@ -76,8 +76,9 @@ class InFlightState:
 
 
 def tied_routes(executors: Sequence[StageExecutor]) -> list[Route]:
-    """Those on which parameters that stages share, and their gradients, are exchanged."""
-    pairs = [(owner.index, holder) for owner in executors for holder in owner.tied_replicas]
+    """Those on which parameters that these stages share, and their gradients, are exchanged."""
+    here = [executor.index for executor in executors]
+    pairs = [(e.index, holder) for e in executors for holder in e.tied_replicas if holder in here]
     return [
         *((holder, owner, MessageKind.TIED_GRAD) for owner, holder in pairs),
         *((owner, holder, MessageKind.TIED_WEIGHT) for owner, holder in pairs),

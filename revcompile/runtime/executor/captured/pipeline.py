@@ -70,7 +70,9 @@ class StaticPipeline(StaticState):
         assert self._inputs is not None
         entering, accumulated = schedule.injected, schedule.accumulated
         due = {stage: entering - self._windows[stage] + 1 for stage in self._stages}
-        kind = (accumulated, entering % self._period)
+        before_forward = self._boundary.before_forward(schedule)
+        before_backward = self._boundary.before_backward(schedule, due[self._boundary.last])
+        kind = (accumulated, entering % self._period, tuple(before_forward))
         # A graph must find messages where those of all later steps will be.
         replay = self._replay if self._transport.is_static else EagerReplay()
         is_replay = replay.is_captured(kind)
@@ -78,10 +80,10 @@ class StaticPipeline(StaticState):
         updating = [
             executor
             for executor in self.executors
-            if executor.average and accumulated[executor.index] + 1 == self._accumulate
+            if executor.average and schedule.is_updating(executor.index)
         ]
         """Those that average their gradients with their replicas before they update."""
-        self._boundary.buffer_key = kind[1:]
+        self._boundary.buffer_key = entering % self._period
         for executor in self.executors:
             executor.stage.cast_weights.refresh_if_changed()
             executor.updater.prepare()
@@ -89,15 +91,16 @@ class StaticPipeline(StaticState):
         def forward() -> None:
             with self._cudnn_benchmark():
                 self._load_inputs(schedule)
+                self._transport.queues |= self._boundary.queues(before_forward)
                 # A step that turns out not to be capturable must not advance the schedule.
-                lists = self._boundary.inner_actions(schedule.copy().inject())
-                rest[:] = self._scheduler.forward(lists)
+                rest[:] = self._scheduler.forward(schedule.copy().inject())
 
         def backward() -> None:
             with self._cudnn_benchmark():
                 if self._streams is not None and self._boundary.is_split:
                     self._streams.after_all_forward(self._stages)
                 self._load_executors(entering, due, accumulated)
+                self._transport.queues |= self._boundary.queues(before_backward)
                 self._scheduler.finish(rest, self._is_continuous, may_stop=bool(updating))
                 if self._streams is not None:
                     self._streams.join()
@@ -125,17 +128,18 @@ class StaticPipeline(StaticState):
             raise
         self._boundary.wait_sent()
         self._inputs.copy_(batch.local)
-        self._boundary.load(batch)
+        self._boundary.receive(transport, before_forward)
         planned[0]()
         if self._boundary.is_split:
             self._boundary.send_y(transport, entering, fingerprint)
-            self._boundary.receive(transport, due[self._boundary.last])
+            self._boundary.receive(transport, before_backward)
             planned[1]()
             self._boundary.send_dx(transport, due[self._boundary.first])
         if updating:
             for executor in updating:
                 self._averages[executor.index].reduce()
             planned[-1]()
+        self._boundary.send_tied(transport, schedule)
         schedule.inject()
         if not is_replay:
             for executor in self.executors:
@@ -178,7 +182,8 @@ class StaticPipeline(StaticState):
         for route in self._transport.routes:
             self._transport.begin(route, self._waiting_indices(schedule, route))
         values, target = self._inputs.value
-        self.executors[0].inputs[entering] = self._boundary.inputs or values
+        if values is not None:
+            self.executors[0].inputs[entering] = values
         if self._is_last:
             self._loss_head.targets[entering] = target
         for executor in self.executors:
@@ -204,8 +209,6 @@ class StaticPipeline(StaticState):
             if accumulated[index]:
                 executor.stage.gradients = dict(self._gradients[index].value)
             executor.count = self._counts[position]
-        if (message := self._boundary.message(due[self._boundary.last])) is not None:
-            self.executors[-1].incoming[message.index] = message
 
     def _store_results(self, entering: int) -> None:
         """Copy what outlives the step to static buffers, and clear the executors."""

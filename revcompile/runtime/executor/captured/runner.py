@@ -92,8 +92,8 @@ def why_not_capturable(
             return f"the stages of a rank must follow each other, but they are {stages}"
         if any(executor.scaling is not None for executor in executors):
             return "the loss is scaled on several ranks; bfloat16 needs no scale"
-        if schedule.ties:
-            return "stages of several ranks share parameters; compile so that they share a stage"
+        if any(tie.owner in stages and tie.holder in stages for tie in schedule.ties):
+            return "stages of one of several ranks share parameters; put them on different ranks"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
     is_stashing = any(e.stage.is_stashing or e.stage.rewound is not None for e in executors)

@@ -76,7 +76,7 @@ class StaticState:
         self._is_fused = fused is not None
         method, count = schedule.method, schedule.stages
         self._stages = [executor.index for executor in executors]
-        self._boundary = Boundary(self._stages, count)
+        self._boundary = Boundary(self._stages, count, schedule.ties)
         self._is_last = not self._boundary.has_next
         self._averages = averages or {}
         is_alone = not (self._boundary.is_split or self._averages)
@@ -143,8 +143,8 @@ class StaticState:
     def _current_flags(self) -> Tensor:
         """Of each stage's last backward pass, and that of the message from the next rank."""
         flags = [executor.flag for executor in self.executors]
-        if (dy := self._boundary.dy) is not None and dy.flag is not None:
-            flags.append(dy.flag)
+        if self._boundary.flag is not None:
+            flags.append(self._boundary.flag)
         elif self._boundary.has_next:
             flags.append(torch.zeros_like(flags[0]))
         return torch.cat(flags)
@@ -188,7 +188,7 @@ class StaticState:
             if why := missing_memory(state, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
             self._allocate(state, batch)
-            self._boundary.allocate(batch, expected)
+            self._boundary.allocate(batch, expected, self._by_stage, flag)
         self._load(state, schedule, is_new)
         for route, messages in state.messages.items():
             for _ in messages:
