@@ -21,6 +21,7 @@ long anything takes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,10 @@ class _Progress:
             "untrained": [*self.untrained],
             "arriving": [[*pair] for pair in self.arriving],
         }
+
+
+_action: Final = functools.lru_cache(4096)(Action)
+"""The same action of several stages is one object: to make one takes longer than to find it."""
 
 
 class Schedule:
@@ -220,16 +225,16 @@ class Schedule:
         """For each stage: receive the tied weights whose owners were updated before now."""
         lists = []
         for at in self._progress:
-            lists.append([Action(Op.RECV_TIED_WEIGHT, u, owner) for owner, u in at.arriving])
+            lists.append([_action(Op.RECV_TIED_WEIGHT, u, owner) for owner, u in at.arriving])
             at.arriving.clear()
         return lists
 
     def _forward(self, stage: int, microbatch: int) -> Iterator[Action]:
         if stage > 0:
-            yield Action(Op.RECV_X, microbatch)
-        yield Action(Op.FORWARD, microbatch)
+            yield _action(Op.RECV_X, microbatch)
+        yield _action(Op.FORWARD, microbatch)
         if stage < self.stages - 1:
-            yield Action(Op.SEND_Y, microbatch)
+            yield _action(Op.SEND_Y, microbatch)
         self._progress[stage].outstanding.append(microbatch)
 
     def _train(self, stage: int) -> Iterator[Action]:
@@ -237,8 +242,8 @@ class Schedule:
         if self.method.order is Order.SYNTHETIC and stage < self.stages - 1:
             at = self._progress[stage]
             for microbatch in at.untrained:
-                yield Action(Op.RECV_DY, microbatch)
-                yield Action(Op.TRAIN, microbatch)
+                yield _action(Op.RECV_DY, microbatch)
+                yield _action(Op.TRAIN, microbatch)
             at.untrained = list(at.outstanding)
 
     def _due(self, stage: int, order: Order, window: int) -> int:
@@ -261,10 +266,10 @@ class Schedule:
         at = self._progress[stage]
         microbatch = at.outstanding.pop(0)
         if stage < self.stages - 1 and self.method.order is not Order.SYNTHETIC:
-            yield Action(Op.RECV_DY, microbatch)
-        yield Action(Op.BACKWARD, microbatch)
+            yield _action(Op.RECV_DY, microbatch)
+        yield _action(Op.BACKWARD, microbatch)
         if stage > 0:
-            yield Action(Op.SEND_DX, microbatch)
+            yield _action(Op.SEND_DX, microbatch)
         at.accumulated += 1
         if at.accumulated == self.accumulate:
             yield from self._update(stage)
@@ -274,12 +279,12 @@ class Schedule:
         at = self._progress[stage]
         number = at.updates
         for owner in self._owners[stage]:
-            yield Action(Op.SEND_TIED_GRAD, number, owner)
+            yield _action(Op.SEND_TIED_GRAD, number, owner)
         for holder in self._holders[stage]:
-            yield Action(Op.RECV_TIED_GRAD, number, holder)
-        yield Action(Op.UPDATE, number)
+            yield _action(Op.RECV_TIED_GRAD, number, holder)
+        yield _action(Op.UPDATE, number)
         for holder in self._holders[stage]:
-            yield Action(Op.SEND_TIED_WEIGHT, number, holder)
+            yield _action(Op.SEND_TIED_WEIGHT, number, holder)
             self._progress[holder].arriving.append([stage, number])
         at.updates += 1
         at.accumulated = 0

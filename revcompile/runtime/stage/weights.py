@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
 from revcompile.kernels.autocast import converted
 from revcompile.schedule import Order, Weights
+
+_version: Final = attrgetter("_version")
+
 
 # -- stashed weights ------------------------------------------------------------------------------
 
@@ -153,7 +158,7 @@ class CastWeights:
     ) -> None:
         self._parameters, self._names, self._dtype = parameters, tuple(names), dtype
         self._copies: dict[str, Tensor] = {}
-        self._fresh_for: list[tuple[int, int]] = []
+        self._fresh_for: tuple[list[int], list[int]] = [], []
 
     def current(self) -> dict[str, Tensor] | None:
         """All parameters, cast where that is possible; None if it is for none."""
@@ -179,15 +184,16 @@ class CastWeights:
 
     def outdated(self) -> None:
         """The weights have been updated."""
-        self._fresh_for = []
+        self._fresh_for = [], []
 
     def mark_fresh(self) -> None:
         """The copies agree with the weights as these are now."""
         self._fresh_for = self._versions()
 
-    def _versions(self) -> list[tuple[int, int]]:
-        weights = (self._parameters[name] for name in self._names)
-        return [(weight._version, weight.data_ptr()) for weight in weights]
+    def _versions(self) -> tuple[list[int], list[int]]:
+        # Before every step, for every weight: no Python in the loop.
+        weights = [self._parameters[name] for name in self._names]
+        return list(map(_version, weights)), list(map(Tensor.data_ptr, weights))
 
     def to_weight_dtype(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Gradients of the copies, converted to the dtype of the weights themselves."""
