@@ -92,20 +92,20 @@ class Arrival:
     kind: MessageKind
     message: Message
     work: Any = None
-    _waited: Any = None
-    """The stream that waits for it already."""
+    memory: Tensor | None = None
+    _waited: int | None = None
+    """The number of the stream that waits already."""
 
     def ready(self, packed: bool = False) -> Message:
         """The message, after making the current stream wait for its bytes."""
-        packet = self.message.packet
-        if self.work is not None and self._waited != (stream := torch.cuda.current_stream()):
-            self._waited = stream
-            self.work.wait()
-            assert packet is not None
-            packet.memory.record_stream(stream)
-        if packet is None or packed:
-            return self.message
-        self.message = packet.unpack()
+        if self.work is not None and self.memory is not None:
+            stream = torch.cuda.current_stream()
+            if self._waited != stream.stream_id:  # a stream itself may be equal to None
+                self._waited = stream.stream_id
+                self.work.wait()
+                self.memory.record_stream(stream)
+        if self.message.packet is not None and not packed:
+            self.message = self.message.packet.unpack()
         return self.message
 
 
@@ -120,7 +120,7 @@ def _arrival(
         is_exact=Flag.EXACT in header.flags,
         packet=Packet(memory, description, unpack),
     )
-    return Arrival(header.kind, message, work)
+    return Arrival(header.kind, message, work, memory)
 
 
 @dataclass(frozen=True)
