@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_scale import OVERFLOW
 from revcompile.runtime.stage.tensors import overlaps
 
@@ -116,7 +115,7 @@ class NonFiniteReports:
     def __init__(self, stages: Sequence[int], most: int = 8) -> None:
         self._stages, self._most = stages, most
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None, Mapping[int, int]]] = deque()
-        self._host_buffers = BufferPool()
+        self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._reported: set[int] = set()
 
     def submit(self, flags: Tensor, microbatches: Mapping[int, int]) -> None:
@@ -126,13 +125,8 @@ class NonFiniteReports:
             flags: One for each stage, in the order of `microbatches`.
             microbatches: The micro-batch of each stage's backward pass.
         """
-        host = self._host_buffers.take(
-            flags.shape,
-            lambda: torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda),
-        )
+        host, event = self._free.pop() if self._free else _host_copy(flags)
         host.copy_(flags, non_blocking=True)
-        # blocking: whoever waits for it leaves the processor to others
-        event = torch.cuda.Event(blocking=True) if flags.is_cuda else None
         if event is not None:
             event.record()
         self._pending.append((host, event, microbatches))
@@ -147,6 +141,7 @@ class NonFiniteReports:
                     break
                 event.synchronize()
             self._pending.popleft()
+            self._free.append((host, event))
             errors += self._errors(host.tolist(), microbatches)
         return errors
 
@@ -162,6 +157,13 @@ class NonFiniteReports:
         oldest = min(microbatches.values(), default=0)
         self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}
         return errors
+
+
+def _host_copy(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A buffer for flags on the host, and the event of a copy to it."""
+    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+    # blocking: whoever waits for it leaves the processor to others
+    return host, torch.cuda.Event(blocking=True) if flags.is_cuda else None
 
 
 def _error(stage: int, microbatch: int) -> NonFiniteError:
