@@ -58,11 +58,13 @@ def _shown(output: dict[str, Any]) -> str:
 
 def run(path: Path) -> None:
     """Run a notebook in an empty folder and store its outputs."""
+    import os
     import tempfile
 
     import nbformat
     from nbclient import NotebookClient
 
+    os.environ["COLUMNS"] = "80"  # of tables
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(notebook, resources={"metadata": {"path": folder}})
