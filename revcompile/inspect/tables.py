@@ -316,7 +316,7 @@ def _balance(partition: Partition, facts: Sequence[StageFacts]) -> str:
     largest = max(facts, key=lambda stage: stage.work_share)
     return (
         f"reversible: {share(flops[True], sum(flops.values()))} of the forward FLOPs, {blocks} of "
-        f"{pieces} pieces; balance: the largest stage ({largest.index}) has "
+        f"{pieces} pieces; balance: the largest (stage {largest.index}) has "
         f"{largest.work_share * len(facts):.2f}x the mean work"
     )
 
