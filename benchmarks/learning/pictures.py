@@ -187,7 +187,7 @@ def draw_stability(
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for index, (kind, values) in enumerate(largest.items()):
-        colour = _colour(0.9 * index / max(1, len(largest) - 1))
+        colour = colormaps["tab10"](index)
         axes.plot(delays, values, marker="o", ms=4, color=colour, label=kind)
     axes.set(
         xlabel="delay in updates", ylabel="largest stable curvature × effective step", yscale="log"

@@ -20,6 +20,7 @@ from revcompile.inspect.formatting import (
     dtype,
     first_few,
     shape,
+    share,
     size,
     span,
 )
@@ -112,12 +113,12 @@ def most_frequent_refusals(rewired: Rewired, count: int) -> list[str]:
 
 def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -> str:
     """Reconstruction errors block by block."""
-    table = Table(title=f"reconstruction error (tolerance {tolerance:.0e})")
+    table = _table("")
     for column in ("block", "relative error", ""):
         table.add_column(column, overflow="fold")
     for name, error in errors:
         table.add_row(name, f"{error:.1e}", "ok" if error <= tolerance else "TOO LARGE")
-    return render(table)
+    return render(f"reconstruction error (tolerance {tolerance:.0e})", table)
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -299,18 +300,24 @@ def _below(
 ) -> list[str]:
     """Why stages are not reversible, the balance, the totals, notes."""
     lines = _reasons([entry for stage in facts for entry in stage.opaque], letters)
-    lines += [_balance(facts), *_totals(partition, facts, plain)]
+    lines += [_balance(partition, facts), *_totals(partition, facts, plain)]
     for tie, names in partition.ties.items():
         lines.append(f"stages {tie.owner} and {tie.holder} share {', '.join(names)}")
     return [*lines, *refusals(partition.rewired), *partition.rewired.notes]
 
 
-def _balance(facts: Sequence[StageFacts]) -> str:
-    reversible = sum(stage.reversible for stage in facts)
+def _balance(partition: Partition, facts: Sequence[StageFacts]) -> str:
+    pieces = sum(len(stage.pieces) for stage in facts)
+    blocks = pieces - sum(len(stage.opaque) for stage in facts)
+    flops = {False: 0.0, True: 0.0}
+    for part in partition.parts:
+        for piece, cost in zip(part.pieces, part.costs, strict=True):
+            flops[piece.reversible] += cost.flops / cost.batch
     largest = max(facts, key=lambda stage: stage.work_share)
     return (
-        f"{len(facts)} stages, {reversible} reversible; balance: the largest (stage "
-        f"{largest.index}) has {largest.work_share * len(facts):.2f}x the mean work"
+        f"reversible: {share(flops[True], sum(flops.values()))} of the forward FLOPs, {blocks} of "
+        f"{pieces} pieces; balance: the largest (stage {largest.index}) has "
+        f"{largest.work_share * len(facts):.2f}x the mean work"
     )
 
 

@@ -25,7 +25,11 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    pictures = {"tower": compiled("tower", 3).picture(), "deep": four_hundred()}
+    pictures = {
+        "tower": compiled("tower", 3).picture(),
+        "halves": compiled("tower", 2).picture(),
+        "deep": four_hundred(),
+    }
     for name, facts in pictures.items():
         (folder / f"{name}.html").write_text(page(facts), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in pictures}
@@ -66,6 +70,22 @@ def test_a_stage_opens_into_its_code(tab: Any) -> None:
     assert "F0 SY0" in tab.locator("#panel-3").inner_text()
     tab.click("#stage-1")
     assert tab.locator("#details").is_hidden()
+
+
+def test_boxes_of_the_graph_open(tab: Any, files: dict[str, Path]) -> None:
+    tab.goto(files["halves"].as_uri())
+    tab.click("#stage-0")
+    tab.click("text=Graph")
+    boxes, closed = tab.locator("#panel-1 [data-key]"), tab.locator("#panel-1 rect").count()
+    assert boxes.count() > 1
+    height = "document.querySelector('#panel-1 svg').getBoundingClientRect().height"
+    before = tab.evaluate(height)
+    boxes.first.click()
+    assert boxes.first.get_attribute("aria-expanded") == "true"
+    assert tab.locator("#panel-1 rect").count() > closed
+    assert tab.evaluate(height) > before
+    tab.keyboard.press("Enter")  # the box has the focus
+    assert tab.locator("#panel-1 rect").count() == closed
 
 
 def test_a_module_is_found_and_its_code_is_marked(tab: Any) -> None:

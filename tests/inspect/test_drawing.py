@@ -128,7 +128,7 @@ def test_the_title_has_the_name_the_totals_and_the_balance() -> None:
     assert "my tower: 3 stages, petra" in texts
     work = [stage.work for stage in facts.stages]
     balance = f"largest stage {max(work) * 3 / sum(work):.2f}× the mean"
-    assert any(balance in line and "bytes at B = 2" in line for line in texts)
+    assert any(balance in line and "sizes for micro-batches of B = 2" in line for line in texts)
 
 
 def test_no_text_reaches_beyond_the_drawing() -> None:
@@ -326,12 +326,16 @@ def test_sizes_and_weights_are_not_drawn() -> None:
 
 def test_a_large_graph_is_drawn_by_modules() -> None:
     program = compiled("tower", 2).programs[0]
-    whole, small = drawn_graph(program.forward), drawn_graph(program.forward, most=8)
+    whole, small = (drawn_graph(program.forward, most) for most in (48, 8))
     assert len(small.vertices) <= 8 < len(whole.vertices)
     together = [one for one in small.vertices if one.kind == "group"]
     assert together and all(len(one.nodes) > 1 for one in together)
     assert sum(len(one.nodes) for one in small.vertices) == len(whole.vertices)
     assert all(small.layers[a] < small.layers[b] for a, b in small.arrows)
+    for vertex in small.vertices:  # a box opens into all that it stands for
+        inside = vertex.inside.vertices if vertex.inside is not None else ()
+        assert not inside or [n for one in inside for n in one.nodes] == list(vertex.nodes)
+    assert any(vertex.inside is not None for vertex in small.vertices)
 
 
 def test_no_two_boxes_of_a_graph_overlap() -> None:

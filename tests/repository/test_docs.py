@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from paths import ROOT
 from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser as torchrun_parser
+from traitlets.config import Config
 
 import revcompile
 from benchmarks.__main__ import options_of
@@ -25,6 +29,7 @@ from revcompile import cli
 PACKAGE = ROOT / "revcompile"
 PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CHANGELOG", "CONTRIBUTING")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
@@ -54,7 +59,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     for link in links:
@@ -69,7 +74,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_site_s_navigation() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", settings, re.MULTILINE)
-    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    files = [*(ROOT / "docs").rglob("*.md"), *(page.with_suffix(".md") for page in TUTORIALS)]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in files]
     assert sorted(listed) == sorted(pages)
 
 
@@ -116,6 +122,27 @@ def test_the_code_of_a_page_runs_in_order(
     for line, code in found:
         # The empty lines make a traceback name the page's own line.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=name_of)
+def test_a_tutorial_runs(tutorial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: starting a kernel would take longer than running the cells."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of commands
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
+    cells = json.loads(tutorial.read_text(encoding="utf-8"))["cells"]
+    before = set(sys.modules)
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            shell.run_cell("".join(cell["source"])).raise_error()
+            assert shell.user_ns.get("_exit_code", 0) == 0  # of a command
+    if "train" not in before:
+        sys.modules.pop("train", None)
+    stored = [output for cell in cells for output in cell.get("outputs", ())]
+    assert stored and not [output for output in stored if output["output_type"] == "error"]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from revcompile.inspect.code import code_text
-from revcompile.inspect.drawing.graph import drawn_graph, operation, placed
+from revcompile.inspect.drawing.graph import Drawn, drawn_graph, operation, placed
 from revcompile.inspect.drawing.picture import Picture
 from revcompile.inspect.formatting import amount, listed, share, size, span
 from revcompile.inspect.views import StageView
@@ -110,9 +110,24 @@ def sections(code: str) -> list[tuple[str, str]]:
 def _graph(program: StageProgram) -> tuple[list[Any], str]:
     """The forward graph's layout in pixels, and a sentence about what is not drawn."""
     graph = drawn_graph(program.forward)
+    every = len(program.forward.nodes)
+    drawn = sum(len(one.nodes) for one in graph.vertices)
+    note = f"{drawn} of the forward program's {every} operations"
+    if drawn > len(graph.vertices):
+        note += (
+            f" in {len(graph.vertices)} boxes, operations of one module together: those with a "
+            "thick border open"
+        )
+    if every > drawn:
+        note += "; sizes, weights and bookkeeping are not drawn"
+    return _layout(graph), note + "."
+
+
+def _layout(graph: Drawn) -> list[Any]:
+    """Width, height, boxes (each with the layout of what is inside, or None), and arrows."""
     where = placed(graph)
     boxes = [
-        [*box, one.label, one.kind, one.about]
+        [*box, one.label, one.kind, one.about, None if one.inside is None else _layout(one.inside)]
         for box, one in zip(where.boxes, graph.vertices, strict=True)
     ]
     shapes: dict[int, set[str]] = {}  # what each box reads: only what it changes is written down
@@ -128,14 +143,7 @@ def _graph(program: StageProgram) -> tuple[list[Any], str]:
             graph.arrows, where.arrows, graph.carried, strict=True
         )
     ]
-    every = len(program.forward.nodes)
-    drawn = sum(len(one.nodes) for one in graph.vertices)
-    note = f"{drawn} of the forward program's {every} operations"
-    if drawn > len(boxes):
-        note += f" in {len(boxes)} boxes, operations of one module together"
-    if every > drawn:
-        note += "; sizes, weights and bookkeeping are not drawn"
-    return [where.width, where.height, boxes, arrows], note + "."
+    return [where.width, where.height, boxes, arrows]
 
 
 def _names(stage: StageView) -> list[str]:

@@ -1,7 +1,7 @@
 """A program's graph in layers, every value below what it is computed from, and its layout.
 
 Only tensors are drawn, not sizes, weights and bookkeeping. If there are still too many,
-consecutive operations of one module become one vertex.
+consecutive operations of one module become one vertex, which has a graph of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import builtins
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -22,8 +22,10 @@ from revcompile.inspect.formatting import listed
 from revcompile.ir.coupling_ops import call_norm, plus
 from revcompile.ir.types import PATH, TYPE, TensorType
 
-MOST: Final = 48
+MOST: Final = 24
 """Vertices that are still readable at a glance."""
+_STILL: Final = 4
+"""Times as many are drawn rather than one box that does not open."""
 _SHOWN: Final = 8
 _KINDS: Final = {"placeholder": "input", "output": "output", "call_module": "module"}
 
@@ -37,6 +39,8 @@ class Vertex:
     """input, output, module, function or group."""
     about: str
     nodes: tuple[fx.Node, ...]
+    inside: Drawn | None = None
+    """The operations of a group."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,24 @@ class Drawn:
 
 def drawn_graph(graph: fx.Graph, most: int = MOST) -> Drawn:
     """The graph's vertices and arrows, about `most` vertices at the most."""
-    shown = vertices(graph, most)
+    shown = [node for node, is_tensor in _tensors(graph).items() if is_tensor]
+    return _drawn(shown, _streams(graph), most)
+
+
+def _drawn(nodes: Sequence[fx.Node], streams: Mapping[fx.Node, str], most: int) -> Drawn:
+    shown = [
+        replace(vertex, inside=_drawn(vertex.nodes, streams, most))
+        if vertex.kind == "group" and len(vertex.nodes) < len(nodes)
+        else vertex
+        for vertex in _vertices(nodes, most)
+    ]
     owner = {node: number for number, vertex in enumerate(shown) for node in vertex.nodes}
     passed: dict[tuple[int, int], dict[fx.Node, None]] = {}
     for node in owner:
         for source in node.all_input_nodes:
             if source in owner and owner[source] != owner[node]:
                 passed.setdefault((owner[source], owner[node]), {})[source] = None
-    arrows, streams = sorted(passed), _streams(graph)
+    arrows = sorted(passed)
     net = nx.DiGraph(arrows)
     net.add_nodes_from(range(len(shown)))
     layers = [0] * len(shown)
@@ -94,18 +108,19 @@ def _streams(graph: fx.Graph) -> dict[fx.Node, str]:
     return streams
 
 
-def vertices(graph: fx.Graph, most: int = MOST) -> list[Vertex]:
-    """The graph's tensors in order; merged by module, the innermost first, while too many."""
-    shown = [node for node, is_tensor in _tensors(graph).items() if is_tensor]
-    if len(shown) <= most:
-        return [_single(node) for node in shown]
-    places = _places(shown)
-    deepest = max((len(place) for place in places if place), default=1)
-    runs: list[list[fx.Node]] = []
-    for depth in range(deepest, 0, -1):
-        runs = _runs(shown, places, depth)
-        if len(runs) <= most:
-            break
+def _vertices(shown: Sequence[fx.Node], most: int) -> list[Vertex]:
+    """The tensors in order; merged by module, the innermost first, while too many."""
+    runs = [[node] for node in shown]
+    if len(shown) > most:
+        places = _places(shown)
+        deepest = max((len(place) for place in places if place), default=1)
+        for depth in range(deepest, 0, -1):
+            merged = _runs(shown, places, depth)
+            if len(merged) == 1 and len(shown) <= _STILL * most:
+                break  # all of one module: nothing would be left to see
+            runs = merged
+            if len(runs) <= most:
+                break
     return [_group(run) for run in runs]
 
 

@@ -97,7 +97,7 @@ def totals(picture: Picture) -> list[str]:
         f"largest stage {picture.balance:.2f}× the mean",
     ]
     if picture.batch is not None:
-        phrases.append(f"bytes at B = {picture.batch}")
+        phrases.append(f"sizes for micro-batches of B = {picture.batch}")
     return phrases
 
 

@@ -47,32 +47,100 @@ function segments(stage) {
   return [make("dl", {}, ...facts), table(columns, rows)];
 }
 
-function graph(stage) {
-  const [width, height, boxes, arrows] = stage.graph;
-  const drawn = vector("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
-    "aria-label": "the forward program's graph" });
+// A box that opens pushes everything below it down and everything beside it aside.
+const opened = new Set();
+
+function spread([width, height, boxes, arrows], key) {
+  const wide = boxes.map(([x, y, w, , , , inside], i) => {
+    if (!inside || !opened.has(`${key}/${i}`)) return null;
+    const inner = spread(inside, `${key}/${i}`);
+    return { x, y, inner, width: Math.max(w, inner.width + 12), height: inner.height + 6,
+      aside: Math.max(0, (inner.width + 12 - w) / 2) };
+  });
+  const open = wide.filter((one) => one);
+  const left = open.reduce((sum, one) => sum + one.aside, 0);
+  const rows = new Map();
+  for (const one of open) rows.set(one.y, Math.max(rows.get(one.y) || 0, one.height));
+  const moveX = (x) => left + open.reduce((at, one) => at + Math.sign(x - one.x) * one.aside, x);
+  const moveY = (y) => [...rows].reduce((at, [row, h]) => at + (y > row ? h : 0), y);
+  const bottom = new Map(open.map((one) => [`${one.x},${one.y}`, one.height]));
+  const moved = arrows.map(([points, ...rest]) => {
+    const below = bottom.get(`${points[0]},${points[1]}`) || 0, path = [];
+    for (let i = 0; i < points.length; i += 2) {
+      const [x, y, row] = [moveX(points[i]), moveY(points[i + 1]), rows.get(points[i + 1])];
+      path.push(x, y);
+      // straight down beside the boxes that are open in this row
+      if (row && i + 2 < points.length && !(i === 0 && below)) path.push(x, y + row);
+    }
+    return [path, below, ...rest];
+  });
+  return { width: width + 2 * left, height: moveY(height), arrows: moved,
+    boxes: boxes.map(([x, y, w, label, kind, about, inside], i) => ({ x: moveX(x), y: moveY(y),
+      width: wide[i] ? wide[i].width : w, height: 24 + (wide[i] ? wide[i].height : 0), label, kind,
+      about, opens: Boolean(inside), inner: wide[i] && wide[i].inner, key: `${key}/${i}` })) };
+}
+
+function paint({ boxes, arrows }) {
+  const drawn = vector("g");
   const shapes = new Map(); // one for each box that gives another shape than it reads
-  for (const [points, shape, stream, isNew] of arrows) {
-    let d = `M${points[0]} ${points[1] + 12}`;
+  for (const [points, below, shape, stream, isNew] of arrows) {
+    let d = `M${points[0]} ${points[1] + 12 + below}`;
     for (let i = 2; i < points.length; i += 2) {
       const last = i + 2 === points.length;
       const [x, y, fromX] = [points[i], points[i + 1] - (last ? 12 : 0), points[i - 2]];
-      const fromY = points[i - 1] + (i === 2 ? 12 : 0), middle = (y + fromY) / 2;
+      const fromY = points[i - 1] + (i === 2 ? 12 + below : 0), middle = (y + fromY) / 2;
       d += `C${fromX} ${middle} ${x} ${middle} ${x} ${y}`;
     }
     drawn.append(vector("path", { d, class: stream }, vector("title", {}, shape)));
-    if (isNew) shapes.set(points.slice(0, 2).join(), [points[0] + 5, points[1] + 22, shape]);
+    if (isNew) shapes.set(points.slice(0, 2).join(), [points[0] + 5, points[1] + 22 + below, shape]);
   }
-  for (const [x, y, shape] of shapes.values())
+  const lines = new Map(); // of equal labels that would overlap, only the first
+  for (const [x, y, shape] of [...shapes.values()].sort((a, b) => a[0] - b[0])) {
+    if (x < (lines.get(y + shape) ?? -Infinity)) continue;
+    lines.set(y + shape, x + 6 * shape.length);
     drawn.append(vector("text", { class: "shape", x, y }, shape));
-  for (const [x, y, wide, label, kind, about] of boxes) {
-    const hit = word && (label + "\n" + about).toLowerCase().includes(word.toLowerCase());
-    drawn.append(vector("g", { class: hit ? kind + " hit" : kind },
-      vector("title", {}, about),
-      vector("rect", { x: x - wide / 2, y: y - 12, width: wide, height: 24, rx: kind === "function" ? 11 : 4 }),
-      vector("text", { x, y: y + 4 }, label)));
   }
-  return [make("p", { class: "note" }, stage.note), make("div", { class: "graph", tabindex: 0 }, drawn)];
+  for (const { x, y, width, height, label, kind, about, opens, inner, key } of boxes) {
+    const hit = word && (label + "\n" + about).toLowerCase().includes(word.toLowerCase());
+    const box = vector("g", { class: hit ? kind + " hit" : kind },
+      vector("title", {}, about),
+      vector("rect", { x: x - width / 2, y: y - 12, width, height, rx: kind === "function" ? 11 : 4 }),
+      vector("text", { x, y: y + 4 }, label));
+    if (opens) {
+      for (const [name, value] of Object.entries({ role: "button", tabindex: 0, "data-key": key,
+        "aria-label": label, "aria-expanded": Boolean(inner) })) box.setAttribute(name, value);
+    }
+    drawn.append(box);
+    if (inner) {
+      const inside = paint(inner);
+      inside.setAttribute("transform", `translate(${x - inner.width / 2} ${y + 12})`);
+      drawn.append(inside);
+    }
+  }
+  return drawn;
+}
+
+function graph(stage) {
+  const frame = make("div", { class: "graph", tabindex: 0 });
+  const redraw = () => {
+    const all = spread(stage.graph, String(data.stages.indexOf(stage)));
+    frame.replaceChildren(vector("svg", { width: all.width, height: all.height, role: "img",
+      viewBox: `0 0 ${all.width} ${all.height}`, "aria-label": "the forward program's graph" },
+      paint(all)));
+  };
+  const toggle = (event) => {
+    const box = event.target.closest("[data-key]");
+    if (!box || (event.key && event.key !== "Enter" && event.key !== " ")) return;
+    event.preventDefault();
+    const key = box.dataset.key;
+    if (!opened.delete(key)) opened.add(key);
+    redraw();
+    frame.querySelector(`[data-key="${key}"]`).focus();
+  };
+  frame.addEventListener("click", toggle);
+  frame.addEventListener("keydown", toggle);
+  redraw();
+  return [make("p", { class: "note" }, stage.note), frame];
 }
 
 const TOKEN = new RegExp([

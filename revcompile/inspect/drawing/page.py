@@ -31,7 +31,7 @@ _COLUMNS: Final = (
     ("work", "number"),
     ("sends", None),
     ("keeps", "number"),
-    ("delay", "number"),
+    ("updates late", "number"),
 )
 _HELP: Final = (
     "<footer>Open a stage with a click or with <kbd>Enter</kbd>; <kbd>←</kbd> <kbd>→</kbd> go from"
