@@ -46,6 +46,7 @@ from benchmarks.harness import (
 from benchmarks.models import Case, create, of_depth
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
+from revcompile.runtime.executor.captured.graphs import CudaGraphReplay
 from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
@@ -220,10 +221,12 @@ def categories(trainer: Trainer, total: int) -> dict[str, int]:
         "kept": storage_bytes(kept),
         "messages": storage_bytes(messages),
         "stashed": storage_bytes(stashed),
+        "pool": 0,
     }
-    segments = torch.cuda.memory_snapshot()
-    in_pool = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
-    found["pool"] = sum(in_pool)
+    if pipeline is not None and isinstance(pipeline._replay, CudaGraphReplay):
+        pool, segments = tuple(pipeline._replay._pool), torch.cuda.memory_snapshot()
+        in_pool = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
+        found["pool"] = sum(in_pool)
     return found | {"rest": total - sum(found.values())}
 
 

@@ -71,8 +71,10 @@ class LossHead:
                     "to train; do not detach the output or return a plain number"
                 )
             self.scale = scale
-            seed = scale.to(loss.dtype) if isinstance(scale, Tensor) else None
-            if isinstance(scale, float):
+            seed = None
+            if isinstance(scale, Tensor):
+                seed = scale.to(loss.dtype)
+            elif scale is not None:
                 seed = torch.full_like(loss, scale)
             try:
                 grads = torch.autograd.grad(loss, list(inputs.values()), seed, allow_unused=True)

@@ -98,7 +98,10 @@ class StaticMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self._device, self._pool = device, None
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._pool = torch.cuda.MemPool()
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -106,7 +109,7 @@ class StaticMemory:
         if self._pool is None or torch.cuda.is_current_stream_capturing():
             yield
         else:
-            with torch.cuda.use_mem_pool(self._pool):
+            with torch.cuda.use_mem_pool(self._pool, self._device):
                 yield
 
 
