@@ -162,7 +162,7 @@ def digests(trainer: Trainer) -> dict[str, str]:
 
 def run_rank(run: Run, folder: Path) -> None:
     """One rank's life: its steps and its last words go to files named after rank and process."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     place = folder / "ranks"
     place.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import distributed, nn
@@ -15,6 +15,8 @@ from revcompile.errors import InputError
 from revcompile.runtime.distributed.p2p import Channel
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.schedule import Tie
+
+_MOST_LANES: Final = 64
 
 
 def many_ranks() -> bool:
@@ -94,9 +96,15 @@ def _check_unbound() -> None:
 
 
 def open_channels(
-    ranks: Ranks, ties: list[Tie], device: torch.device, timeout: timedelta
+    ranks: Ranks,
+    ties: list[Tie],
+    device: torch.device,
+    timeout: timedelta,
+    windows: Sequence[int],
 ) -> list[Channel]:
     """A channel for every two stages and direction; returns those this rank is part of.
+
+    As many micro-batches are between two stages as their `windows` differ by.
 
     Making a process group is a collective: all ranks make all of them, in the same order.
     """
@@ -112,7 +120,9 @@ def open_channels(
             control = new_group(ends, "gloo", timeout)
             payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
             if ranks.rank in ends:
-                channels.append(Channel(source, target, ends, control, payload, device))
+                between = windows[min(source, target)] - windows[max(source, target)]
+                lanes = min(between + 1, _MOST_LANES) if between > 1 else 1
+                channels.append(Channel(source, target, ends, control, payload, device, lanes))
     for channel in channels:
         if channel.uses_cuda:
             channel.connect(ranks.rank == channel.ranks[0])

@@ -134,7 +134,9 @@ class DistributedTrainer(Trainer):
         self._shared_buffers.check_statistics(model)
         self.ranks = Ranks.arrange(layout, self.device, control)
         weights = distribute(model, programs, self.ranks, self.device)
-        channels = open_channels(self.ranks, list(partition.ties), self.device, limit)
+        method, accumulate = programs[0].method, settings.accumulate
+        windows = [window(method, stages, stage, accumulate) for stage in range(stages)]
+        channels = open_channels(self.ranks, list(partition.ties), self.device, limit, windows)
         super().__init__(
             model,
             partition,
