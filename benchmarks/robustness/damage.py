@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
@@ -236,13 +237,20 @@ class Tape:
 
     uses_cuda = False
     device = torch.device("cpu")
-    source, target = 0, 1
+    source, target, lanes = 0, 1, 1
 
     def __init__(self, packets: list[bytes] | None = None) -> None:
         self.packets = packets if packets is not None else []
 
-    def control_exchange(self, packet: Tensor, sends: bool) -> None:
+    def control_exchange(self, packet: Tensor, sends: bool, lane: int = 0) -> None:
         """As a channel does."""
+        self.post(packet, sends, lane).wait()
+
+    def post(self, packet: Tensor, sends: bool, lane: int) -> Any:
+        """As a channel does."""
+        return SimpleNamespace(wait=lambda *_: self._exchange(packet, sends))
+
+    def _exchange(self, packet: Tensor, sends: bool) -> None:
         if sends:
             self.packets.append(packet.numpy().tobytes())
             return

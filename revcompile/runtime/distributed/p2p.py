@@ -6,6 +6,8 @@ Over gloo (CPU) header and tensors are one packet, received into memory that is 
 receive is posted before the packet is sent, so both ends must know the size of the next packet.
 The rule: after two messages of one form a third is expected. A message of another form fills a
 packet of the expected size with its header alone, and its tensors follow in a packet of their own.
+Gloo sends a packet when it knows that its receive is posted, which takes the time once around a
+link: where several messages are on their way, a channel has as many lanes, which take turns.
 
 Over NCCL (GPU) tensors go from device to device, headers over gloo. The header is sent after the
 tensors' send was enqueued, and the receive is enqueued after the header has arrived. So whatever a
@@ -56,6 +58,8 @@ class Channel:
     payload: Any
     """Group of the two ranks over NCCL, if the stages are on GPUs."""
     device: torch.device
+    lanes: int = 1
+    """Over gloo between CPUs: how many receives are posted at a time."""
 
     @property
     def uses_cuda(self) -> bool:
@@ -79,10 +83,15 @@ class Channel:
         """The other rank's number in the groups."""
         return sorted(self.ranks).index(self.ranks[1] if sends else self.ranks[0])
 
-    def control_exchange(self, tensor: Tensor, sends: bool) -> None:
+    def control_exchange(self, tensor: Tensor, sends: bool, lane: int = 0) -> None:
         """Send or receive bytes over gloo."""
-        call = self.control.send if sends else self.control.recv
-        call([tensor], self._peer(sends), 0).wait(_NO_TIMEOUT)
+        self.post(tensor, sends, lane).wait(_NO_TIMEOUT)
+
+    def post(self, tensor: Tensor, sends: bool, lane: int) -> Any:
+        """Begin to; wait for what it returns."""
+        return (self.control.send if sends else self.control.recv)(
+            [tensor], self._peer(sends), lane
+        )
 
 
 @dataclass
@@ -153,14 +162,18 @@ FormatId = tuple[MessageKind, int]
 """A kind of message, and how often its description has changed."""
 
 
-class _ExpectedPacket:
-    """The size of a channel's next packet; both ends follow the same rule to the same result."""
+Packings = dict[MessageKind, tuple[int, Packing]]
+"""The last description of each kind and its number, the same for all lanes of a channel's end."""
 
-    def __init__(self) -> None:
+
+class _ExpectedPacket:
+    """The size of a lane's next packet; both ends follow the same rule to the same result."""
+
+    def __init__(self, packings: Packings) -> None:
         self.format_id: FormatId | None = None
         self.size = _HEADER_BYTES
         self._last: FormatId | None = None
-        self._packings: dict[MessageKind, tuple[int, Packing]] = {}
+        self._packings = packings
 
     def described(self, kind: MessageKind, packing: Packing) -> None:
         """Messages of a kind have other tensors from now on."""
@@ -179,10 +192,10 @@ class _ExpectedPacket:
 
 
 class PacketSender:
-    """The sending end of a channel between two CPUs."""
+    """The sending end of one lane of a channel between two CPUs."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._expected = _ExpectedPacket()
+    def __init__(self, packings: Packings) -> None:
+        self._expected = _ExpectedPacket(packings)
         self._size = 0
         self._packets = BufferPool(limit=_MOST_PACKETS)
 
@@ -217,20 +230,23 @@ def _bytes(size: int) -> Tensor:
 
 
 class PacketReceiver:
-    """The receiving end of a channel between two CPUs."""
+    """The receiving end of one lane of a channel between two CPUs."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._expected = _ExpectedPacket()
+    def __init__(self, channel: Channel, packings: Packings, lane: int = 0) -> None:
+        self._channel, self._lane = channel, lane
+        self._expected = _ExpectedPacket(packings)
         self.pool = BufferPool(limit=_MOST_PACKETS)
         self._size = 0
         self._packet = _bytes(0)
+        self._posted: Any = None
 
     def start(self) -> None:
         """Called by the thread that receives."""
 
-    def header(self) -> Header:
-        """Wait for the next message, whose tensors may have come with it."""
+    def post(self) -> None:
+        """Post the receive of the lane's next message, unless it is posted."""
+        if self._posted is not None:
+            return
         size = self._expected.size
         if size != self._size:
             self._size = size
@@ -238,7 +254,12 @@ class PacketReceiver:
         # The last packet belongs to its message now: let go of it before the next one is chosen.
         self._packet = _bytes(0)
         self._packet = self.pool.take(size, partial(_bytes, size))
-        self._channel.control_exchange(self._packet, sends=False)
+        self._posted = self._channel.post(self._packet, sends=False, lane=self._lane)
+
+    def header(self) -> Header:
+        """Wait for the lane's next message, whose tensors may have come with it."""
+        self._posted.wait(_NO_TIMEOUT)
+        self._posted = None
         return Header.of(self._packet[:_HEADER_BYTES].view(torch.int64).tolist())
 
     def arrival(self, header: Header, description: Description) -> Arrival:
@@ -250,7 +271,7 @@ class PacketReceiver:
         memory = self._packet[_HEADER_BYTES:]
         if header.flags & Flag.SEPARATE:
             memory = _bytes(packing.size)
-            self._channel.control_exchange(memory, sends=False)
+            self._channel.control_exchange(memory, sends=False, lane=self._lane)
         expected.passed(format_id, packing)
         return _arrival(header, description, memory, self._channel.device)
 
@@ -295,6 +316,9 @@ class DeviceReceiver:
         torch.cuda.set_device(channel.device)
         purpose = f"receive {channel.source}, {channel.target}"
         torch.cuda.set_stream(stream_for(purpose, channel.device))
+
+    def post(self) -> None:
+        """Receives are posted when they are waited for."""
 
     def header(self) -> Header:
         """Wait for the next message's header."""

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import distributed, nn
 from torch.distributed.rendezvous import rendezvous
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, RankError
 from revcompile.runtime.distributed.p2p import Channel
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.schedule import Tie
+
+Made = TypeVar("Made")
+
+_MOST_LANES: Final = 64
+_GRACE: Final = 2.0
+"""Seconds beyond torch's own timeout, whose error says more."""
 
 
 def many_ranks() -> bool:
@@ -48,8 +57,12 @@ def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta
         # As many hardware queues as a GPU has, so that no communicator waits behind another.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         store, rank, world = _rendezvous(timeout)
-        distributed.init_process_group(
-            backend, timeout=timeout, store=store, rank=rank, world_size=world
+        _bounded(
+            lambda: distributed.init_process_group(
+                backend, timeout=timeout, store=store, rank=rank, world_size=world
+            ),
+            range(world),
+            timeout,
         )
     _check_unbound()
     return device
@@ -94,9 +107,15 @@ def _check_unbound() -> None:
 
 
 def open_channels(
-    ranks: Ranks, ties: list[Tie], device: torch.device, timeout: timedelta
+    ranks: Ranks,
+    ties: list[Tie],
+    device: torch.device,
+    timeout: timedelta,
+    windows: Sequence[int],
 ) -> list[Channel]:
     """A channel for every two stages and direction; returns those this rank is part of.
+
+    As many micro-batches are between two stages as their `windows` differ by.
 
     Making a process group is a collective: all ranks make all of them, in the same order.
     """
@@ -112,7 +131,9 @@ def open_channels(
             control = new_group(ends, "gloo", timeout)
             payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
             if ranks.rank in ends:
-                channels.append(Channel(source, target, ends, control, payload, device))
+                between = windows[min(source, target)] - windows[max(source, target)]
+                lanes = min(between + 1, _MOST_LANES) if between > 1 else 1
+                channels.append(Channel(source, target, ends, control, payload, device, lanes))
     for channel in channels:
         if channel.uses_cuda:
             channel.connect(ranks.rank == channel.ranks[0])
@@ -121,4 +142,37 @@ def open_channels(
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
     """A process group. All ranks call it, members or not."""
-    return distributed.new_group(sorted(ranks), timeout=timeout, backend=backend)
+    return _bounded(
+        lambda: distributed.new_group(sorted(ranks), timeout=timeout, backend=backend),
+        ranks,
+        timeout,
+    )
+
+
+def _bounded(make: Callable[[], Made], ranks: Sequence[int], timeout: timedelta) -> Made:
+    """What `make` returns, or an error in time: a thread of its own makes it.
+
+    Gloo has timeouts, but waits for ever for a rank that ends while the two connect.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    made: Future[Made] = Future()
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return made.result(timeout.total_seconds() + _GRACE)
+    except FutureTimeoutError:
+        if made.done():
+            raise  # of torch's own
+        who = ", ".join(map(str, sorted(ranks)))
+        raise RankError(
+            f"trainer: ranks {who} were not connected within {timeout.total_seconds():g} s; one of "
+            "them has ended or hangs: start all of them again"
+        ) from None

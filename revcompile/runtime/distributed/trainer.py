@@ -33,7 +33,7 @@ from revcompile.runtime.distributed.collectives import (
 )
 from revcompile.runtime.distributed.evaluation import EvaluationPass, LoaderEnds
 from revcompile.runtime.distributed.placement import Ranks, make_layout, pipeline_ranks
-from revcompile.runtime.distributed.process_groups import join, open_channels
+from revcompile.runtime.distributed.process_groups import join, new_group, open_channels
 from revcompile.runtime.distributed.rank_weights import (
     SharedBuffers,
     distribute,
@@ -117,7 +117,7 @@ class DistributedTrainer(Trainer):
         limit = timedelta(seconds=timeout)
         self.device = join(model, device or last_device(model), limit)
         self.report_loss = report_loss
-        control = distributed.new_group(backend="gloo", timeout=limit)
+        control = new_group(range(distributed.get_world_size()), "gloo", limit)
         options = {
             "stage_to_rank": stage_to_rank,
             "report_loss": report_loss,
@@ -134,7 +134,9 @@ class DistributedTrainer(Trainer):
         self._shared_buffers.check_statistics(model)
         self.ranks = Ranks.arrange(layout, self.device, control)
         weights = distribute(model, programs, self.ranks, self.device)
-        channels = open_channels(self.ranks, list(partition.ties), self.device, limit)
+        method, accumulate = programs[0].method, settings.accumulate
+        windows = [window(method, stages, stage, accumulate) for stage in range(stages)]
+        channels = open_channels(self.ranks, list(partition.ties), self.device, limit, windows)
         super().__init__(
             model,
             partition,

@@ -42,6 +42,7 @@ from revcompile.runtime.distributed.p2p import (
     Outbound,
     PacketReceiver,
     PacketSender,
+    Packings,
 )
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
@@ -71,9 +72,14 @@ class SendThread:
         self.sent = 0
         """How many messages were handed over."""
         self._on_failure = on_failure
-        self._packets: queue.SimpleQueue[list[Tensor] | None] = queue.SimpleQueue()
+        self._packets: queue.SimpleQueue[tuple[int, list[Tensor]] | None] = queue.SimpleQueue()
         self._describers: dict[MessageKind, Describer] = {}
-        self._sender = DeviceSender(channel) if channel.uses_cuda else PacketSender(channel)
+        packings: Packings = {}
+        self._lanes: list[DeviceSender | PacketSender] = (
+            [DeviceSender(channel)]
+            if channel.uses_cuda
+            else [PacketSender(packings) for _ in range(channel.lanes)]
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -95,10 +101,11 @@ class SendThread:
         return Header(kind, index, flags, length, self.sent, scale, fingerprint)
 
     def end(self, cause: str | None = None) -> None:
-        """Send the last message: the run has ended, or failed because of `cause`."""
+        """Send the last message, on every lane: the run has ended, or failed because of `cause`."""
         text = b"" if cause is None else cause.encode()
         flags = Flag.END if cause is None else Flag.ABORT
-        self._put(Outbound(self._header(MessageKind.X, Message(0), flags, len(text)), text))
+        for _ in self._lanes:
+            self._put(Outbound(self._header(MessageKind.X, Message(0), flags, len(text)), text))
         self._packets.put(None)
 
     def join(self, timeout: float) -> bool:
@@ -111,16 +118,18 @@ class SendThread:
         return {kind: each.packing.size for kind, each in self._describers.items()}
 
     def _put(self, outbound: Outbound) -> Sending | None:
-        packets, sending = self._sender.packets(outbound)
+        lane = self.sent % len(self._lanes)
+        packets, sending = self._lanes[lane].packets(outbound)
         self.sent += 1
-        self._packets.put(packets)
+        self._packets.put((lane, packets))
         return sending
 
     def _run(self) -> None:
         try:
-            while (packets := self._packets.get()) is not None:
+            while (waiting := self._packets.get()) is not None:
+                lane, packets = waiting
                 while packets:
-                    self.channel.control_exchange(packets.pop(0), sends=True)
+                    self.channel.control_exchange(packets.pop(0), True, lane)
         except Exception as error:
             self._on_failure(short_error(error))
 
@@ -138,8 +147,13 @@ class ReceiveThread:
         self.channel = channel
         self._deliver, self._on_end, self._on_failure = deliver, on_end, on_failure
         self._descriptions: dict[MessageKind, Description] = {}
-        self._received = 0
-        self.receiver = DeviceReceiver(channel) if channel.uses_cuda else PacketReceiver(channel)
+        self._received = self._ended = 0
+        packings: Packings = {}
+        self.lanes: list[DeviceReceiver | PacketReceiver] = (
+            [DeviceReceiver(channel)]
+            if channel.uses_cuda
+            else [PacketReceiver(channel, packings, lane) for lane in range(channel.lanes)]
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -150,7 +164,7 @@ class ReceiveThread:
 
     def _run(self) -> None:
         try:
-            self.receiver.start()
+            self.lanes[0].start()
             while self._receive():
                 pass
         except Exception as error:
@@ -158,15 +172,21 @@ class ReceiveThread:
 
     def _receive(self) -> bool:
         """Receive one message; False if it is the last."""
-        header = self.receiver.header()
+        for each in self.lanes:
+            each.post()
+        number = self._received % len(self.lanes)
+        lane = self.lanes[number]
+        header = lane.header()
         if header.sequence != self._received:
             raise VerificationError(f"message {header.sequence} came, not {self._received}")
         self._received += 1
-        text = self._text(header.length)
+        text = self._text(header.length, number)
         if header.flags & (Flag.END | Flag.ABORT):
             has_ended = bool(header.flags & Flag.END)
-            self._on_end(self.channel, None if has_ended else text.decode(errors="replace"))
-            return False
+            self._ended += 1
+            if self._ended == 1:
+                self._on_end(self.channel, None if has_ended else text.decode(errors="replace"))
+            return has_ended and self._ended < len(self.lanes)
         if header.flags & Flag.DESCRIBED:
             self._descriptions[header.kind] = Description(text)
         if header.flags & Flag.VOID:
@@ -175,14 +195,14 @@ class ReceiveThread:
             description = self._descriptions.get(header.kind)
             if description is None:
                 raise VerificationError(f"a message {header} came before its description")
-            arrival = self.receiver.arrival(header, description)
+            arrival = lane.arrival(header, description)
         self._deliver(self.channel, arrival)
         return True
 
-    def _text(self, length: int) -> bytes:
+    def _text(self, length: int, lane: int) -> bytes:
         text = torch.empty(length, dtype=torch.uint8)
         if length:
-            self.channel.control_exchange(text, sends=False)
+            self.channel.control_exchange(text, sends=False, lane=lane)
         return text.numpy().tobytes()
 
 
@@ -306,8 +326,8 @@ class DistributedTransport:
     @property
     def allocations(self) -> int:
         """How often memory for messages had to be allocated; constant in steady state."""
-        receivers = (thread.receiver for thread in self._receivers)
-        return sum(r.pool.allocations for r in receivers if isinstance(r, PacketReceiver))
+        lanes = (lane for thread in self._receivers for lane in thread.lanes)
+        return sum(lane.pool.allocations for lane in lanes if isinstance(lane, PacketReceiver))
 
     # -- reductions ---------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from torch import distributed
 
 from revcompile.errors import RankError
-from revcompile.runtime.distributed import transport
+from revcompile.runtime.distributed import process_groups, transport
 from revcompile.runtime.distributed.liveness import FailureMonitor, LivenessCheck, RootCause
 from revcompile.runtime.distributed.placement import Layout, Ranks
 from revcompile.runtime.distributed.transport import DistributedTransport
@@ -126,3 +127,18 @@ def test_the_liveness_check_finds_who_does_not_answer() -> None:
     assert LivenessCheck(store, 2, 3).missing(0.01) == {0, 1}
     assert LivenessCheck(store, 0, 3).missing(0.01) == {1}
     assert LivenessCheck(Gone(), 0, 3).missing(0.01) == set()
+
+
+def test_ranks_that_never_connect_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "_GRACE", 0.05)
+    for_ever = threading.Event()
+    with pytest.raises(RankError, match=r"ranks 0, 2 were not connected within 0.05 s"):
+        process_groups._bounded(for_ever.wait, (2, 0), timedelta(seconds=0.05))
+    for_ever.set()
+
+    def refuse() -> None:
+        raise TimeoutError("of the store")
+
+    with pytest.raises(TimeoutError, match="of the store"):
+        process_groups._bounded(refuse, (0, 1), timedelta(seconds=5))
+    assert process_groups._bounded(lambda: 3, (0, 1), timedelta(seconds=5)) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pytest
@@ -65,25 +66,34 @@ class Tape:
     device = CPU
 
     def __init__(self) -> None:
-        self.on_its_way: list[Tensor] = []
+        self.on_its_way: list[tuple[int, Tensor]] = []
         self.sizes: list[int] = []
 
-    def control_exchange(self, packet: Tensor, sends: bool) -> None:
+    def control_exchange(self, packet: Tensor, sends: bool, lane: int = 0) -> None:
         if sends:
             self.sizes.append(len(packet))
-            self.on_its_way.append(packet.clone())
+            self.on_its_way.append((lane, packet.clone()))
         else:
-            sent = self.on_its_way.pop(0)
-            assert len(packet) == len(sent), "both ends expect the same"
+            self.post(packet, sends, lane).wait()
+
+    def post(self, packet: Tensor, sends: bool, lane: int) -> Any:
+        def wait(*_: Any) -> None:
+            number, sent = self.on_its_way.pop(0)
+            assert (number, len(packet)) == (lane, len(sent)), "both ends expect the same"
             packet.copy_(sent)
+
+        return SimpleNamespace(wait=wait)
 
 
 class Ends:
     """Both ends of a channel in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: int = 1) -> None:
         self.tape = cast(Any, Tape())
-        self.sender, self.receiver = PacketSender(self.tape), PacketReceiver(self.tape)
+        known: tuple[Any, Any] = {}, {}
+        self.senders = [PacketSender(known[0]) for _ in range(lanes)]
+        self.receivers = [PacketReceiver(self.tape, known[1], lane) for lane in range(lanes)]
+        self.count = 0
         self.describers = {kind: Describer(CPU) for kind in MessageKind}
         self.known: dict[MessageKind, Description] = {}
 
@@ -94,17 +104,22 @@ class Ends:
             text, tensors = describer.describe(message)
         flags = Flag.VOID if message.void else Flag.DESCRIBED if text else Flag(0)
         header = Header(kind, message.index, flags, len(text))
-        for packet in self.sender.packets(Outbound(header, text, tensors, describer.packing))[0]:
-            self.tape.control_exchange(packet, sends=True)
-        found = self.receiver.header()
+        lane = self.count % len(self.senders)
+        self.count += 1
+        outbound = Outbound(header, text, tensors, describer.packing)
+        for packet in self.senders[lane].packets(outbound)[0]:
+            self.tape.control_exchange(packet, sends=True, lane=lane)
+        for receiver in self.receivers:
+            receiver.post()
+        found = self.receivers[lane].header()
         assert (found.kind, found.index) == (kind, message.index)
         if found.length:
             text = torch.empty(found.length, dtype=torch.uint8)
-            self.tape.control_exchange(text, sends=False)
+            self.tape.control_exchange(text, sends=False, lane=lane)
             self.known[kind] = Description(bytes(text.tolist()))
         if found.flags & Flag.VOID:
             return Message(found.index, void=True)
-        return self.receiver.arrival(found, self.known[kind]).ready()
+        return self.receivers[lane].arrival(found, self.known[kind]).ready()
 
 
 def values(index: int, rows: int = 4) -> Any:
@@ -125,7 +140,7 @@ def test_from_the_third_message_of_a_form_on_one_packet_is_all() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
     """Forms that change, lost micro-batches, channels in turn: both ends always agree."""
-    draw, ends, kept = random.Random(seed), Ends(), []
+    draw, ends, kept = random.Random(seed), Ends(lanes=1 + seed % 4), []
     for index in range(60):
         kind = draw.choice((MessageKind.X, MessageKind.X, MessageKind.TIED_WEIGHT))
         sent = values(index, rows=draw.choice((4, 4, 4, 2)))
@@ -139,7 +154,7 @@ def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
             assert found.values["n"] == expected.values["n"]
         if len(kept) > 3:
             del kept[draw.randrange(4)]
-    assert ends.receiver.pool.allocations < 60
+    assert sum(receiver.pool.allocations for receiver in ends.receivers) < 60
 
 
 def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
