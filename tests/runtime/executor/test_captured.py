@@ -511,7 +511,7 @@ def test_what_a_stage_hands_on_stays_where_it_is_for_one_more_step() -> None:
         x = torch.tensor([float(entering)])
         transport.send(2, 1, DY, Message(entering, {"x": x}, {"g": torch.zeros(1)}))
         addresses.append(at)
-        assert transport.is_static == (entering >= 12)
+        assert transport.is_static == (entering >= 11)
     assert addresses[-3] == addresses[-1] != addresses[-2]
     assert addresses[-2][1] == addresses[-1][0]
     assert len(transport.tensors) == 4  # of stage 1 two for `x` and one for `g`, of stage 0 one

@@ -78,6 +78,9 @@ class StaticTransport(InProcess):
         self._forms: dict[Route, Flat] = {}
         self._waiting: dict[tuple[Route, int], _Waiting] = {}
         self._buffers: dict[tuple[Route, int, int], Tensor] = {}
+        self._storages: set[int] = set()
+        """Of these buffers."""
+        self._is_static = False
 
     @property
     def routes(self) -> list[Route]:
@@ -87,7 +90,9 @@ class StaticTransport(InProcess):
     @property
     def is_static(self) -> bool:
         """Do all messages lie where those of later steps will? Not in the first steps."""
-        return all(waiting.is_static for waiting in self._waiting.values())
+        if not self._is_static:
+            self._is_static = all(waiting.is_static for waiting in self._waiting.values())
+        return self._is_static
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -118,16 +123,12 @@ class StaticTransport(InProcess):
         if waiting is None or not waiting.is_static:
             value = value if is_new else Flat.of(clone_tree(value.value))
             waiting = self._waiting[key] = _Waiting(value, _places(value), is_static=False)
+            self._is_static = False
         return StaticBuffers(waiting.payload, allocate=False), value
 
     def begin(self, route: Route, indices: Sequence[int]) -> None:
         """Queue the messages that wait for the step to come."""
         self.queues[route] = deque(self.waiting(route, indices))
-        if self._hands_on and route not in self.rings:
-            places = [index % 2 for index in indices]
-            for key in [(route, place) for place in (0, 1) if place not in places]:
-                if key in self._waiting and not self._waiting[key].is_static:
-                    del self._waiting[key]  # read, but for what was handed on
 
     def waiting(self, route: Route, indices: Sequence[int]) -> list[Message]:
         """The messages of these micro-batches, which wait for the next step."""
@@ -195,7 +196,7 @@ class StaticTransport(InProcess):
                 continue
             if received is not None and leaf.dtype == like.dtype and storage(leaf) in received.own:
                 received.handed_on.add(received.own[storage(leaf)])
-                is_static = is_static and received.is_static
+                is_static = is_static and storage(leaf) in self._storages
                 continue
             buffer = self._buffers.get((route, place, number))
             if before is not None and number not in before.handed_on:  # read by now
@@ -206,9 +207,12 @@ class StaticTransport(InProcess):
                 with self._memory.allocating():
                     buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
+                self._storages.add(storage(buffer))
             copies.append((buffer, leaf))
             leaves[number], own[storage(buffer)] = buffer, number
         copy_tensors(copies)
+        if before is not None and not before.is_static:
+            del self._waiting[route, 1 - place]  # read by now, but for what was handed on
         self._waiting[route, place] = _Waiting(value.with_leaves(leaves), own, is_static)
         return value.with_leaves(leaves)
 
