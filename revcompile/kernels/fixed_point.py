@@ -47,6 +47,8 @@ _IN_FLOATS: Final = _FORMATS | {torch.float32: _Format(torch.int32, 14, 2.0**23)
 """Of streams that pass from block to block as floating-point numbers without an error."""
 STREAM_RANGE: Final = int(_FORMATS[torch.float32].limit) >> _FORMATS[torch.float32].precision
 """How many times larger than the largest input of a chain its float32 streams may become."""
+STAGE_RANGE: Final = int(_IN_FLOATS[torch.float32].limit) >> _IN_FLOATS[torch.float32].precision
+"""The same in stages."""
 _SMALLEST: Final = 2.0**-8
 """Streams with smaller inputs get the unit of this one: they may begin as zeros."""
 

@@ -30,10 +30,13 @@ Sink = Callable[[int, Mapping[str, Any], Fingerprint | None], None]
 class LoaderEnds:
     """A loader's batches for the first and the last stage: read once, also if both are here."""
 
-    def __init__(self, loader: Iterable[Any] | None, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, loader: Iterable[Any] | None, is_first: bool, is_last: bool, has_target: bool = True
+    ) -> None:
         self._is_first, self._is_last = is_first, is_last
         has_data = loader is not None and (is_first or is_last)
-        self._batches = map(split_batch, loader if has_data and loader is not None else ())
+        batches = loader if has_data and loader is not None else ()
+        self._batches = (split_batch(batch, has_target) for batch in batches)
         self._in_pipeline: deque[tuple[Any, Any]] = deque()
 
     def for_first_stage(self) -> tuple[Any, Any] | None:

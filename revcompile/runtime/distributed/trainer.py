@@ -351,7 +351,8 @@ class DistributedTrainer(Trainer):
         # Tied weights that have been sent are received now instead of in the next step.
         self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
         means = RunningMeans(metrics)
-        batches = LoaderEnds(loader, self.is_first, self.is_last)
+        has_target = self.loss_head.has_target
+        batches = LoaderEnds(loader, self.is_first, self.is_last, has_target)
 
         def source(number: int) -> tuple[Mapping[str, Any], Fingerprint] | None:
             batch = batches.for_first_stage()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,17 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.types import Live, Rewired, TensorType
+from revcompile.kernels.fixed_point import STAGE_RANGE
 
 Loss = Callable[[Any, Any], Tensor]
 """A scalar from the model's output and a target (any pytrees)."""
+
+_OVERFLOW: Final = (
+    ". With policy='pretrained' an element of a stream may also have grown to more than "
+    f"{STAGE_RANGE} times the chain's largest input, which is all that streams of stages can hold: "
+    "keep the blocks that do it as one piece with leaf_modules=[...], or train on one device, by "
+    "reversify with stream_bits=64"
+)
 
 
 class LossHead:
@@ -24,6 +32,9 @@ class LossHead:
     ) -> None:
         self._result = rewired.body.result
         self._spec = rewired.signature.out_spec
+        self.has_target = loss is not None
+        """Or does the model return its own loss?"""
+        self._averaged = any(coupling.averaged for coupling in rewired.couplings)
         if loss is None:
             _check_returned_loss(rewired, self.assembled)
             loss = _returned_loss
@@ -99,7 +110,8 @@ class LossHead:
             raise NonFiniteError(
                 f"stage {self.last}, micro-batch {microbatch}: the loss is "
                 f"{float(loss.detach())}. Nothing was changed by this step; look at the data of "
-                "this micro-batch, or lower the learning rate",
+                "this micro-batch, or lower the learning rate"
+                + (_OVERFLOW if self._averaged else ""),
                 stage=self.last,
                 microbatch=microbatch,
             )

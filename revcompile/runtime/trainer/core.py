@@ -257,7 +257,8 @@ class Trainer(TrainerState, ABC):
         """Means over a loader of `(inputs, target)`, in eval mode; training is not affected.
 
         Args:
-            loader: batches of `(inputs, target)`.
+            loader: batches of `(inputs, target)`; with `loss=None`, as the model returns its own
+                loss, batches as `step` takes them.
             metrics: functions of `(output, target)` that return a mean over the batch, by name.
 
         Returns:
@@ -265,7 +266,10 @@ class Trainer(TrainerState, ABC):
         """
 
     def mean_loss(self) -> float:
-        """Mean loss of the steps since the last call; nan without any. Every rank calls it."""
+        """Mean loss of the steps since the last call; nan without any. Every rank calls it.
+
+        It is not part of a checkpoint: after `load` the mean begins anew.
+        """
         sums = self.everyone(self._losses.take())
         count = sum(steps for _, steps in sums)
         return float(sum(total for total, _ in sums) / count) if count else float("nan")

@@ -120,11 +120,16 @@ def _how_to_call(where: str, inputs: Any) -> str:
     return f"Call trainer.step(inputs, target); {takes}."
 
 
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Inputs and target of what a loader yields."""
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+def split_batch(batch: Any, has_target: bool = True) -> tuple[Any, Any]:
+    """Inputs and target of what a loader yields.
+
+    A model that returns its own loss has no target: a batch is what `trainer.step` takes, and may
+    also be written as `(inputs, None)`.
+    """
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if is_pair and (has_target or batch[1] is None):
         return batch[0], batch[1]
-    if isinstance(batch, dict):  # of a model that returns its own loss
+    if not has_target or isinstance(batch, dict):
         return batch, None
     raise InputError(
         f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"

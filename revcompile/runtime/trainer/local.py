@@ -158,7 +158,8 @@ class LocalTrainer(Trainer):
         return means.evaluation()
 
     def _evaluate_batch(self, where: str, batch: Any, means: RunningMeans) -> None:
-        inputs, target = self.binder.to_device(split_batch(batch), where)
+        split = split_batch(batch, self.loss_head.has_target)
+        inputs, target = self.binder.to_device(split, where)
         samples = self.binder.count_samples(self.binder.bind(inputs, where))
         args, kwargs = split_call(inputs)
         try:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from training import Plain, batches, fresh, same, trainer_of
 
-from revcompile.errors import InputError, RevcompileError, TrainerStoppedError
+import revcompile
+from revcompile.errors import InputError, NonFiniteError, RevcompileError, TrainerStoppedError
 from revcompile.runtime.trainer.core import Trainer
 
 X, Y = batches(1)[0]
@@ -86,3 +87,40 @@ def test_a_stopped_trainer_is_an_error_of_ours() -> None:
     trainer._stop_reason = "some bug"
     with pytest.raises(TrainerStoppedError, match="some bug"):
         trainer.step(X, Y)
+
+
+class OwnLoss(nn.Module):
+    """Residual blocks over embeddings; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_batches_of_a_model_with_its_own_loss_are_those_of_a_step() -> None:
+    ids, labels = torch.randint(11, (2, 4, 5))
+    net = revcompile.petrafy(OwnLoss(), 2, (ids, labels))
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), None)
+    trainer.step((ids, labels))
+    trainer.flush()
+    batches = ((ids, labels), ((ids, labels), None), {"ids": ids, "labels": labels})
+    losses = [trainer.evaluate([batch]).loss for batch in batches]
+    assert losses == [losses[0]] * 3
+
+
+def test_streams_that_outgrow_their_range_are_named() -> None:
+    ids, labels = torch.randint(11, (2, 4, 5))
+    net = revcompile.petrafy(OwnLoss(), 2, (ids, labels), policy="pretrained")
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), None, backend="eager")
+    with torch.no_grad():
+        trainer.model.get_parameter("blocks.0.weight").fill_(1e4)
+    with pytest.raises(NonFiniteError, match=r"more than 512 times .* stream_bits=64"):
+        trainer.step((ids, labels))
+        trainer.flush()
