@@ -350,5 +350,5 @@ def _line(
     return title, *figures, *stages
 
 
-SMALLEST = ("test_vit:160:2", "--rounds", "1", "--microbatches", "2", "--cost", "analytic")
+SMALLEST = ("conv-2x4:8:2", "--rounds", "1", "--microbatches", "2", "--cost", "analytic")
 BENCHMARK = Benchmark("pipeline", arguments, main, smallest=SMALLEST)

@@ -201,5 +201,5 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     show("plan against reality: ratio of throughputs, predicted / measured", columns, rows)
 
 
-SMALLEST = ("test_vit:160:2", "--rounds", "1", "--steps", "2")
+SMALLEST = ("conv-2x4:8:2", "--rounds", "1", "--steps", "2")
 BENCHMARK = Benchmark("planned", arguments, main, smallest=SMALLEST)

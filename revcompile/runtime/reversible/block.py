@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from revcompile.runtime.reversible.bindings import Bindings, Bound
+from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.hooks import ShardedModule
 from revcompile.runtime.reversible.replay import ReplayContext
@@ -43,21 +42,8 @@ class Block:
     """FSDP2 modules that its layers belong to, outermost first."""
     batch_dim: int | None = 0
     """The streams' dimension that counts samples, if there is one."""
-    weights: BlockWeights | None = None
+    weights: BlockWeights = field(default_factory=BlockWeights)
     """What autocast would convert one by one."""
-
-    def converted(self, bound: Bound, dtype: torch.dtype | None) -> dict[int, Tensor]:
-        """Copies of weights in the dtype of autocast, by the ids of the weights."""
-        if self.weights is None or dtype is None:
-            return {}
-        return self.weights.converted(bound.parameters, dtype)
-
-    def reading(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        """Its layers read the copies."""
-        return self.weights.replaced_by(copies) if self.weights and copies else _NOTHING
-
-
-_NOTHING: Final = nullcontext()
 
 
 class Coupled(NamedTuple):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,14 +28,19 @@ class BlockWeights:
     float32, and so is a branch with forward hooks, which may look at the weights.
     """
 
-    def __init__(self, branch: fx.Graph, root: nn.Module, bindings: Bindings) -> None:
+    def __init__(self, slots: Sequence[tuple[int, dict[str, Any], str]] = ()) -> None:
+        self._slots = slots
+
+    @classmethod
+    def of(cls, branch: fx.Graph, root: nn.Module, bindings: Bindings) -> BlockWeights:
+        """Those of a branch, by what it reads of the module tree."""
         called = [root.get_submodule(str(n.target)) for n in branch.find_nodes(op="call_module")]
         calls = Counter(id(inner) for module in called for inner in module.modules())
         read = [str(node.target).rpartition(".")[0] for node in branch.find_nodes(op="get_attr")]
         calls.update(id(root.get_submodule(path)) for path in read)
         owners = {id(m._parameters) for m in called if is_cast(m) and calls[id(m)] == 1}
         slots = enumerate(() if bindings.hooked else bindings.slots)
-        self._slots = [(i, *slot) for i, slot in slots if id(slot[0]) in owners]
+        return cls([(i, *slot) for i, slot in slots if id(slot[0]) in owners])
 
     def converted(
         self, parameters: Sequence[Tensor | None], dtype: torch.dtype | None
@@ -56,9 +61,14 @@ class BlockWeights:
 
     def replaced_by(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
         """Let the layers read the copies."""
+        if not copies:
+            return _NOTHING
         values = [(owner, name, owner[name]) for _, owner, name in self._slots]
         copied = [(owner, name, value) for owner, name, value in values if id(value) in copies]
         return _Replaced(copied, copies)
+
+
+_NOTHING: Final = nullcontext()
 
 
 class _Replaced(AbstractContextManager[None]):

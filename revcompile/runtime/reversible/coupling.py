@@ -295,8 +295,8 @@ class _Reversible(torch.autograd.Function):
             a, b = call.sums.enter(a, b)
         replay = Replay(block.replay_context, call.around, bool(block.bindings.hooked))
         cast_b, call.cast_copy = call.cast_copy, None
-        copies = block.converted(bound, call.autocast)
-        with replay.record(), bound.recording_hooks(), block.reading(copies):
+        copies = block.weights.converted(bound.parameters, call.autocast)
+        with replay.record(), bound.recording_hooks(), block.weights.replaced_by(copies):
             b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = couple(
                 *(call.root, block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,
@@ -400,7 +400,7 @@ def _rebuild(
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
     has_hooks = bound.has_hooks()
     stand_ins = bound.stand_ins()
-    copies = {} if has_hooks else block.converted(bound, call.autocast)
+    copies = {} if has_hooks else block.weights.converted(bound.parameters, call.autocast)
     parameters: Sequence[Tensor] = node.parameters
     if stand_ins or copies:
         parameters = [
@@ -408,7 +408,7 @@ def _rebuild(
             for p in parameters
         ]
     restored = bound.restored(stand_ins, has_hooks)
-    with restored, block.reading(copies), node.replay.replay():
+    with restored, block.weights.replaced_by(copies), node.replay.replay():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b)

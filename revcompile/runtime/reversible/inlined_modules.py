@@ -7,7 +7,6 @@ would never be called: both are errors at the next call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import is_
 from typing import Any, Final
 
 from torch import fx, nn
@@ -15,6 +14,7 @@ from torch import fx, nn
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import PATH, Rewired
+from revcompile.runtime.reversible.bindings import Column
 from revcompile.runtime.reversible.hooks import MODULE_HOOKS, is_sharding_hook
 
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -42,8 +42,7 @@ class Inlined:
         self._modules = [module for _, _, module, _ in self._slots]
         self._hook_counts = list(map(_hook_count, self._modules))
         # Columns, to compare without a loop in Python in every call.
-        self._children = [children for children, _, _, _ in self._slots]
-        self._names = [name for _, name, _, _ in self._slots]
+        self._children = Column((children, name) for children, name, _, _ in self._slots)
         self._dicts = list(map(vars, self._modules))
         self._lists = [own["_modules"] for own in self._dicts]
         self._hooks = [own[kind] for own in self._dicts for kind in MODULE_HOOKS]
@@ -71,7 +70,7 @@ class Inlined:
 
     def check(self) -> None:
         """Raise if an inlined module was replaced, or given a hook, a forward or more members."""
-        if not all(map(is_, map(dict.get, self._children, self._names), self._modules)):
+        if not self._children.holds(self._modules):
             path = next(p for children, n, m, p in self._slots if children.get(n) is not m)
             raise InputError(
                 f"{path} was replaced after reversify, but its forward is part of the captured "

@@ -362,7 +362,7 @@ def _block(
         replay_context=_replay_context(coupling.branch, root, list(bindings.modules)),
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
         batch_dim=None if kind is None else kind.batch_dim,
-        weights=None if sharded else BlockWeights(coupling.branch, root, bindings),
+        weights=BlockWeights() if sharded else BlockWeights.of(coupling.branch, root, bindings),
     )
 
 
