@@ -118,3 +118,12 @@ def test_weights_are_converted_together_to_the_same_gradients(
     for name, gradient in by_autocast.items():
         assert gradient is together[name] or torch.equal(gradient, together[name]), name
     assert type(net.up.weight) is nn.Parameter, "the layers have their own weights again"
+
+
+def test_hooks_see_the_weights_themselves() -> None:
+    net = revcompile.reversify(Twice(), torch.randn(2, 8), check="off").train()
+    seen: list[type] = []
+    net.down.register_forward_hook(lambda *_: seen.append(type(net.up.weight)))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(torch.randn(4, 8)).sum().backward()
+    assert seen and set(seen) == {nn.Parameter}
