@@ -11,7 +11,7 @@ measured too:
 
     ms        a micro-batch, of the slowest rank; the median of the rounds
     host      processor time of each rank's main thread for a micro-batch, waiting not counted
-    kernels   each rank's captured stretches alone, while all others are idle
+    kernels   each rank's captured sections alone, while all others are idle
     link      all messages of a micro-batch at once between all ranks, and nothing else
     of bound  ms, divided by the larger of link and all kernels together
     memory    the most that each rank has taken of the device for this training
@@ -124,7 +124,7 @@ class Variant:
         return found
 
     def _kernels(self) -> float:
-        """Seconds of a rank's captured stretches. What they compute is of no use any more."""
+        """Seconds of a rank's captured sections. What they compute is of no use any more."""
         replay: Any = self.trainer.runner._pipeline._replay  # type: ignore[union-attr]
         captures = [capture for each in replay._captures.values() for capture in each]
         seconds = 0.0

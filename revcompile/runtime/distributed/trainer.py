@@ -235,7 +235,7 @@ class DistributedTrainer(Trainer):
         self.scheduler.finish(remaining)
 
     def _captured_step(self, values: Any, fingerprint: Fingerprint | None, is_usable: bool) -> bool:
-        """As a replay of captured stretches; False if it has to be run action by action.
+        """As a replay of captured sections; False if it has to be run action by action.
 
         Args:
             values: The model's inputs, where the first stage is.

@@ -98,7 +98,7 @@ def test_nccl_ranks_train_as_one_process(tmp_path: Path, count: int, runs: list[
 
 
 def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None:
-    """Stretches between messages are replayed, a smaller micro-batch at the end is not."""
+    """Sections between messages are replayed, a smaller micro-batch at the end is not."""
     runs = [
         Run(device="cuda", steps=24),
         Run(device="cuda", model="vit", steps=24),

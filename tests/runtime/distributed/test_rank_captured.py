@@ -1,6 +1,6 @@
 """Captured steps on ranks: the same training as in one process, whatever comes in between.
 
-The stretches between messages run over static buffers, but are called (`backend="static"`):
+The sections between messages run over static buffers, but are called (`backend="static"`):
 that works over gloo, on the CPU.
 """
 

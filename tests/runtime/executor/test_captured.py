@@ -397,11 +397,11 @@ class Refusing(EagerReplay):
     def __init__(self) -> None:
         self.steps = 0
 
-    def plan(self, kind: Any, stretches: Any, keys: Any) -> Any:
+    def plan(self, kind: Any, sections: Any, keys: Any) -> Any:
         self.steps += 1
         if self.steps > 4:
             raise CaptureUnsupported("it waits for the device")
-        return super().plan(kind, stretches, keys)
+        return super().plan(kind, sections, keys)
 
 
 def test_what_turns_out_not_to_be_capturable_goes_on_as_before(

@@ -5,7 +5,7 @@
         <--- dx ----  backward, updates <--- incoming  <--- dy ----
 
 A rank captures what lies between its messages, which are in static buffers: those received are
-copied there before a stretch is replayed, those to be sent are copied there by the stretch, and a
+copied there before a section is replayed, those to be sent are copied there by the section, and a
 later step that writes there waits until they are sent. All tensors of a message lie in one buffer,
 as on the wire: to send, receive or copy a message is one operation. A message looks the same
 whether its sender captures its steps or not: each rank decides for itself.
@@ -238,9 +238,9 @@ class Boundary:
     # -- sending ------------------------------------------------------------------------------
 
     def take(self, route: Route, message: Message) -> bool:
-        """In a captured stretch: copy a message to another rank to its static buffers.
+        """In a captured section: copy a message to another rank to its static buffers.
 
-        Not even what the stretch has computed anew may stay where it is: that memory belongs to the
+        Not even what the section has computed anew may stay where it is: that memory belongs to the
         pool of the graphs, and the next graph may write to it while the message is sent.
         """
         if route not in self.routes:

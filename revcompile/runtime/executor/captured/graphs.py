@@ -23,7 +23,7 @@ RandomKeys = Callable[[], Mapping[Pass, int]]
 """What the random numbers of each pass of a step are seeded with; few steps draw any."""
 
 
-Stretch = Callable[[], None]
+Section = Callable[[], None]
 """A part of a step without messages to or from other ranks."""
 
 
@@ -34,14 +34,14 @@ class EagerReplay:
     """
 
     def plan(
-        self, kind: Hashable, stretches: Sequence[Stretch], keys: RandomKeys
-    ) -> Sequence[Stretch]:
-        """What to call instead of a step's stretches, in the same order.
+        self, kind: Hashable, sections: Sequence[Section], keys: RandomKeys
+    ) -> Sequence[Section]:
+        """What to call instead of a step's sections, in the same order.
 
         Raises:
             CaptureUnsupported: The step cannot be captured; nothing has been run.
         """
-        return stretches
+        return sections
 
     def is_captured(self, kind: Hashable) -> bool:
         """Are steps of this kind replayed, and not called?"""
@@ -53,7 +53,7 @@ class EagerReplay:
 
 @dataclass
 class _Capture:
-    """The state of one stretch of a kind of step: warmed up, then captured."""
+    """The state of one section of a kind of step: warmed up, then captured."""
 
     draws: list[tuple[Pass, int] | None] | None = None
     """For each seeding of random numbers: what was seeded, if numbers were drawn."""
@@ -69,10 +69,10 @@ class _Capture:
 
 
 class CudaGraphReplay(EagerReplay):
-    """A CUDA graph for each stretch of each kind of step, all in one memory pool.
+    """A CUDA graph for each section of each kind of step, all in one memory pool.
 
         1st step of a kind    warm-up: called, which also shows where random numbers are drawn
-        2nd                   all its stretches are captured, then replayed
+        2nd                   all its sections are captured, then replayed
         from the 3rd on       replayed
 
     A graph cannot seed random numbers. Each place that draws some gets a generator of its own,
@@ -92,24 +92,24 @@ class CudaGraphReplay(EagerReplay):
         self._captures.clear()
 
     def plan(
-        self, kind: Hashable, stretches: Sequence[Stretch], keys: RandomKeys
-    ) -> Sequence[Stretch]:
+        self, kind: Hashable, sections: Sequence[Section], keys: RandomKeys
+    ) -> Sequence[Section]:
         """Warm up; or capture, and replay."""
-        captures = self._captures.setdefault(kind, [_Capture() for _ in stretches])
-        pairs = list(zip(captures, stretches, strict=True))
+        captures = self._captures.setdefault(kind, [_Capture() for _ in sections])
+        pairs = list(zip(captures, sections, strict=True))
         if any(capture.draws is None for capture in captures):
             return [partial(self._warm_up, *pair, keys) for pair in pairs]
         if not self.is_captured(kind):
-            for capture, stretch in pairs:
-                self._capture(capture, stretch)
+            for capture, section in pairs:
+                self._capture(capture, section)
         return [partial(capture.replay, keys) for capture in captures]
 
     def _default_generator(self) -> torch.Generator:
         index = self.device.index
         return torch.cuda.default_generators[index if index is not None else 0]
 
-    def _warm_up(self, capture: _Capture, stretch: Stretch, keys: RandomKeys) -> None:
-        """Call the stretch. A piece draws random numbers if it advances the generator."""
+    def _warm_up(self, capture: _Capture, section: Section, keys: RandomKeys) -> None:
+        """Call the section. A piece draws random numbers if it advances the generator."""
         passes = {key: seeded for seeded, key in keys().items()}
         seeded: list[tuple[Pass, int]] = []
         has_drawn: list[bool] = []
@@ -125,12 +125,12 @@ class CudaGraphReplay(EagerReplay):
             torch.manual_seed(seed_of(key, piece))
 
         with torch.random.fork_rng([self.device]), seeding(seeder):
-            stretch()
+            section()
             end_piece()
         pieces = zip(seeded, has_drawn, strict=True)
         capture.draws = [entry if drew else None for entry, drew in pieces]
 
-    def _capture(self, capture: _Capture, stretch: Stretch) -> None:
+    def _capture(self, capture: _Capture, section: Section) -> None:
         graph = torch.cuda.CUDAGraph()
         generators = [
             (torch.Generator(self.device), *draw) if draw is not None else None
@@ -152,7 +152,7 @@ class CudaGraphReplay(EagerReplay):
         capturing = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
         try:
             with seeding(seeder), capturing:
-                stretch()
+                section()
         except Exception as error:
             # A capture that fails leaves its stream current, and its pool perhaps in use.
             torch.cuda.set_stream(stream)

@@ -123,10 +123,10 @@ class StaticPipeline(StaticState):
             self._scheduler.finish(rest)
             self._store_results(entering)
 
-        stretches = [forward, backward] if self._boundary.is_split else [both]
-        stretches += [update] if updating else []
+        sections = [forward, backward] if self._boundary.is_split else [both]
+        sections += [update] if updating else []
         try:
-            planned = replay.plan(kind, stretches, lambda: self._random_keys(entering, due))
+            planned = replay.plan(kind, sections, lambda: self._random_keys(entering, due))
         except CaptureUnsupported:
             self._clear_executors()
             if self._streams is not None:
