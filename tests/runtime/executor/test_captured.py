@@ -549,17 +549,19 @@ def test_flags_see_what_is_not_finite(bad: float) -> None:
 
 
 def test_statistics_go_back_if_the_flag_says_so() -> None:
-    """Of two stages the second is bad."""
+    """Of two stages the second is bad; they share a layer."""
     stages: list[list[Tensor]] = [
         [torch.zeros(2), torch.tensor(5)],
         [torch.zeros(3), torch.ones(1)],
     ]
-    statistics = RunningStatistics(stages)
+    shared = torch.zeros(2)
+    statistics = RunningStatistics([[*stage, shared] for stage in stages])
     stages[0][0].fill_(4)  # somebody else
     statistics.snapshot()
-    stages[0][0].add_(1), stages[0][1].add_(1), stages[1][0].fill_(torch.nan)
+    stages[0][0].add_(1), stages[0][1].add_(1), stages[1][0].fill_(torch.nan), shared.add_(1)
     statistics.restore_if(torch.tensor([0.0, 1.0]))
     assert [buffer.tolist() for stage in stages for buffer in stage] == [[5, 5], 6, [0, 0, 0], [1]]
+    assert shared.tolist() == [0, 0]
 
 
 # -- buffers --------------------------------------------------------------------------------------

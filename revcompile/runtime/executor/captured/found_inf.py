@@ -69,10 +69,15 @@ class RunningStatistics:
     """
 
     def __init__(self, buffers: Sequence[Sequence[Tensor]]) -> None:
-        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        stages: dict[int, int] = {}
         for stage, of_stage in enumerate(buffers):
-            for buffer in of_stage:
-                by_dtype.setdefault(buffer.dtype, []).append((stage, buffer))
+            for buffer in of_stage:  # of a layer that stages share: restored for any of them
+                is_shared = stages.get(id(buffer), stage) != stage
+                stages[id(buffer)] = len(buffers) if is_shared else stage
+        self._has_shared = len(buffers) in stages.values()
+        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for buffer in {id(buffer): buffer for each in buffers for buffer in each}.values():
+            by_dtype.setdefault(buffer.dtype, []).append((stages[id(buffer)], buffer))
         self._groups = [
             ([buffer for _, buffer in group], _flat([_stage_of(*each) for each in group]))
             for group in by_dtype.values()
@@ -87,6 +92,8 @@ class RunningStatistics:
 
     def restore_if(self, flags: Tensor) -> None:
         """After it: where a stage's flag is set, as they were before."""
+        if self._has_shared:
+            flags = torch.cat([flags, flags.max().reshape(1)])
         for (buffers, stages), before in zip(self._groups, self._before, strict=True):
             merged = torch.where(flags[stages] != 0, before, _flat(buffers))
             parts = merged.split([buffer.numel() for buffer in buffers])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -30,6 +31,7 @@ from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.schedule import Keep, Order, Schedule, window
 
+_log: Final = logging.getLogger("revcompile")
 _MOST_KINDS: Final = 16
 """Each position of a step between two updates is captured for itself: at most so many."""
 _MOST_CHANGES: Final = 3
@@ -154,6 +156,11 @@ class GraphRunner:
         self._averages = averages
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
+        elif self.is_on and backend is Backend.AUTO:
+            _log.info(
+                "backend='auto': steps of a full pipeline are captured as CUDA graphs; 'inductor' "
+                "compiles them, too, which takes a minute at the first start"
+            )
 
     @property
     def is_active(self) -> bool:

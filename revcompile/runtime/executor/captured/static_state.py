@@ -133,15 +133,16 @@ class StaticState:
         self._inputs: StaticBuffers | None = None
         self._rings: dict[int, RingBuffer] = {}
         for executor in self.executors:
-            executor.ring = None
+            executor.ring = executor.stash = executor.stashed = None
         self._gradients: dict[int, StaticBuffers] = {}
         self._result: StaticBuffers | None = None
         self._boundary.clear()
         self._flags = self._current_flags()
         self._counts = torch.stack([executor.count for executor in self.executors])
         self._settings: FixedSettings | None = None
-        self._memory = StaticMemory(self._flags.device)
-        self._transport.clear(self._memory)
+        memory = StaticMemory(self._flags.device)
+        self._transport.clear(memory)
+        self._memory = memory  # the one before is freed, now that nothing lies there
 
     def _current_flags(self) -> Tensor:
         """Of each stage's last backward pass, and that of the message from the next rank."""
