@@ -34,7 +34,7 @@ examples:
   revcompile inspect resnet50 --stages 18 --explain layer3.0
   revcompile coverage swin_tiny_patch4_window7_224
   revcompile draw vit_base_patch16_224 --stages 8 --out net.html
-  revcompile plan resnet50 --devices 64 --link 100Gbps --batch-size 32
+  revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps --batch-size 32
   revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64
 """
 

@@ -23,8 +23,8 @@ from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, placed
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.picture import SkipValue
-from revcompile.inspect.drawing.svg import width_of
-from revcompile.inspect.drawing.theme import SMALL
+from revcompile.inspect.drawing.svg import document, width_of
+from revcompile.inspect.drawing.theme import SMALL, TITLE
 from revcompile.inspect.drawing.timeline import timeline_svg
 from revcompile.ir.program import StageMemory
 from revcompile.ir.types import TensorType
@@ -347,3 +347,12 @@ def test_no_two_boxes_of_a_graph_overlap() -> None:
         for (source, target), points in zip(graph.arrows, where.arrows, strict=True):
             assert (points[0], points[-1]) == (where.boxes[source][:2], where.boxes[target][:2])
         assert all(x - w / 2 >= 0 and x + w / 2 <= where.width for x, _, w in where.boxes)
+
+
+def test_a_long_title_stays_within_the_picture() -> None:
+    name = "a model with a very long name " * 8
+    drawn = document(name, name * 2, width=500, height=50, margin=20, style="")
+    lines = re.findall(r'class="rv-(title|small)">([^<]*)<', drawn)
+    for (kind, line), size in zip(lines, (TITLE, SMALL), strict=True):
+        assert line.endswith("…"), kind
+        assert 0.5 * size * len(line) < 460  # half an em a letter

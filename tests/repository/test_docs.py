@@ -159,6 +159,14 @@ def test_the_script_for_ranks_gives_the_weights_of_one_process(ranks: int, tmp_p
     assert same == (ranks == 2)  # four ranks are two replicas, which see other batches
 
 
+@pytest.mark.slow
+def test_the_readme_runs_with_a_stage_on_each_rank(tmp_path: Path) -> None:
+    script = "\n".join(code for _, code in blocks(ROOT / "README.md", "python"))
+    (tmp_path / "readme.py").write_text(script, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    subprocess.run([*torchrun, "readme.py"], cwd=tmp_path, check=True)
+
+
 # -- commands -------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
+from revcompile.inspect.drawing.theme import SMALL, TITLE
+
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _ESCAPES: Final = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"}
@@ -14,6 +16,8 @@ _ESCAPES: Final = str.maketrans(
 # In em, a little wider than common sans-serif fonts, so that no font overflows a frame.
 _NARROW: Final = frozenset("iIjl.,:;|!'()[]tfr ·")
 _WIDE: Final = frozenset("mwMW%—…")
+_LINE: Final = 0.9
+"""How much of the estimate a long line really takes: wide and narrow letters level out."""
 
 
 def escape(value: object) -> str:
@@ -60,16 +64,18 @@ def document(
     title: str, subtitle: str, *content: str, width: float, height: float, margin: float, style: str
 ) -> str:
     """A complete SVG: background, title, subtitle, content."""
+    above = _shortened(title, width - 2 * margin, TITLE)
+    below = _shortened(subtitle, width - 2 * margin, SMALL)
     ground = element(
         "rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="rv-ground"
     )
     return element(
         "svg",
-        tooltip([title]),
+        tooltip([title] if below == subtitle else [title, subtitle]),
         element("style", style),
         ground,
-        text(title, margin, 30, "rv-title"),
-        text(subtitle, margin, 49, "rv-small"),
+        text(above, margin, 30, "rv-title"),
+        text(below, margin, 49, "rv-small"),
         *content,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:g} {height:g}",
@@ -95,6 +101,12 @@ def fitted(content: str, width: float, size: float) -> str:
     shorter = ("…" + ".".join(names[start:]) for start in range(1, len(names)))
     fitting = (text for text in (content, *shorter) if width_of(text, size) <= width)
     return next(fitting, "")
+
+
+def _shortened(line: str, width: float, size: float) -> str:
+    """A line that stays within a width; the whole of it is the drawing's tooltip."""
+    most = int(len(line) * width / max(_LINE * width_of(line, size), width))
+    return line if most == len(line) else line[: most - 1].rstrip() + "…"
 
 
 def _number(value: object) -> object:
