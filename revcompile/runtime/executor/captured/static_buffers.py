@@ -7,7 +7,6 @@ a later one is therefore copied into buffers that are allocated once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -89,28 +88,6 @@ class StaticBuffers(Flat):
             self.memory.copy_(tree.memory)
         else:
             copy_tensors(self.pairs(tree))
-
-
-class StaticMemory:
-    """Where static buffers are allocated on a GPU: apart from what comes and goes.
-
-    A buffer that lies in a part of a larger block keeps all of that block from being freed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, None
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                self._pool = torch.cuda.MemPool()
-
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        # A capture has a pool of its own.
-        if self._pool is None or torch.cuda.is_current_stream_capturing():
-            yield
-        else:
-            with torch.cuda.use_mem_pool(self._pool, self._device):
-                yield
 
 
 def copy_all(copies: Iterable[tuple[StaticBuffers, Any]]) -> None:

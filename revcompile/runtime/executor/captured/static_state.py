@@ -36,7 +36,6 @@ from revcompile.runtime.executor.captured.ring_buffers import (
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_buffers import (
     StaticBuffers,
-    StaticMemory,
     copy_all,
     payload,
 )
@@ -140,9 +139,7 @@ class StaticState:
         self._flags = self._current_flags()
         self._counts = torch.stack([executor.count for executor in self.executors])
         self._settings: FixedSettings | None = None
-        memory = StaticMemory(self._flags.device)
-        self._transport.clear(memory)
-        self._memory = memory  # the one before is freed, now that nothing lies there
+        self._transport.clear()
 
     def _current_flags(self) -> Tensor:
         """Of each stage's last backward pass, and that of the message from the next rank."""
@@ -191,8 +188,7 @@ class StaticState:
             sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
             if why := missing_memory(state, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
-            with self._memory.allocating():
-                self._allocate(state, batch)
+            self._allocate(state, batch)
             self._boundary.allocate(batch, expected, self._by_stage, flag)
         self._load(state, schedule, is_new)
         for route, messages in state.messages.items():
@@ -318,8 +314,7 @@ class StaticState:
 
     def _gradient_buffers(self, stage: int, gradients: Mapping[str, Tensor]) -> StaticBuffers:
         if stage not in self._gradients or not self._gradients[stage].matches(dict(gradients)):
-            with self._memory.allocating():
-                self._gradients[stage] = StaticBuffers(dict(gradients))
+            self._gradients[stage] = StaticBuffers(dict(gradients))
         return self._gradients[stage]
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:

@@ -27,7 +27,6 @@ from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
 from revcompile.runtime.executor.captured.static_buffers import (
     Flat,
     StaticBuffers,
-    StaticMemory,
     copy_tensors,
     message_of,
     payload,
@@ -67,11 +66,10 @@ class StaticTransport(InProcess):
     ) -> None:
         super().__init__(stages)
         self._take, self._hands_on = take, hands_on
-        self.clear(StaticMemory(torch.device("cpu")))
+        self.clear()
 
-    def clear(self, memory: StaticMemory) -> None:
-        """Forget all buffers; allocate new ones there."""
-        self._memory = memory
+    def clear(self) -> None:
+        """Forget all buffers."""
         self.rings: dict[Route, RingBuffer] = {}
         """Of routes on which many messages wait, and are copied when they are received."""
         self._counts: dict[Route, int] = {}
@@ -204,8 +202,7 @@ class StaticTransport(InProcess):
             elif before is not None and buffer is before.payload.leaves[number]:
                 buffer = None
             if buffer is None:
-                with self._memory.allocating():
-                    buffer = torch.empty_like(like, device=leaf.device)
+                buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
                 self._storages.add(storage(buffer))
             copies.append((buffer, leaf))
