@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import builtins
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
 from revcompile.compiler.capture.proxy import ASSIGNED, ShapedProxy, ShapedTracer, contains_proxy
 from revcompile.compiler.capture.trace_errors import Unsupported, is_torch_code
+from revcompile.ir.ops import op_name
 
 is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
@@ -56,6 +58,7 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
         *((checkpoint, name, _no_checkpoint) for name in vars(checkpoint) if _GENERATOR in name),
         *((torch, name, _traced_factory(tracer, name)) for name in _FACTORIES),
         *((torch, name, _flag_reader(tracer, name)) for name in _FLAGS),
+        *_of_transformers(),
     ]
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -165,6 +168,40 @@ def _stop_at_autocast(init: Callable[..., None]) -> Callable[..., None]:
 def _never_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     """torch reads a mask's contents to see whether it is causal, which only makes it faster."""
     return is_causal is True
+
+
+def _of_transformers() -> list[tuple[Any, str, Any]]:
+    """Its models read the contents of positions to see whether sequences are packed.
+
+    Traced, they would mask as if they were: without flash attention, and with a mask of length x
+    length. Positions that the model counts itself are of one sequence.
+    """
+    masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    find = getattr(masking, name, None)
+    if find is None:
+        return []
+
+    def find_packed(position_ids: Any) -> Any:
+        return None if _is_counted(position_ids) else find(position_ids)
+
+    return [(masking, name, find_packed)]
+
+
+_COUNTING: Final = frozenset(("add", "arange", "expand", "unsqueeze"))
+
+
+def _is_counted(positions: Any) -> bool:
+    """Are they `arange(n)` with a number added, in one row or several?"""
+    if not isinstance(positions, fx.Proxy):
+        return False
+    node = positions.node
+    while op_name(node) in _COUNTING - {"arange"}:
+        source, *others = node.args
+        is_sum = op_name(node) == "add"
+        if not isinstance(source, fx.Node) or (is_sum and not isinstance(others[0], int)):
+            return False
+        node = source
+    return op_name(node) == "arange" and len(node.args) <= 2 and "step" not in node.kwargs
 
 
 def _no_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:

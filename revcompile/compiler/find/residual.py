@@ -366,7 +366,9 @@ def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
     if node.meta.get(VALUE):
         return True
     return all(
-        _known_elsewhere(flow, source, inside) if source in flow.plain else source not in inside
+        _known_elsewhere(flow, source, inside)
+        if source in flow.plain
+        else source not in inside or flow.recomputable(source)
         for source in node.all_input_nodes
     )
 
