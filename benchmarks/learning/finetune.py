@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import time
@@ -58,7 +59,7 @@ VISION: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         },
     ),
     "mixer": (
-        "mixer_s32_224",
+        "MlpMixer",
         {"img_size": 32, "patch_size": 4, "num_blocks": 6, "embed_dim": 192},
     ),
 }
@@ -92,7 +93,9 @@ class Images:
         import timm
 
         architecture, options = VISION[name]
-        self.model = timm.create_model(architecture, num_classes=10, **options).to(device)
+        create = getattr(timm.models.mlp_mixer, architecture, None)  # sizes are not free elsewhere
+        model = create or functools.partial(timm.create_model, architecture)
+        self.model = model(num_classes=10, **options).to(device)
         self.data = cifar.load(folder).to(device)
         self.unit, self.rate = "points", 1e-3
 
