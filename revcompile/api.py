@@ -38,6 +38,7 @@ from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
 from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
+from revcompile.interop import huggingface
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Rewired, TensorType
 from revcompile.kernels.fixed_point import STREAM_RANGE
@@ -161,6 +162,8 @@ def reversify(
         overlap=overlap,
     )
     _warn_if_nothing_is_reversible(net.rewired, "reversify")
+    if huggingface.is_pretrained_model(model):
+        huggingface.adopt_class(net)
     return net
 
 
@@ -192,7 +195,8 @@ def _reversified(
         verify_rewired(captured, rewired)
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, Overlap.parse(overlap))
-        net.on_new_case(Recompiler(model, captured, chosen))
+        any_arguments = huggingface.is_pretrained_model(model)
+        net.on_new_case(Recompiler(model, captured, chosen), any_arguments)
         _warn_of_hooks(net, caller)
         if level is not Check.OFF:
             args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)

@@ -138,7 +138,9 @@ class Characters:
         family, options = LANGUAGE[name]
         config = getattr(transformers, f"{family}Config")(vocab_size=len(letters), **options)
         config.use_cache, config.bos_token_id, config.eos_token_id = False, 0, 0
-        kind = getattr(transformers, "GPT2LMHeadModel" if name == "gpt2" else f"{family}ForCausalLM")
+        kind = getattr(
+            transformers, "GPT2LMHeadModel" if name == "gpt2" else f"{family}ForCausalLM"
+        )
         self.model = kind(config).to(device)
         self.unit, self.rate = "nats", 1e-3
 
@@ -172,7 +174,9 @@ class Characters:
         return sum(losses) / len(rows)
 
 
-def train(task: Any, net: nn.Module, which: int, steps: int, seed: int, rate: float, o: Any) -> float:
+def train(
+    task: Any, net: nn.Module, which: int, steps: int, seed: int, rate: float, o: Any
+) -> float:
     """A warmup and a cosine; returns the seconds it took."""
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.05)

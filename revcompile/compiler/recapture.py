@@ -193,8 +193,17 @@ def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> N
 
 
 def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:
+    modules = dict(net.named_modules()), dict(root.named_modules())
+    # What replaced a layer (an adapter around it) is called in its place, with its own parameters.
+    replaced = tuple(
+        f"{path}."
+        for path, module in modules[1].items()
+        if path and type(module) is not type(modules[0].get(path))
+    )
+
     def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(p.shape) for name, p in module.named_parameters()}
+        named = module.named_parameters()
+        return {name: tuple(p.shape) for name, p in named if not name.startswith(replaced)}
 
     have, need = shapes(net), shapes(root)
     for name in (*need, *have):

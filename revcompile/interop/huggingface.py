@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from typing import Any, TypeVar
 
@@ -13,10 +14,80 @@ from torch.nn import functional as F
 
 from revcompile.errors import InputError
 from revcompile.losses import linear_cross_entropy
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.original import OriginalSurface
 
-__all__ = ["chunk_loss"]
+__all__ = ["adopt_class", "chunk_loss", "is_pretrained_model"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+
+# -- the class of the original ---------------------------------------------------------------------
+
+
+def is_pretrained_model(model: nn.Module) -> bool:
+    """Is it a model of transformers? Imports nothing."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def adopt_class(net: Reversible) -> None:
+    """Make a reversible module an instance of its original's class, too.
+
+    Trainers ask for that class: only a `PreTrainedModel` is saved with its configuration, and the
+    signature of its `forward` tells which columns of a dataset it takes and what a label is.
+    Methods of the original stay watched (`runtime/reversible/original.py`).
+    """
+    kind = net._original.kind
+    if kind is not None:
+        net.__class__ = _class_of_both(type(net), kind)
+
+
+@functools.cache
+def _class_of_both(own: type[Reversible], kind: type[nn.Module]) -> type[Reversible]:
+    inherited = {name for base in own.__mro__ for name in vars(base)}
+    members: dict[str, Any] = {
+        name: _OfOriginal(name, kind)
+        for name in dir(kind)
+        if not name.startswith("_")
+        and name not in inherited
+        and hasattr(inspect.getattr_static(kind, name), "__get__")
+    }
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own.forward(self, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:  # no module has this class: it is made again
+        return (
+            _restored,
+            (own, self._original.kind if self._original.is_importable else None),
+            (self.__getstate__()),
+        )
+
+    members |= {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    members["__qualname__"] = kind.__qualname__
+    made = types.new_class(kind.__name__, (own, kind), {}, lambda body: body.update(members))
+    return made
+
+
+def _restored(own: type[Reversible], kind: type[nn.Module] | None) -> Reversible:
+    """An instance without its attributes, which pickle sets."""
+    made: type[Reversible] = own if kind is None else _class_of_both(own, kind)
+    return made.__new__(made)
+
+
+class _OfOriginal:
+    """A method or property of the original's class, on a module that was made from it."""
+
+    def __init__(self, name: str, kind: type[nn.Module]) -> None:
+        self.name, self.kind = name, kind
+
+    def __get__(self, module: OriginalSurface | None, owner: Any = None) -> Any:
+        return getattr(self.kind, self.name) if module is None else module.of_original(self.name)
+
+
+# -- the loss --------------------------------------------------------------------------------------
 
 
 def chunk_loss(model: _Model) -> _Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -60,7 +60,7 @@ def make_example(
     _refuse_wrapped(model)
     check_examples(model, example_inputs, example_kwargs)
     args = _as_args(model, example_inputs, example_kwargs)
-    signature = inspect.signature(model.forward)
+    signature = _without_cache(model, inspect.signature(model.forward))
     try:
         bound = signature.bind(*args, **(example_kwargs or {}))
     except TypeError as error:
@@ -68,6 +68,8 @@ def make_example(
             f"capture: the example inputs do not fit {type(model).__name__}.forward{signature}: "
             f"{error}"
         ) from None
+    if _caches(model) and _CACHE in signature.parameters:
+        bound.arguments.setdefault(_CACHE, False)
     with_paths, in_spec = pytree.tree_flatten_with_path((bound.args, bound.kwargs))
     labels = [_label(signature, path) for path, _ in with_paths]
     leaves = [leaf for _, leaf in with_paths]
@@ -95,6 +97,31 @@ def make_example(
         labels=tensor_labels,
         batch=(size, size if fixed_batch else size + 1),
     )
+
+
+_CACHE: Final = "use_cache"
+"""The argument by which models of transformers are told to return keys and values."""
+
+
+def _caches(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), _CACHE, None) is True
+
+
+def _without_cache(model: nn.Module, signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a forward that does not cache keys and values unless it is told to.
+
+    A cache is for generation, and no value that a graph can return.
+    """
+    if not _caches(model):
+        return signature
+    parameters = dict(signature.parameters)
+    rest = next((n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    if _CACHE in parameters:
+        parameters[_CACHE] = parameters[_CACHE].replace(default=False)
+    elif rest is not None:
+        off = inspect.Parameter(_CACHE, inspect.Parameter.KEYWORD_ONLY, default=False)
+        parameters |= {_CACHE: off, rest: parameters.pop(rest)}
+    return signature.replace(parameters=list(parameters.values()))
 
 
 def with_other_batch_dims(example: Example) -> Iterator[Example]:

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from torch import nn
 
+from revcompile.errors import InputError
 from revcompile.ir.guards import Guards
 from revcompile.ir.types import Rewired
+from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.guards import GuardChecker, Mismatch
 
 Recapture = Callable[
@@ -20,18 +22,50 @@ argument: for its batch size alone?"""
 
 _MOST: Final = 64
 """More captures of one model are an accident: a size that is new at every call."""
+_MOST_FORMS: Final = 8
+"""The same of the arguments' forms: a number that is new at every call."""
 
 
 class Cases:
     """A rewired model for each combination of sizes, flags and attributes seen so far.
 
-    The first is the one that was compiled; the others are captured when a call needs them.
+    The first is the one that was compiled; the others are captured when a call needs them. With
+    `any_arguments`, so are calls with other arguments than the example's: each form of a call has
+    cases of its own.
     """
 
-    def __init__(self, first: Rewired, recapture: Recapture | None = None) -> None:
-        self.recapture = recapture
+    def __init__(
+        self, first: Rewired, recapture: Recapture | None = None, any_arguments: bool = False
+    ) -> None:
+        self.recapture, self.any_arguments = recapture, any_arguments
         self._cases = [(first, GuardChecker(first.guards))]
         self._last = self._cases[0]
+        self._forms = [self]
+
+    def bound(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Rewired, dict[str, Any]]:
+        """The graph for a call, and its inputs."""
+        if self.any_arguments:  # of transformers, for whom None is the same as nothing
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        problem: InputError | None = None
+        for index, form in enumerate(self._forms):
+            first = form._cases[0][0]
+            try:
+                values = bind(first.signature, first.name, args, kwargs)
+            except InputError as error:
+                problem = problem or error
+                continue
+            self._forms.insert(0, self._forms.pop(index))  # the latest is tried first
+            return form.matching(root, values, args, kwargs), values
+        assert problem is not None
+        if not self.any_arguments or self.recapture is None or len(self._forms) >= _MOST_FORMS:
+            raise problem
+        guards = tuple(rewired.guards for rewired, _ in self._cases)
+        rewired = self.recapture(root, guards, args, kwargs, False)
+        rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
+        self._forms.insert(0, Cases(rewired, self.recapture))
+        return self.bound(root, args, kwargs)
 
     def matching(
         self,

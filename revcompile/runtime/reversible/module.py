@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import InputError
+from revcompile.errors import GuardError, InputError
 from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
 from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_graph, compile_with_modules
@@ -23,7 +23,6 @@ from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings, Watch
 from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.block_weights import BlockWeights
-from revcompile.runtime.reversible.call_arguments import bind
 from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.hooks import (
@@ -151,13 +150,24 @@ class Reversible(OriginalSurface):
     _inlined: Inlined
     _cases: Cases
 
-    def on_new_case(self, recapture: Recapture) -> None:
-        """Set how to capture the model for a call that breaks a guard; without, that raises."""
-        self._cases.recapture = recapture
+    def on_new_case(self, recapture: Recapture, any_arguments: bool = False) -> None:
+        """Set how to capture the model for a call that breaks a guard; without, that raises.
+
+        Args:
+            recapture: Captures the model.
+            any_arguments: Also for a call with other arguments than the example's?
+        """
+        self._cases.recapture, self._cases.any_arguments = recapture, any_arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
-        rewired, values = self._case(args, kwargs)
+        try:
+            rewired, values = self._case(args, kwargs)
+        except InputError as error:
+            is_other_call = not isinstance(error, GuardError) and self.computes_original
+            if not is_other_call or self._original.kind is None:
+                raise
+            return self._original.view(self).forward(*args, **kwargs)
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
@@ -200,13 +210,12 @@ class Reversible(OriginalSurface):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Rewired, dict[str, Any]]:
         """The graph whose guards hold for a call, and its inputs."""
-        values = bind(self.rewired.signature, self.rewired.name, args, kwargs)
-        return self._cases.matching(self, values, args, kwargs), values
+        return self._cases.bound(self, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.is_importable else None
-        cases = Cases(self.rewired, recapture)
+        cases = Cases(self.rewired, recapture, self._cases.any_arguments)
         return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(

@@ -349,7 +349,11 @@ class OriginalSurface(nn.Module):
             original = self.__dict__.get("_original")
             if original is None or original.kind is None or name.startswith("__"):
                 raise
-        return _of_original(self, original, name)
+        return self.of_original(name)
+
+    def of_original(self, name: str) -> Any:
+        """An attribute of the original's class; methods are watched."""
+        return _of_original(self, self._original, name)
 
     def __dir__(self) -> list[str]:
         original = self.__dict__.get("_original")
