@@ -141,6 +141,8 @@ class Recompiler:
         modules = dict(net.named_modules(remove_duplicate=False))
         for path, module in model.named_modules():
             module.training = modules[path].training if path in modules else net.training
+            if path and type(modules.get(path)) is not type(module):  # replaced: an adapter
+                modules.pop(path, None)
         shared = set[int]()
         modes = [mode for each in guards for mode in (each.train, each.evaluation)]
         for guard in (guard for mode in modes for guard in mode.attributes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
+from torch.utils.data import Subset
 
 from revcompile.errors import InputError
 
@@ -144,8 +146,80 @@ def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
     assert "petra:paper" in (tmp_path / "curves.svg").read_text()
 
 
-def test_reversible_finetune_carries_weights_over() -> None:
-    assert example("reversible_finetune").main(["--model", "test_resnet", "--epochs", "1"]) > 0.6
+def test_finetune_vit_starts_where_the_original_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = example("finetune_vit")
+    found = module.digits(None, 32)
+    few = {"train": Subset(found.train, range(320)), "test": Subset(found.test, range(160))}
+    monkeypatch.setattr(module, "digits", lambda *_: dataclasses.replace(found, **few))
+    before, after = module.main(["--epochs", "1", "--out", str(tmp_path)])
+    assert 0.15 < before < after
+    assert load_file(tmp_path / "finetuned.safetensors").keys() == (
+        load_file(tmp_path / "pretrained.safetensors").keys()
+    )
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder as `save_pretrained` writes it, of a model that has learnt a little."""
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        folder: Path = example("characters").pretrained(tmp_path_factory.mktemp("model"), 10)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return str(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_finetune_huggingface_by_its_trainer_and_with_adapters(
+    language_model: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(language_model)
+    for options in ([], ["--lora"]):
+        folder = tmp_path / f"out{len(options)}"
+        argv = ["--model", language_model, "--steps", "4", "--out", str(folder), *options]
+        before, after = example("finetune_huggingface").main(argv)
+        assert after < before
+    adapters = load_file(folder / "adapter_model.safetensors")
+    assert {name.split(".")[-2] for name in adapters} == {"lora_A", "lora_B"}
+    finetuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out0")
+    assert type(finetuned) is type(model)
+    characters = example("characters")
+    batch = characters.padded(characters.lines()[-64:])
+    with torch.no_grad():
+        assert finetuned(**batch).loss < model(**batch).loss
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_finetune_accelerate(language_model: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    argv = ["--model", language_model, "--lines", "24", "--out", str(tmp_path)]
+    losses = example("finetune_accelerate").main(argv)
+    assert losses[1] < losses[0] and (tmp_path / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_finetune_accelerate_on_two_ranks(language_model: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", "0", str(EXAMPLES / "finetune_accelerate.py")]
+    command += ["--model", language_model, "--lines", "24", "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(line.split()[-1]) for line in ended.stdout.splitlines()]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_finetune_lightning(language_model: str, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    argv = ["--model", language_model, "--steps", "4", "--out", str(tmp_path)]
+    before, after = example("finetune_lightning").main(argv)
+    assert after < before and (tmp_path / "config.json").exists()
 
 
 def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:

@@ -43,9 +43,13 @@ class Cases:
         self._forms = [self]
 
     def bound(
-        self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        only_known: bool = False,
     ) -> tuple[Rewired, dict[str, Any]]:
-        """The graph for a call, and its inputs."""
+        """The graph for a call, and its inputs; with `only_known`, of a known form."""
         if self.any_arguments:  # of transformers, for whom None is the same as nothing
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
         problem: InputError | None = None
@@ -59,8 +63,10 @@ class Cases:
             self._forms.insert(0, self._forms.pop(index))  # the latest is tried first
             return form.matching(root, values, args, kwargs), values
         assert problem is not None
-        if not self.any_arguments or self.recapture is None or len(self._forms) >= _MOST_FORMS:
+        is_closed = only_known or not self.any_arguments or self.recapture is None
+        if is_closed or len(self._forms) >= _MOST_FORMS:
             raise problem
+        assert self.recapture is not None
         guards = tuple(rewired.guards for rewired, _ in self._cases)
         rewired = self.recapture(root, guards, args, kwargs, False)
         rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))

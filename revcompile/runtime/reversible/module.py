@@ -32,7 +32,11 @@ from revcompile.runtime.reversible.hooks import (
     unshard,
 )
 from revcompile.runtime.reversible.inlined_modules import Inlined
-from revcompile.runtime.reversible.original import Original, OriginalSurface
+from revcompile.runtime.reversible.original import (
+    Original,
+    OriginalSurface,
+    in_method_of_original,
+)
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
@@ -210,7 +214,8 @@ class Reversible(OriginalSurface):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Rewired, dict[str, Any]]:
         """The graph whose guards hold for a call, and its inputs."""
-        return self._cases.bound(self, args, kwargs)
+        only_known = self.computes_original or in_method_of_original()
+        return self._cases.bound(self, args, kwargs, only_known)
 
     def __getstate__(self) -> dict[str, Any]:
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.

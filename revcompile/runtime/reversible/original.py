@@ -61,6 +61,11 @@ def suspended() -> Iterator[None]:
         _suspended.reset(token)
 
 
+def in_method_of_original() -> bool:
+    """Does the module run because a method of the original has called it?"""
+    return _suspended.get()
+
+
 _AUGMENTED: Final = frozenset(
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
