@@ -61,6 +61,7 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
         *_of_transformers(),
     ]
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
+    caches = [(f, f.cache_info()) for f in vars(torch.overrides).values() if _is_cached(f)]
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     try:
@@ -72,6 +73,13 @@ def patched(tracer: ShapedTracer) -> Iterator[None]:
         logger.setLevel(level)
         for owner, name, original in originals:
             setattr(owner, name, original)
+        for function, before in caches:  # torch's lists of its functions have ours, and the model
+            if function.cache_info().currsize != before.currsize:
+                function.cache_clear()
+
+
+def _is_cached(function: Any) -> bool:
+    return hasattr(function, "cache_info")
 
 
 def _seen_instance(is_instance: Callable[..., bool], tracer: ShapedTracer) -> Callable[..., bool]:
