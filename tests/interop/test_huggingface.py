@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 from typing import Any
 
 import pytest
 import torch
 from helpers import gradients, worst
+from torch import Tensor
+from torch.nn import functional as F
 
 import revcompile
 from benchmarks.compiler.architectures import ARCHITECTURES
 from benchmarks.compiler.families import fixed_randomness
 from benchmarks.compiler.huggingface import TOLERANCE, examine
-from revcompile.errors import OriginalMethodError
+from revcompile.errors import InputError, OriginalMethodError
+from revcompile.interop.huggingface import chunk_loss
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 FEW = ("gpt2", "llama", "bert", "opt")
 """Of each kind of block one, with two layers; all of them with four are `slow`."""
@@ -98,3 +103,104 @@ def test_a_loss_the_model_returns_itself() -> None:
     have = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
     assert type(output) is type(model(**inputs)) and output.past_key_values is None
     assert worst(expected, have)[0] < 1e-10
+
+
+def _grouped(**options: Any) -> Any:
+    """A Llama whose heads share keys and values, and that caches them by default."""
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    config = transformers.LlamaConfig(vocab_size=50, **small, **heads, **options)
+    assert config.use_cache
+    return transformers.LlamaForCausalLM(config)
+
+
+def _call(samples: int, length: int, *arguments: str) -> dict[str, Any]:
+    """The arguments of a call in training."""
+    ids = 3 + torch.arange(samples * length).view(samples, length) % 47
+    mask = torch.arange(length) < length - torch.arange(samples)[:, None]
+    halves = torch.arange(length) % (length // 2)
+    call = {"input_ids": ids, "labels": ids.masked_fill(~mask, -100)}
+    others = {
+        "attention_mask": mask.long(),
+        "num_items_in_batch": mask.sum(),
+        "position_ids": halves.expand(samples, length),
+    }
+    return call | {name: others[name] for name in arguments}
+
+
+def test_a_model_is_of_its_original_s_class_and_takes_what_trainers_pass() -> None:
+    model = _grouped().double().train()
+    net: Any = revcompile.reversify(model, None, _call(2, 8, "attention_mask"), policy="pretrained")
+    assert isinstance(net, transformers.LlamaForCausalLM)
+    assert isinstance(net, revcompile.ReversibleModule)
+    assert inspect.signature(net.forward) == inspect.signature(model.forward)
+    assert len(net.rewired.couplings) == 2 and type(copy.deepcopy(net)) is type(net)
+    for call in (
+        _call(2, 8, "attention_mask"),
+        _call(3, 11, "attention_mask", "num_items_in_batch"),  # the Trainer's
+        _call(2, 8, "position_ids"),  # two packed sequences
+        _call(1, 9),
+    ):
+        found = gradients(net, **call)
+        net.reversible = False
+        assert worst(gradients(net, **call), found)[0] < 1e-10
+        net.reversible = True
+        with torch.no_grad():
+            want = model.eval()(**call, use_cache=False)
+            have = net.eval()(**call, output_hidden_states=None)
+        assert torch.equal(want.loss, have.loss) and torch.equal(want.logits, have.logits)
+        net.train()
+    with torch.no_grad():  # in eval mode, a call of any other kind is the original's
+        call = {"input_ids": call["input_ids"], "use_cache": True}
+        assert net.eval()(**call).past_key_values.get_seq_length() == 9
+        kept = io.BytesIO()
+        torch.save(net, kept)
+        again = torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
+        assert torch.equal(again(**call).logits, model(**call).logits)
+
+
+def test_attention_without_padding_has_no_mask() -> None:
+    net = revcompile.reversify(_grouped(), None, _call(2, 8), policy="pretrained", check="off")
+    attention = [
+        node.kwargs
+        for coupling in net.rewired.couplings
+        for node in coupling.branch.nodes
+        if node.target is F.scaled_dot_product_attention
+    ]
+    assert len(attention) == 1
+    for given in attention:
+        assert given["is_causal"] and given["enable_gqa"] and given["attn_mask"] is None
+
+
+def test_a_loss_in_chunks() -> None:
+    model, call = _grouped().double().train(), _call(2, 8, "attention_mask")
+    by_items = _call(2, 8, "num_items_in_batch")
+    want = model(**call).loss.item(), model(**by_items).loss.item()
+    expected = _gradients_of_loss(model, call)
+    kind = type(model)
+    assert chunk_loss(model) is model and isinstance(model, kind)
+    found = model(**call)
+    assert found.logits is None and model.eval()(**call).logits is not None
+    model.train()
+    # transformers compute the loss in float32
+    assert found.loss.item() == pytest.approx(want[0], rel=1e-6)
+    assert model(**by_items).loss.item() == pytest.approx(want[1], rel=1e-6)
+    assert worst(expected, _gradients_of_loss(model, call))[0] < 1e-6
+    net: Any = revcompile.reversify(model, None, call, policy="pretrained")
+    assert net.train()(**call).logits is None and net.eval()(**call).loss.item() == want[0]
+
+
+def _gradients_of_loss(model: Any, call: dict[str, Any]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**call).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_is_more_than_a_cross_entropy_is_not_chunked() -> None:
+    capped = ARCHITECTURES["gemma2"].build(1)
+    with pytest.raises(InputError, match=r"Gemma2ForCausalLM .* does something to its logits"):
+        chunk_loss(capped)
+    with pytest.raises(InputError, match="Linear is not a language model"):
+        chunk_loss(torch.nn.Linear(2, 2))
