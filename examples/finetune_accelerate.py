@@ -10,6 +10,7 @@ adds up the gradients.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -35,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         pretrained(folder, 20)
     accelerator.wait_for_everyone()
     model = AutoModelForCausalLM.from_pretrained(folder)
-    data = lines()[: args.lines]
+    data: Any = lines()[: args.lines]
     net = revcompile.reversify(model, example_kwargs=padded(data[:2]), policy="pretrained")
 
-    loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=padded)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=padded)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     history = []

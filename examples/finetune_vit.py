@@ -10,6 +10,7 @@ with the new weights. Nothing is downloaded: the "pretrained" weights are made f
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     data = digits(None, 32)
-    options = {"num_classes": data.classes, "img_size": data.size}
+    options: dict[str, Any] = {"num_classes": data.classes, "img_size": data.size}
 
     args.out.mkdir(parents=True, exist_ok=True)
     model = timm.create_model(args.model, **options)

@@ -38,13 +38,14 @@ def adopt_class(net: Reversible) -> None:
     signature of its `forward` tells which columns of a dataset it takes and what a label is.
     Methods of the original stay watched (`runtime/reversible/original.py`).
     """
-    kind = net._original.kind
+    own: Any = type(net)
+    kind: Any = net._original.kind
     if kind is not None:
-        net.__class__ = _class_of_both(type(net), kind)
+        net.__class__ = _class_of_both(own, kind)
 
 
 @functools.cache
-def _class_of_both(own: type[Reversible], kind: type[nn.Module]) -> type[Reversible]:
+def _class_of_both(own: Any, kind: Any) -> Any:
     inherited = {name for base in own.__mro__ for name in vars(base)}
     members: dict[str, Any] = {
         name: _OfOriginal(name, kind)
@@ -67,14 +68,14 @@ def _class_of_both(own: type[Reversible], kind: type[nn.Module]) -> type[Reversi
 
     members |= {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
     members["__qualname__"] = kind.__qualname__
-    made = types.new_class(kind.__name__, (own, kind), {}, lambda body: body.update(members))
-    return made
+    return types.new_class(kind.__name__, (own, kind), {}, lambda body: body.update(members))
 
 
-def _restored(own: type[Reversible], kind: type[nn.Module] | None) -> Reversible:
+def _restored(own: Any, kind: Any) -> Reversible:
     """An instance without its attributes, which pickle sets."""
-    made: type[Reversible] = own if kind is None else _class_of_both(own, kind)
-    return made.__new__(made)
+    made: Any = own if kind is None else _class_of_both(own, kind)
+    module: Reversible = made.__new__(made)
+    return module
 
 
 class _OfOriginal:
@@ -105,8 +106,12 @@ def chunk_loss(model: _Model) -> _Model:
     """
     kind: Any = type(model)
     signature = inspect.signature(kind.forward)
-    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is None or "labels" not in signature.parameters or not hasattr(model, "base_model"):
+    get_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    if (
+        get_head() is None
+        or "labels" not in signature.parameters
+        or not hasattr(model, "base_model")
+    ):
         raise InputError(
             f"chunk_loss: {kind.__name__} is not a language model of transformers with labels and "
             "an output layer; in a model of your own call revcompile.losses.linear_cross_entropy"
@@ -128,7 +133,7 @@ def chunk_loss(model: _Model) -> _Model:
 
 def _with_loss(model: Any, given: inspect.BoundArguments) -> Any:
     """What the model's forward returns in training, but without logits."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers import modeling_outputs
 
     arguments = dict(given.arguments)
     inputs: dict[str, Any] = arguments.pop("kwargs", {})
@@ -145,7 +150,8 @@ def _with_loss(model: Any, given: inspect.BoundArguments) -> Any:
     )
     if items is not None:
         loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-    return CausalLMOutputWithPast(loss=loss)
+    output: Any = modeling_outputs.CausalLMOutputWithPast
+    return output(loss=loss)
 
 
 def _refuse_other_loss(model: Any) -> None:
