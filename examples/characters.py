@@ -15,10 +15,12 @@ PADDING, IGNORED = 0, -100
 
 
 def lines(longest: int = 40) -> list[Tensor]:
-    """The lines of this folder's files as numbers of characters, of different lengths."""
+    """The lines of this folder's files as numbers of characters: of different lengths, shuffled."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = [line[:longest] for file in files for line in file.read_text().splitlines()]
-    return [torch.tensor([min(ord(c), 127) for c in line]) for line in text if len(line) > 4]
+    found = [torch.tensor([min(ord(c), 127) for c in line]) for line in text if len(line) > 4]
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    return [found[i] for i in order]
 
 
 def padded(batch: list[Tensor]) -> dict[str, Tensor]:

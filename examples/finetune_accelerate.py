@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     net = revcompile.reversify(model, example_kwargs=padded(data[:2]), policy="pretrained")
 
     loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=padded)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     history = []
     for epoch in range(args.epochs):

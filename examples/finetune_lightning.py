@@ -37,7 +37,7 @@ class LanguageModel(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Of all parameters."""
-        return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.net.parameters(), lr=3e-3)
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:

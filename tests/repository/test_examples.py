@@ -181,7 +181,7 @@ def test_finetune_huggingface_by_its_trainer_and_with_adapters(
     model = transformers.AutoModelForCausalLM.from_pretrained(language_model)
     for options in ([], ["--lora"]):
         folder = tmp_path / f"out{len(options)}"
-        argv = ["--model", language_model, "--steps", "4", "--out", str(folder), *options]
+        argv = ["--model", language_model, "--steps", "6", "--out", str(folder), *options]
         before, after = example("finetune_huggingface").main(argv)
         assert after < before
     adapters = load_file(folder / "adapter_model.safetensors")
@@ -217,7 +217,7 @@ def test_finetune_accelerate_on_two_ranks(language_model: str, tmp_path: Path) -
 @pytest.mark.filterwarnings("ignore")
 def test_finetune_lightning(language_model: str, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    argv = ["--model", language_model, "--steps", "4", "--out", str(tmp_path)]
+    argv = ["--model", language_model, "--steps", "6", "--out", str(tmp_path)]
     before, after = example("finetune_lightning").main(argv)
     assert after < before and (tmp_path / "config.json").exists()
 
