@@ -226,16 +226,28 @@ def average_value(a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, total: Ten
 
 
 def average_gradients(
-    of_b: Tensor | None, of_y: Tensor, sign: Tensor, dtype: torch.dtype | None = None
+    of_b: Tensor | None,
+    of_y: Tensor,
+    sign: Tensor,
+    dtype: torch.dtype | None = None,
+    may_overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `a`, of `b` without its way through F, and of F(b), which has this dtype."""
+    """Gradients of `a`, of `b` without its way through F, and of F(b), which has this dtype.
+
+    If they may be overwritten, the first two are written where those of `y` and `b` were.
+    """
     if of_b is not None and dtype and (kernels := kernels_for(sign, of_b, of_y)):
         found: tuple[Tensor, Tensor, Tensor]
-        found = kernels.average_gradients(of_b, of_y, sign, dtype)
+        found = kernels.average_gradients(of_b, of_y, sign, dtype, may_overwrite)
         return found
+    of_addend = (of_y * (1 + sign / 2)).to(dtype or of_y.dtype)
+    if may_overwrite and of_b is not None:
+        own = of_b.add_(of_y)
+        of_a = of_y.mul_(sign / 2)
+        return of_a, own.sub_(of_a), of_addend
     of_a = of_y * (sign / 2)
     own = of_y - of_a if of_b is None else (of_b + of_y).sub_(of_a)
-    return of_a, own, of_y * (1 + sign / 2)
+    return of_a, own, of_addend
 
 
 # -- in stages ------------------------------------------------------------------------------------

@@ -167,10 +167,14 @@ def undo_average(
 
 
 def average_gradients(
-    of_b: Tensor, of_y: Tensor, sign: Tensor, dtype: torch.dtype
+    of_b: Tensor, of_y: Tensor, sign: Tensor, dtype: torch.dtype, may_overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `a`, of `b` without its way through F, and of F(b), the last in its dtype."""
-    of_a, own = torch.empty_like(of_y), torch.empty_like(of_y)
+    """Gradients of `a`, of `b` without its way through F, and of F(b), the last in its dtype.
+
+    If they may be overwritten, the first two are written where those of `y` and `b` were.
+    """
+    # Each element is read before it is written, by the same thread.
+    of_a, own = (of_y, of_b) if may_overwrite else (torch.empty_like(t) for t in (of_y, of_y))
     of_addend = torch.empty_like(of_y, dtype=dtype)
     tensors = of_b, of_y, sign, of_a, own, of_addend
     _launch(_gradients_kernel, of_y, sign, tensors, size=8 * _BYTES)

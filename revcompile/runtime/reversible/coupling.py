@@ -236,6 +236,8 @@ class _Call:
     """In backward: a block's output, which the next block has just rebuilt as its input."""
     rebuilt: _Rebuilt | None = None
     """In backward, with overlap: the previous block, already rebuilt."""
+    returned: tuple[Tensor, Tensor] | None = None
+    """In backward: the gradients of the streams that the latest block has returned."""
     cast_gradient: tuple[Tensor, Tensor] | None = None
     """In backward: a gradient, and the same in the dtype of the branch that it enters next."""
 
@@ -308,11 +310,12 @@ class _Reversible(torch.autograd.Function):
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         count = ctx.plain_sides.count(None)
         ctx.parameters = rest[count:]
+        released = call.sums.release(index)
         if not any(ctx.needs_input_grad):
-            call.sums.forget(index)
+            released = ()
         kept = call.sums.kept(b, y) if block is call.chain.blocks[-1] else ()
-        ctx.kept = len(kept)
-        ctx.save_for_backward(*kept, *rest[:count])
+        ctx.kept, ctx.released = len(kept), len(released)
+        ctx.save_for_backward(*kept, *released, *rest[:count])
         return b, y, *extras
 
     @staticmethod
@@ -392,6 +395,9 @@ def _rebuild(
     if block is call.chain.blocks[-1]:
         call.chain.watch.check_repeatable()
         output, tensors = (tensors[0], tensors[1], None), tensors[node.kept :]
+    if node.released:
+        call.sums.restore(node.index, tensors[: node.released])
+        tensors = tensors[node.released :]
     assert output is not None
     b, y, cast_b = output
     needs = node.needs_input_grad[_REST:]
@@ -433,7 +439,12 @@ def _differentiate(
     Args:
         grads: Those of `y`, perhaps in another dtype, and of F's further results.
     """
-    of_a, grad_b, of_addend = node.call.sums.gradients(node.index, grad_b, grad_y)
+    call: _Call = node.call
+    given, call.returned = call.returned, None
+    # Gradients that the next block has returned are of no use to anybody else.
+    is_own = given is not None and given[0] is grad_b and given[1] is grad_y
+    is_own = is_own and not call.overlaps
+    of_a, grad_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, is_own)
     if of_addend is not grad_y:
         grads = of_addend, *grads[1:]
     inputs = rebuilt.sides, rebuilt.parameters
@@ -446,5 +457,6 @@ def _differentiate(
         others[len(rebuilt.sides) :] = to_dtypes_of(node.parameters, others[len(rebuilt.sides) :])
     streams = _before_rearrange(node, of_a, of_b)
     if cast_of_b is not None:
-        node.call.cast_gradient = streams[1], _before_rearrange(node, cast_of_b)[0]
+        call.cast_gradient = streams[1], _before_rearrange(node, cast_of_b)[0]
+    call.returned = (streams[0], streams[1]) if node.index else None
     return *streams, *others

@@ -7,8 +7,8 @@ FixedAverage   the same in integers, which can be undone    gamma = ±½ in trai
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from revcompile.kernels.fixed_point import (
 )
 
 _Pair = tuple[Tensor, Tensor]
+_HELD: Final = 2**24
+"""Values of a rebuilt stream of more elements are not held until they are read, but made again."""
 
 
 class Added:
@@ -61,14 +63,20 @@ class Added:
         """Of the last block's output: what `undo` needs, and what autograd knows."""
         return b, y
 
-    def forget(self, index: int) -> None:
-        """The block `index` will not be undone."""
+    def release(self, index: int) -> tuple[Tensor, ...]:
+        """What only `undo` of the block `index` needs, for autograd to keep as long as needed."""
+        return ()
+
+    def restore(self, index: int, released: Sequence[Tensor]) -> None:
+        """What `release` has returned, for the next `undo`."""
 
     def value(self, stream: Tensor) -> Tensor:
         """What F reads, from what `kept` or `undo` returned."""
         return stream
 
-    def gradients(self, index: int, of_b: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of `a`, of `b` without its way through F, and of F(b)."""
         return of_y, of_b, of_y
 
@@ -114,7 +122,9 @@ class Averaged(Added):
         assert self.signs is None, "only fixed-point averages can be undone"
         return b, None  # which `a` was equal to, or is not needed
 
-    def gradients(self, index: int, of_b: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self.signs is None:
             return torch.zeros_like(of_y), of_b + of_y, of_y
         return average_gradients(of_b, of_y, self.sign(index, of_y))
@@ -162,12 +172,18 @@ class FixedAverage(Averaged):
     ) -> tuple[Tensor, Tensor | None]:
         sign, lost = self.sign(index, b), self._lost[index]
         assert lost is not None
+        self._lost[index] = None
         a, values = undo_average_and_value(y, b, addend, sign, self._unit, lost)
-        self._known = None if values is None else (a, values)
+        is_held = values is not None and values.numel() <= _HELD
+        self._known = (a, values) if values is not None and is_held else None
         return a, None
 
-    def forget(self, index: int) -> None:
-        self._lost[index] = None
+    def release(self, index: int) -> tuple[Tensor, ...]:
+        lost, self._lost[index] = self._lost[index], None
+        return () if lost is None else (lost,)
+
+    def restore(self, index: int, released: Sequence[Tensor]) -> None:
+        (self._lost[index],) = released
 
     def kept(self, b: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         streams, self._streams = self._streams, None
@@ -179,8 +195,11 @@ class FixedAverage(Averaged):
             return self._known[1]
         return value(stream, self._unit)
 
-    def gradients(self, index: int, of_b: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return average_gradients(of_b, of_y, self.sign(index, of_y), self._dtypes[index])
+    def gradients(
+        self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sign, dtype = self.sign(index, of_y), self._dtypes[index]
+        return average_gradients(of_b, of_y, sign, dtype, may_overwrite)
 
 
 Sums = Added

@@ -32,7 +32,12 @@ from revcompile.runtime.trainer.advice import warn_of_delay
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
-from revcompile.runtime.trainer.inputs import InputBinder, Planned, warn_if_larger_than_planned
+from revcompile.runtime.trainer.inputs import (
+    InputBinder,
+    Planned,
+    split_batch,
+    warn_if_larger_than_planned,
+)
 from revcompile.runtime.trainer.metrics import Evaluation, LossSum, Metric, Metrics
 from revcompile.runtime.trainer.ownership import is_latest, take_over
 from revcompile.runtime.trainer.settings import Settings
@@ -152,6 +157,11 @@ class Trainer(TrainerState, ABC):
         Returns:
             The metrics of this micro-batch.
         """
+
+    def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
+        """Train on batches of `(inputs, target)`, or of inputs alone, and yield their metrics."""
+        for batch in batches:
+            yield self.step(*split_batch(batch))
 
     def flush(self) -> None:
         """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""

@@ -53,6 +53,13 @@ class Metrics:
         """Micro-batches that overflowed at a stage of this process and were left out, so far."""
         return int(self.overflowed)
 
+    def scalars(self) -> dict[str, float]:
+        """The figures that are known here, by name, for a logger. Waits for the device."""
+        found = {"loss": self.loss_tensor, "lr": self.lr, "loss_scale": self.loss_scale}
+        numbers = {name: float(value) for name, value in found.items() if value is not None}
+        stages = {f"reconstruction/{i}": error for i, error in self.reconstruction.items()}
+        return numbers | {"throughput": self.throughput} | stages
+
     def __repr__(self) -> str:
         loss = "None" if self.loss_tensor is None else f"{self.loss:.6g}"
         return (
