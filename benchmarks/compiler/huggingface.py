@@ -66,6 +66,20 @@ Made by `python -m benchmarks run huggingface --markdown docs/huggingface.md`.
 
 Mamba has `residual_in_fp32=False`; with its default, the shortcut is a cast, which is not taken for
 the identity, and 19 % are reversible. Mixtral has `experts_implementation="eager"`.
+
+What is missing to 100 % of the FLOPs is outside any shortcut, or refused for a reason:
+
+- decoders, OPT, MPT and Mamba: the output layer, which beside blocks of width 16 is large. At the
+  size of a real model it is 2 to 25 %, by the vocabulary; `chunk_loss` keeps its logits small.
+- ViT, CLIP, DeiT: the patches' convolution and the head; Whisper: its convolutions and the output.
+- BERT and RoBERTa: the head (0.3 %). Their norms follow the sums, which `policy="paper"` and
+  `"same_parameters"` can couple. `policy="pretrained"` cannot: the norm of a sum of two streams is
+  not the sum of norms, so each block is one that keeps its input (as checkpointing does).
+- Mixtral: the experts. Top-k routing decides at ties by the last bit, and two copies of a block
+  that decide differently have different gradients, so these blocks keep their input.
+- T5: blocks of the decoder's last layer that read each other's branches, and the output layer.
+  Encoder-decoders otherwise are two chains; the decoder's blocks read the encoder's output as a
+  side value, which is kept once.
 """
 
 

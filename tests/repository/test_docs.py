@@ -115,8 +115,9 @@ def test_the_code_of_a_page_runs_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = blocks(page, "python")
-    if any("import transformers" in code or "from transformers" in code for _, code in found):
-        pytest.importorskip("transformers")
+    for package in ("transformers", "tensorboard"):
+        if any(f"import {package}" in code or f"{package} import" in code for _, code in found):
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for line, code in found:
