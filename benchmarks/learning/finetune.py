@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -208,7 +209,8 @@ def run(name: str, o: argparse.Namespace) -> Iterator[dict[str, Any]]:
         Images(name, o.images, device) if name in VISION else Characters(name, o.text, device)
     )
     train(task, task.model, 0, o.steps * 2, 100, task.rate, o)
-    net = revcompile.reversify(task.model, policy="pretrained", **task.example())
+    policy = dataclasses.replace(revcompile.Policy.named("pretrained"), kept_bits=o.kept_bits)
+    net = revcompile.reversify(task.model, policy=policy, **task.example())
     before = task.quality(task.model), task.quality(net.eval())
     weights = copy.deepcopy(net.state_dict())
     row = {"model": name, "unit": task.unit, "plain_before": before[0], "before": before[1]}
@@ -292,6 +294,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=400, help="of fine-tuning; of training twice as many")
     add("--batch", type=int, default=128)
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--kept-bits", type=int, default=1, choices=(1, 2, 4), help="more for less noise")
     add("--device", default="cpu")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     add("--seconds", type=float, default=3600.0, help="stop after this time")

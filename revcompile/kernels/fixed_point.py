@@ -1,6 +1,6 @@
 """Averaged couplings in fixed-point numbers, undone to the bit.
 
-    forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s/2, s = ±1
+    forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s/2, s = ±1 (see below)
     inverse   a = b + (y - b - (1 + gamma) F(b)) / gamma
 
 The inverse doubles every rounding error, so 96 blocks would multiply them by 2**96. Streams are
@@ -8,6 +8,9 @@ integers therefore, counted in units of a power of two, and halving loses one bi
 
     d = a - b              y = b + s (d >> 1) + n              n = round((1 + gamma) F(b))
                            a = b + 2 s (y - b - n) + (d & 1)
+
+With k bits kept instead of one, gamma is ±2**-k, and the noise that it adds to training 4**(k-1)
+times smaller in variance: d >> k, and k bits of d are kept. `sign` is 2 gamma everywhere.
 
 A unit is about 2**-16 of the largest element of the chain's input (2**-40 in float64), below what
 a branch in bfloat16 can tell apart. A float32 holds only 24 bits of that, and the streams of
@@ -75,27 +78,29 @@ def value(stream: Tensor, unit: Tensor) -> Tensor:
     return stream.to(unit.dtype).mul_(unit)
 
 
-def pack_bits(numbers: Tensor) -> Tensor:
-    """The lowest bit of each integer, eight in a byte.
+def pack_bits(numbers: Tensor, count: int = 1) -> Tensor:
+    """The lowest bits of each integer, as many as fit in a byte: `count` is 1, 2 or 4.
 
     >>> unpack_bits(pack_bits(torch.tensor([3, 4, -1])), torch.Size([3])).tolist()
     [1, 0, 1]
+    >>> unpack_bits(pack_bits(torch.tensor([3, 4, -1]), 2), torch.Size([3]), 2).tolist()
+    [3, 0, 3]
     """
-    bits = (numbers & 1).to(torch.uint8).flatten()
-    missing = -bits.numel() % 8
+    bits = (numbers & ((1 << count) - 1)).to(torch.uint8).flatten()
+    missing = -bits.numel() % (8 // count)
     if missing:
         bits = torch.cat((bits, bits.new_zeros(missing)))
-    return (bits.view(-1, 8) << _shifts(bits.device)).sum(1, dtype=torch.uint8)
+    return (bits.view(-1, 8 // count) << _shifts(bits.device, count)).sum(1, dtype=torch.uint8)
 
 
-def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """What `pack_bits` was given, modulo 2."""
-    bits = (packed.unsqueeze(1) >> _shifts(packed.device)) & 1
+def unpack_bits(packed: Tensor, shape: torch.Size, count: int = 1) -> Tensor:
+    """What `pack_bits` was given, modulo 2**count."""
+    bits = (packed.unsqueeze(1) >> _shifts(packed.device, count)) & ((1 << count) - 1)
     return bits.flatten()[: shape.numel()].view(shape)
 
 
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
+def _shifts(device: torch.device, count: int) -> Tensor:
+    return torch.arange(0, 8, count, dtype=torch.uint8, device=device)
 
 
 def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
@@ -113,26 +118,27 @@ def average_and_value(
     sign: Tensor,
     unit: Tensor,
     formats: Mapping[torch.dtype, _Format] = _FORMATS,
+    bits: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`y` in units and its value; the lost bits, and the unit, NaN after an overflow."""
-    if kernels := kernels_for(sign, a, b, addend):
+    if bits == 1 and (kernels := kernels_for(sign, a, b, addend)):
         limit = _FORMATS[torch.float32].limit
         found: tuple[Tensor, Tensor, Tensor, Tensor]
         found = kernels.average(a, b, addend.detach(), sign, unit, limit)
         return found
-    y, lost, unit = average(a, b, addend, sign, unit, formats)
+    y, lost, unit = average(a, b, addend, sign, unit, formats, bits)
     return y, value(y, unit), lost, unit
 
 
 def undo_average_and_value(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """`a` in units, and its value if that comes with it."""
-    if kernels := kernels_for(sign, y, b, addend):
+    if bits == 1 and (kernels := kernels_for(sign, y, b, addend)):
         found: tuple[Tensor, Tensor]
         found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost)
         return found
-    return undo_average(y, b, addend, sign, unit, lost), None
+    return undo_average(y, b, addend, sign, unit, lost, bits), None
 
 
 def average(
@@ -142,6 +148,7 @@ def average(
     sign: Tensor,
     unit: Tensor,
     formats: Mapping[torch.dtype, _Format] = _FORMATS,
+    bits: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`y` from streams in units and F(b); the lost bits, and the unit, NaN after an overflow.
 
@@ -149,14 +156,16 @@ def average(
         a: The first stream.
         b: The second stream.
         addend: F(b), in any floating-point type.
-        sign: Of gamma, ±1 in the type of the streams' values; broadcast to them.
+        sign: 2 gamma in the type of the streams' values; broadcast to them.
         unit: Of the streams.
+        formats: Of integers, by the type of the streams' values.
+        bits: That are kept of each element, k for gamma = ±2**-k.
     """
     with torch.no_grad():
         scaled = _scaled(addend, sign, unit)
         difference = a - b
-        lost = pack_bits(difference)
-        y = difference.bitwise_right_shift_(1).mul_(sign.to(a.dtype)).add_(b)
+        lost = pack_bits(difference, bits)
+        y = difference.bitwise_right_shift_(bits).mul_(sign.sign().to(a.dtype)).add_(b)
         y = y.add_(scaled.to(a.dtype))
         limit = formats[unit.dtype].limit
         largest = torch.maximum(_largest(scaled), _largest(y).to(unit.dtype))
@@ -164,12 +173,12 @@ def average(
 
 
 def undo_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int = 1
 ) -> Tensor:
     """`a`, from what `average` was given and returned."""
     with torch.no_grad():
-        half = (y - b).sub_(_scaled(addend, sign, unit).to(y.dtype)).mul_(sign.to(y.dtype))
-        return half.bitwise_left_shift_(1).add_(unpack_bits(lost, b.shape)).add_(b)
+        part = (y - b).sub_(_scaled(addend, sign, unit).to(y.dtype)).mul_(sign.sign().to(y.dtype))
+        return part.bitwise_left_shift_(bits).add_(unpack_bits(lost, b.shape, bits)).add_(b)
 
 
 def _scaled(addend: Tensor, sign: Tensor, unit: Tensor) -> Tensor:

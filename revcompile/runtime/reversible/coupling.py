@@ -81,6 +81,8 @@ class Chain:
     """Do its couplings average the streams, so that in eval mode they are `b + F(b)`?"""
     stream_bits: int = 32
     """Of the integers that averaged streams are."""
+    kept_bits: int = 1
+    """Of each element of averaged streams."""
     check: ReconstructionCheck = field(init=False)
     watch: Watch = field(init=False)
 
@@ -186,8 +188,10 @@ class Chain:
         if not training or (len(dims) == 1 and a is b):  # one block alone keeps its input anyway
             return Averaged(None, dims)
         samples = b.shape[dims[0] or 0] if b.ndim > (dims[0] or 0) else 1
-        signs = draw_signs(len(self.blocks), samples, b)
-        return FixedAverage(signs, dims, self.stream_bits) if exact else Averaged(signs, dims)
+        signs = draw_signs(len(self.blocks), samples, b, self.kept_bits)
+        if not exact:
+            return Averaged(signs, dims)
+        return FixedAverage(signs, dims, self.stream_bits, self.kept_bits)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -323,6 +323,7 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
                 root.overlap,
                 averaged=couplings[0].averaged,
                 stream_bits=root.rewired.policy.stream_bits,
+                kept_bits=root.rewired.policy.kept_bits,
             )
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned)
         steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))

@@ -2,7 +2,7 @@
 
 Added          y = a + F(b)
 Averaged       y = b + gamma (a - b) + (1 + gamma) F(b)     gamma = 0 in eval mode
-FixedAverage   the same in integers, which can be undone    gamma = ±½ in training
+FixedAverage   the same in integers, which can be undone    gamma = ±2**-k in training
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Averaged(Added):
     """`y = b + gamma (a - b) + (1 + gamma) F(b)` in floating point.
 
     Args:
-        signs: Of gamma = ±1/2, by block and sample; None for gamma = 0.
+        signs: 2 gamma, by block and sample; None for gamma = 0.
         batch_dims: For each block, the streams' dimension that counts samples, if there is one.
     """
 
@@ -96,7 +96,7 @@ class Averaged(Added):
         self.signs, self.batch_dims = signs, batch_dims
 
     def sign(self, index: int, like: Tensor) -> Tensor:
-        """Of a block's gamma, to be broadcast to its streams."""
+        """2 gamma of a block, to be broadcast to its streams."""
         assert self.signs is not None
         signs, dim = self.signs[index], self.batch_dims[index]
         shape = [1] * like.ndim
@@ -131,11 +131,20 @@ class Averaged(Added):
 
 
 class FixedAverage(Averaged):
-    """The same, exact. Holds the integers of both streams, of so many bits, beside their values."""
+    """The same, exact. Holds the integers of both streams, of so many bits, beside their values.
 
-    def __init__(self, signs: Tensor, batch_dims: tuple[int | None, ...], bits: int = 32) -> None:
+    Of each element and block `kept_bits` are kept: k for gamma = ±2**-k.
+    """
+
+    def __init__(
+        self,
+        signs: Tensor,
+        batch_dims: tuple[int | None, ...],
+        bits: int = 32,
+        kept_bits: int = 1,
+    ) -> None:
         super().__init__(signs, batch_dims)
-        self._formats = FORMATS[bits]
+        self._formats, self._kept_bits = FORMATS[bits], kept_bits
         self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
         self._dtypes: list[torch.dtype] = []
@@ -161,7 +170,7 @@ class FixedAverage(Averaged):
         assert self._streams is not None
         sign = self.sign(index, b)
         given = *self._streams, addend, sign, self._unit
-        y, total, lost, self._unit = average_and_value(*given, self._formats)
+        y, total, lost, self._unit = average_and_value(*given, self._formats, self._kept_bits)
         self._streams = self._streams[1], y
         self._lost.append(lost)
         self._dtypes.append(addend.dtype)
@@ -173,7 +182,8 @@ class FixedAverage(Averaged):
         sign, lost = self.sign(index, b), self._lost[index]
         assert lost is not None
         self._lost[index] = None
-        a, values = undo_average_and_value(y, b, addend, sign, self._unit, lost)
+        given = y, b, addend, sign, self._unit, lost
+        a, values = undo_average_and_value(*given, self._kept_bits)
         is_held = values is not None and values.numel() <= _HELD
         self._known = (a, values) if values is not None and is_held else None
         return a, None
@@ -206,11 +216,11 @@ Sums = Added
 """Any of them."""
 
 
-def draw_signs(blocks: int, samples: int, like: Tensor) -> Tensor:
-    """±1 for each block and sample, from the default generator of the streams' device.
+def draw_signs(blocks: int, samples: int, like: Tensor, kept_bits: int = 1) -> Tensor:
+    """2 gamma for each block and sample, from the default generator of the streams' device.
 
     One draw before the first block: branches that draw for themselves are replayed from the state
     of the generator, and nothing may be drawn between them.
     """
     drawn = torch.randint(2, (blocks, samples), device=like.device)
-    return drawn.to(like.dtype).mul_(2).sub_(1)
+    return drawn.to(like.dtype).mul_(2).sub_(1).mul_(2.0 ** (1 - kept_bits))

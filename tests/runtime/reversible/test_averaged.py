@@ -158,6 +158,24 @@ def test_streams_that_outgrow_the_integers_are_refused_and_never_silent() -> Non
     assert worst(gradients(stored(wide), x), gradients(wide, x))[0] < 1e-4
 
 
+def test_more_bits_are_kept_for_less_noise() -> None:
+    model, _, x = made(4, dropout=0.0)
+    noise = []
+    for bits in (1, 2, 4):
+        policy = replace(Policy.named("pretrained"), kept_bits=bits)
+        net = revcompile.reversify(model, x, policy=policy, check="off").train()
+        assert max(error for _, error in net.inversion_errors(x)) == 0.0
+        assert worst(gradients(stored(net), x), gradients(net, x))[0] < 1e-4
+        with torch.no_grad():
+            mean = model.eval()(x)
+            noise.append(float((torch.stack([net(x) for _ in range(20)]) - mean).square().mean()))
+    assert noise[0] > 3 * noise[1] > 30 * noise[2]
+    with pytest.raises(InputError, match="stages keep one bit"):
+        revcompile.petrafy(model, 2, x, policy=policy)
+    with pytest.raises(PolicyError, match="kept_bits=3; use 1, 2 or 4"):
+        replace(policy, kept_bits=3)
+
+
 def test_numbers_that_are_not_finite_stay_visible() -> None:
     _, net, x = made()
     x[0, 0, 0] = torch.nan
