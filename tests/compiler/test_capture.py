@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +20,7 @@ import zoo
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import revcompile
 from revcompile.compiler.capture import capture, fx_frontend, make_example
 from revcompile.compiler.capture.check import Check, check_capture
 from revcompile.compiler.capture.memory import tensors_in
@@ -653,3 +656,26 @@ def test_torchvision(name: str) -> None:
     captured = FX(model, torch.randn(2, 3, size, size), check=CHECKS.get(name, "full"))
     assert captured.notes == ()
     assert (captured.eval_graph is not None) == (name in ("googlenet", "inception_v3"))
+
+
+class ReadsTorchsLists(nn.Module):
+    """torch caches lists of its functions, some of which are replaced while a model is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.overrides.get_ignored_functions()
+        return x + self.layer(x)
+
+
+def test_a_model_is_not_kept_alive_by_its_capture() -> None:
+    torch.overrides.get_ignored_functions.cache_clear()
+    model = ReadsTorchsLists()
+    kept = weakref.ref(model)
+    net = revcompile.reversify(model, torch.randn(2, 4), check="off")
+    del model
+    gc.collect()
+    assert kept() is None and len(net.rewired.couplings) == 1
+    assert torch.zeros in torch.overrides.get_ignored_functions()
