@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--out", type=Path, default=Path("out/accelerated"))
     args = parser.parse_args(argv)
 
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     folder = args.model or args.out / "pretrained"
     if args.model is None and accelerator.is_main_process:
         pretrained(folder, 20)

@@ -118,6 +118,11 @@ def check_average(shape: tuple[int, ...], samples: int) -> None:
     of_b, of_y = torch.randn(2, *shape)
     gradients = average_kernels.average_gradients(of_b, of_y, sign, torch.float32)
     wanted_gradients = fixed_point.average_gradients(of_b, of_y, sign)
+    for function in (average_kernels.average_gradients, fixed_point.average_gradients):
+        copies = of_b.clone(), of_y.clone()
+        overwritten = function(*copies, sign, torch.float32, True)
+        assert all(map(torch.equal, overwritten, wanted_gradients))
+        assert overwritten[0] is copies[1] and overwritten[1] is copies[0]
     assert all(map(torch.equal, gradients, wanted_gradients))
     addend.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
     _, values, _, after = average_kernels.average(a, b, addend, sign, unit, limit)
