@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -20,7 +21,7 @@ from revcompile.runtime.distributed.message_format import (
     TensorFormat,
     describe,
 )
-from revcompile.runtime.distributed.p2p import Outbound, PacketReceiver, PacketSender
+from revcompile.runtime.distributed.p2p import Arrival, Outbound, PacketReceiver, PacketSender
 from revcompile.runtime.executor.transport import Message, MessageKind
 
 CPU: Final = torch.device("cpu")
@@ -170,6 +171,31 @@ def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
 def test_repeated_elements_are_sent_once() -> None:
     form = TensorFormat.of(torch.zeros(4, 1).expand(4, 1000), CPU)
     assert form.numel == 4
+
+
+def test_whoever_reads_a_message_waits_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a stream is not unequal to None, as before torch 2.15."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.stream_id = number
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    class Stub:
+        def wait(self) -> None:
+            calls.append("wait")
+
+        def record_stream(self, stream: Stream) -> None:
+            calls.append(f"used by {stream.stream_id}")
+
+    arrival = Arrival(MessageKind.X, Message(0), Stub(), cast(Any, Stub()))
+    for number in (0, 0, 7):
+        monkeypatch.setattr(torch.cuda, "current_stream", partial(Stream, number))
+        arrival.ready()
+    assert calls == ["wait", "used by 0", "wait", "used by 7"]
 
 
 def test_plain_values_arrive_as_they_were() -> None:
