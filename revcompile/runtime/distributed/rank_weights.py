@@ -253,7 +253,10 @@ def _with_values(tensor: Tensor, elements: Tensor, device: torch.device) -> Tens
     with torch.no_grad():
         if elements.dtype != target.dtype or elements.shape != target.shape:
             elements = elements.view(target.dtype).view(target.shape)
-        target.detach().copy_(elements)
+        # Its own elements need no copy, and torch refuses one where strides differ (channels_last
+        # with kernels of one pixel).
+        if elements.data_ptr() != target.data_ptr():
+            target.detach().copy_(elements)
     return target
 
 

@@ -22,6 +22,7 @@ from revcompile.runtime.distributed.message_format import (
     describe,
 )
 from revcompile.runtime.distributed.p2p import Arrival, Outbound, PacketReceiver, PacketSender
+from revcompile.runtime.distributed.rank_weights import _as_bytes, _with_values
 from revcompile.runtime.executor.transport import Message, MessageKind
 
 CPU: Final = torch.device("cpu")
@@ -212,3 +213,14 @@ def test_plain_values_arrive_as_they_were() -> None:
 def test_a_value_that_cannot_be_sent_says_what_to_do() -> None:
     with pytest.raises(InputError, match=r"Generator crosses from one rank.*stage_to_rank="):
         describe(Message(0, {"g": torch.Generator()}), CPU)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 1, 1), (4, 3, 2, 2), ()])
+def test_a_rank_s_own_weights_stay_as_they_are(shape: tuple[int, ...]) -> None:
+    """Whatever their strides: kernels of one pixel have several that are contiguous."""
+    weight = torch.randn(shape)
+    if len(shape) == 4:
+        weight = weight.to(memory_format=torch.channels_last)
+    values, device = weight.clone(), weight.device
+    kept = _with_values(weight, _as_bytes(weight, device, has_values=True), device)
+    assert kept is weight and torch.equal(kept, values)
