@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -253,7 +253,7 @@ def disturbed(cable: Cable) -> dict[str, Any]:
     expected = undisturbed(run)
     with machines(cable) as both:
         folder = both.folder
-        script = (victim.__file__, str(folder), run.method, str(run.accumulate), run.backend)
+        script = (victim.__file__, str(folder), *map(str, astuple(run)))
         agents = [both.start(number, *script, restarts=5) for number in (0, 1)]
         lives: list[int] = []
 
@@ -282,7 +282,7 @@ def disturbed(cable: Cable) -> dict[str, Any]:
 
         def cut() -> None:
             both.tell("cut")
-            time.sleep(victim.TIMEOUT + 15)
+            time.sleep(run.timeout + 15)
             both.tell("join")
 
         times = {"reset": disturb("reset", lambda: both.tell("reset"), 5)}
