@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,8 @@ from revcompile.schedule import choose, hiding_alpha, period
 from revcompile.staged import StagedModel
 
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
+PORT: Final = 29500
+"""Of torchrun's store, whose agents end when they lose it."""
 HERE: Final = Path(__file__).resolve()
 
 
@@ -104,7 +107,11 @@ class Machines:
         """torchrun on one of them."""
         command = ["ip", "netns", "exec", self.names[number], sys.executable]
         command += ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29500", "--rdzv-id=run"]
+        command += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}",
+            "--rdzv-id=run",
+        ]
         command += [f"--local-addr={ADDRESSES[number]}", f"--max-restarts={restarts}"]
         # Which of them is the endpoint: torchrun would ask a name server, and there is none.
         command += [f"--rdzv-conf=is_host={int(number == 0)}", "--monitor-interval=0.5", *script]
@@ -256,8 +263,18 @@ def disturbed(cable: Cable) -> dict[str, Any]:
         script = (victim.__file__, str(folder), *map(str, astuple(run)))
         agents = [both.start(number, *script, restarts=5) for number in (0, 1)]
         lives: list[int] = []
+        begun_again = 0
+
+        def tend() -> None:
+            """Start torchrun again where it has failed, as a service or a scheduler does."""
+            nonlocal begun_again
+            for number, agent in enumerate(agents):
+                if agent.poll() and begun_again < 5:
+                    begun_again += 1
+                    agents[number] = both.start(number, *script, restarts=5)
 
         def steps() -> int:
+            tend()
             new = [p for p in RankProcess.all(folder) if p.pid not in lives]
             return min((len(p.steps) for p in new if p.is_running), default=0) if new else 0
 
@@ -285,17 +302,17 @@ def disturbed(cable: Cable) -> dict[str, Any]:
             time.sleep(run.timeout + 15)
             both.tell("join")
 
-        times = {"reset": disturb("reset", lambda: both.tell("reset"), 5)}
+        times = {"reset": disturb("reset", lambda: both.tell("reset", str(PORT)), 5)}
         times["cut"] = disturb("cut", cut, 5)
         times["vanish"] = disturb("vanish", vanish, 5)
-        codes = []
-        for agent in agents:
-            try:
-                codes.append(agent.wait(300))
-            except subprocess.TimeoutExpired:
-                outcome.hung = True
-        if any(codes):
-            outcome.failed = f"torchrun ended with {codes}: {both.log()}"
+
+        def ended() -> bool:
+            tend()
+            return all(agent.poll() is not None for agent in agents)
+
+        outcome.hung |= not until(ended, 300)
+        if any(agent.poll() for agent in agents):
+            outcome.failed = f"torchrun failed: {both.log()}"
         compare(RankProcess.all(folder), expected, outcome)
         outcome.orphans = sum(process.is_running for process in RankProcess.all(folder))
         ranks = len(RankProcess.all(folder))
@@ -304,6 +321,7 @@ def disturbed(cable: Cable) -> dict[str, Any]:
         "disturbed": outcome.killed,
         "stopped_after": times,
         "processes": ranks,
+        "torchrun begun again": begun_again,
         "compared": outcome.compared,
         "failed": outcome.problems,
     }
@@ -323,6 +341,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         raise InputError("machines: needs root on Linux, and the ip command of iproute2")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed
     rows: list[dict[str, Any]] = []
     for cable in CABLES if options.only != "losses" else ():
         for row in compared(cable, options.steps):

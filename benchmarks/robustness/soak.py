@@ -32,6 +32,7 @@ from revcompile.errors import InputError
 
 SAMPLES: Final = 100
 """How often a rank notes what it holds."""
+COUNTED: Final = ("files", "threads", "semaphores")
 FLAT: Final = 0.01
 """By how much memory may grow from the second tenth to the last."""
 
@@ -80,36 +81,24 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     if not Path("/proc/self/statm").exists():
         raise InputError("soak: reads /proc, which is Linux's")
     with tempfile.TemporaryDirectory() as place:
-        before = set(os.listdir("/dev/shm"))
         of_ranks = on_ranks(work, options.microbatches, options.seconds, place)
-        left = sorted(set(os.listdir("/dev/shm")) - before)
         files = [file.name for file in (Path(place) / "checkpoints").iterdir()]
     rows = []
     for rank, noted in enumerate(of_ranks):
         early, late = noted[len(noted) // 10 : len(noted) // 5 + 1], noted[-len(noted) // 10 - 1 :]
         growth = median(n["bytes"] for n in late) / median(n["bytes"] for n in early) - 1
-        grown = [k for k in ("files", "threads", "semaphores") if late[-1][k] > early[0][k]]
+        most = {k: (max(n[k] for n in early), max(n[k] for n in late)) for k in COUNTED}
+        grown = [name for name, (first, last) in most.items() if last > first]
         problems = [f"more {name} than at the start" for name in grown]
         problems += [f"memory has grown by {growth:.1%}"] if growth > FLAT else []
-        problems += [f"left in /dev/shm: {left}"] if left else []
         problems += [f"left on disk: {files}"] if len(files) > 3 else []
         last = noted[-1]
         rate = last["step"] / last["seconds"]
         figures = (f"{last['bytes'] / 2**20:.0f} MiB", f"{growth:+.2%}")
-        counts = [f"{early[0][k]} → {last[k]}" for k in ("files", "threads", "semaphores")]
+        counts = [f"{early[0][k]} → {last[k]}" for k in COUNTED]
         rows.append((rank, last["step"], f"{rate:.0f}/s", *figures, *counts))
         yield {"rank": rank, "growth": growth, "noted": noted, "failed": problems}
-    columns = (
-        "rank",
-        "micro-batches",
-        "rate",
-        "memory",
-        "growth",
-        "files",
-        "threads",
-        "semaphores",
-    )
-    show("Soak", columns, rows)
+    show("Soak", ("rank", "micro-batches", "rate", "memory", "growth", *COUNTED), rows)
 
 
 BENCHMARK = Benchmark("soak", arguments, main, smallest=("--microbatches", "40"))
