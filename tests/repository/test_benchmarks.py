@@ -33,7 +33,7 @@ from benchmarks.registry import Benchmark, Row, entries
 from benchmarks.sweep import bytes_of, growth, seconds_of, swept
 from revcompile.errors import InputError
 
-SLOW = {"accounting", "kills", "pipeline", "planned"}
+SLOW = {"accounting", "kills", "pipeline", "planned", "soak"}
 """A whole RevNet-50, or ranks that have to be started."""
 
 
