@@ -41,7 +41,6 @@ from benchmarks.harness import show
 from benchmarks.ranks.victim import (
     EVERY,
     STEPS,
-    TIMEOUT,
     Agent,
     Plain,
     RankProcess,
@@ -95,13 +94,14 @@ class Trial:
     kills: tuple[Kill, ...]
 
     @classmethod
-    def draw(cls, seed: int, ranks: Sequence[int], backend: str = "eager") -> Trial:
+    def draw(
+        cls, seed: int, ranks: Sequence[int], backend: str = "eager", timeout: float = 30.0
+    ) -> Trial:
         """From a seed."""
         dice = random.Random(seed)
         count = dice.choice(ranks)
-        run = Run(
-            dice.choice(METHODS if backend == "eager" else CAPTURED), dice.choice((1, 3)), backend
-        )
+        methods = METHODS if backend == "eager" else CAPTURED
+        run = Run(dice.choice(methods), dice.choice((1, 3)), backend, timeout)
         launcher = dice.choices(list(LAUNCHERS), (8, 7, 1))[0]
 
         def victims() -> tuple[int, ...]:
@@ -166,7 +166,8 @@ def attempt(trial: Trial, expected: Mapping[int, Mapping[str, Any]], deadline: f
                 break
             outcome.killed.append(dead[0].phase)
             lives.append([*dead, *survivors])
-            stopped = until(lambda: not any(s.is_running for s in survivors), TIMEOUT + SLACK)  # noqa: B023
+            limit = trial.run.timeout + SLACK
+            stopped = until(lambda: not any(s.is_running for s in survivors), limit)  # noqa: B023
             outcome.stopped_after = max(outcome.stopped_after, time.monotonic() - since)
             if not stopped:
                 outcome.hung = True
@@ -391,6 +392,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--processes", type=int, default=4, help="ranks that run at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after these")
+    parser.add_argument("--timeout", type=float, default=30.0, help="of the trainer, in seconds")
     parser.add_argument("--backend", default="eager", choices=("eager", "static"))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -401,7 +403,8 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     os.environ["OMP_NUM_THREADS"] = "1"  # of all that is started here
     deadline = time.monotonic() + options.seconds
     count = -(-options.kills // KILLS)
-    trials = [Trial.draw(options.seed + i, options.ranks, options.backend) for i in range(count)]
+    choices = options.ranks, options.backend, options.timeout
+    trials = [Trial.draw(options.seed + i, *choices) for i in range(count)]
     runs = list(dict.fromkeys(trial.run for trial in trials))
     outcomes: list[Outcome] = []
     with ProcessPoolExecutor(options.processes, server()) as pool:

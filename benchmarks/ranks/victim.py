@@ -37,7 +37,6 @@ from revcompile.runtime.trainer.core import Trainer
 __all__ = [
     "EVERY",
     "STEPS",
-    "TIMEOUT",
     "Agent",
     "Plain",
     "RankProcess",
@@ -54,8 +53,6 @@ STAGES: Final = 4
 STEPS: Final = 40
 EVERY: Final = 7
 """Steps between two checkpoints."""
-TIMEOUT: Final = 30.0
-"""The trainer's, in seconds."""
 SLOWER: Final = 0.01
 """Seconds that everything done to a checkpoint's files takes longer."""
 
@@ -91,6 +88,8 @@ class Run:
     method: str = "petra"
     accumulate: int = 1
     backend: str = "eager"
+    timeout: float = 30.0
+    """The trainer's, in seconds."""
 
 
 def checkpoints(folder: Path) -> Path:
@@ -114,7 +113,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
         lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(
             o, 0.02, total_steps=STEPS + 1, cycle_momentum=run.backend == "eager"
         ),
-        timeout=TIMEOUT,
+        timeout=run.timeout,
     )
     torch.manual_seed(1)
     random.seed(1)
@@ -343,8 +342,8 @@ class RankProcess:
 
 def main() -> None:
     """As a script: what torchrun starts."""
-    folder, method, accumulate, backend = sys.argv[1:]
-    run_rank(Run(method, int(accumulate), backend), Path(folder))
+    folder, method, accumulate, backend, timeout = sys.argv[1:]
+    run_rank(Run(method, int(accumulate), backend, float(timeout)), Path(folder))
 
 
 if __name__ == "__main__":

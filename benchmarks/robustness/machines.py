@@ -16,13 +16,14 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -45,6 +46,8 @@ from revcompile.schedule import choose, hiding_alpha, period
 from revcompile.staged import StagedModel
 
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
+PORT: Final = 29500
+"""Of torchrun's store, whose agents end when they lose it."""
 HERE: Final = Path(__file__).resolve()
 
 
@@ -67,7 +70,7 @@ class Cable:
         return str(self.rate / 8), str(self.latency), str(self.jitter)
 
 
-CABLES: Final = (Cable(1e9, 0.01, samples=3000), Cable(1e8, 0.05, samples=300))
+CABLES: Final = (Cable(1e9, 0.01, samples=1500), Cable(1e8, 0.05, samples=300))
 WIDTH: Final = 64
 
 
@@ -104,7 +107,11 @@ class Machines:
         """torchrun on one of them."""
         command = ["ip", "netns", "exec", self.names[number], sys.executable]
         command += ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29500", "--rdzv-id=run"]
+        command += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}",
+            "--rdzv-id=run",
+        ]
         command += [f"--local-addr={ADDRESSES[number]}", f"--max-restarts={restarts}"]
         # Which of them is the endpoint: torchrun would ask a name server, and there is none.
         command += [f"--rdzv-conf=is_host={int(number == 0)}", "--monitor-interval=0.5", *script]
@@ -153,15 +160,15 @@ def machines(cable: Cable) -> Iterator[Machines]:
 
 
 class Block(nn.Module):
-    """A small branch."""
+    """As little work as can be for what it sends: the link is to be the limit."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         """x + F(x)."""
-        return x + torch.tanh(self.inner(x))
+        return x + x * self.weight
 
 
 def made(cable: Cable) -> tuple[StagedModel, Tensor, Tensor]:
@@ -253,11 +260,21 @@ def disturbed(cable: Cable) -> dict[str, Any]:
     expected = undisturbed(run)
     with machines(cable) as both:
         folder = both.folder
-        script = (victim.__file__, str(folder), run.method, str(run.accumulate), run.backend)
+        script = (victim.__file__, str(folder), *map(str, astuple(run)))
         agents = [both.start(number, *script, restarts=5) for number in (0, 1)]
         lives: list[int] = []
+        begun_again = 0
+
+        def tend() -> None:
+            """Start torchrun again where it has failed, as a service or a scheduler does."""
+            nonlocal begun_again
+            for number, agent in enumerate(agents):
+                if agent.poll() and begun_again < 5:
+                    begun_again += 1
+                    agents[number] = both.start(number, *script, restarts=5)
 
         def steps() -> int:
+            tend()
             new = [p for p in RankProcess.all(folder) if p.pid not in lives]
             return min((len(p.steps) for p in new if p.is_running), default=0) if new else 0
 
@@ -282,20 +299,20 @@ def disturbed(cable: Cable) -> dict[str, Any]:
 
         def cut() -> None:
             both.tell("cut")
-            time.sleep(victim.TIMEOUT + 15)
+            time.sleep(run.timeout + 15)
             both.tell("join")
 
-        times = {"reset": disturb("reset", lambda: both.tell("reset"), 5)}
-        times["cut"] = disturb("cut", cut, 5)
-        times["vanish"] = disturb("vanish", vanish, 5)
-        codes = []
-        for agent in agents:
-            try:
-                codes.append(agent.wait(300))
-            except subprocess.TimeoutExpired:
-                outcome.hung = True
-        if any(codes):
-            outcome.failed = f"torchrun ended with {codes}: {both.log()}"
+        times = {"reset": disturb("reset", lambda: both.tell("reset", str(PORT)), 9)}
+        times["cut"] = disturb("cut", cut, 9)
+        times["vanish"] = disturb("vanish", vanish, 9)
+
+        def ended() -> bool:
+            tend()
+            return all(agent.poll() is not None for agent in agents)
+
+        outcome.hung |= not until(ended, 300)
+        if any(agent.poll() for agent in agents):
+            outcome.failed = f"torchrun failed: {both.log()}"
         compare(RankProcess.all(folder), expected, outcome)
         outcome.orphans = sum(process.is_running for process in RankProcess.all(folder))
         ranks = len(RankProcess.all(folder))
@@ -304,6 +321,7 @@ def disturbed(cable: Cable) -> dict[str, Any]:
         "disturbed": outcome.killed,
         "stopped_after": times,
         "processes": ranks,
+        "torchrun begun again": begun_again,
         "compared": outcome.compared,
         "failed": outcome.problems,
     }
@@ -323,6 +341,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         raise InputError("machines: needs root on Linux, and the ip command of iproute2")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed
     rows: list[dict[str, Any]] = []
     for cable in CABLES if options.only != "losses" else ():
         for row in compared(cable, options.steps):

@@ -197,8 +197,8 @@ def _remove(path: Path) -> None:
     """A folder or a file; of a link the link alone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    elif path.is_symlink() or path.exists():
+        path.unlink()
 
 
 def _write_rank(place: Path, rank: int, tensors: Mapping[str, Tensor], plain: Any) -> None:
