@@ -33,13 +33,8 @@ from benchmarks.registry import Benchmark, Row, entries
 from benchmarks.sweep import bytes_of, growth, seconds_of, swept
 from revcompile.errors import InputError
 
-<<<<<<< HEAD
-SLOW = {"accounting", "context", "finetune", "kills", "pipeline", "planned"}
+SLOW = {"accounting", "context", "finetune", "kills", "pipeline", "planned", "soak"}
 """A whole RevNet-50, models of transformers, or ranks that have to be started."""
-=======
-SLOW = {"accounting", "kills", "pipeline", "planned", "soak"}
-"""A whole RevNet-50, or ranks that have to be started."""
->>>>>>> 24a8aa5
 
 
 # -- all of them ----------------------------------------------------------------------------------
