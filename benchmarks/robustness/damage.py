@@ -237,16 +237,16 @@ class Tape:
 
     uses_cuda = False
     device = torch.device("cpu")
-    source, target, lanes = 0, 1, 1
+    source, target, tags = 0, 1, 1
 
     def __init__(self, packets: list[bytes] | None = None) -> None:
         self.packets = packets if packets is not None else []
 
-    def control_exchange(self, packet: Tensor, sends: bool, lane: int = 0) -> None:
+    def control_exchange(self, packet: Tensor, sends: bool, tag: int = 0) -> None:
         """As a channel does."""
-        self.post(packet, sends, lane).wait()
+        self.post(packet, sends, tag).wait()
 
-    def post(self, packet: Tensor, sends: bool, lane: int) -> Any:
+    def post(self, packet: Tensor, sends: bool, tag: int) -> Any:
         """As a channel does."""
         return SimpleNamespace(wait=lambda *_: self._exchange(packet, sends))
 

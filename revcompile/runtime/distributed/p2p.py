@@ -7,7 +7,7 @@ receive is posted before the packet is sent, so both ends must know the size of 
 The rule: after two messages of one form a third is expected. A message of another form fills a
 packet of the expected size with its header alone, and its tensors follow in a packet of their own.
 Gloo sends a packet when it knows that its receive is posted, which takes the time once around a
-link: where several messages are on their way, a channel has as many lanes, which take turns.
+link: where several messages are on their way, a channel has as many tags, which take turns.
 
 Over NCCL (GPU) tensors go from device to device, headers over gloo. The header is sent after the
 tensors' send was enqueued, and the receive is enqueued after the header has arrived. So whatever a
@@ -58,7 +58,7 @@ class Channel:
     payload: Any
     """Group of the two ranks over NCCL, if the stages are on GPUs."""
     device: torch.device
-    lanes: int = 1
+    tags: int = 1
     """Over gloo between CPUs: how many receives are posted at a time."""
 
     @property
@@ -83,15 +83,13 @@ class Channel:
         """The other rank's number in the groups."""
         return sorted(self.ranks).index(self.ranks[1] if sends else self.ranks[0])
 
-    def control_exchange(self, tensor: Tensor, sends: bool, lane: int = 0) -> None:
+    def control_exchange(self, tensor: Tensor, sends: bool, tag: int = 0) -> None:
         """Send or receive bytes over gloo."""
-        self.post(tensor, sends, lane).wait(_NO_TIMEOUT)
+        self.post(tensor, sends, tag).wait(_NO_TIMEOUT)
 
-    def post(self, tensor: Tensor, sends: bool, lane: int) -> Any:
+    def post(self, tensor: Tensor, sends: bool, tag: int) -> Any:
         """Begin to; wait for what it returns."""
-        return (self.control.send if sends else self.control.recv)(
-            [tensor], self._peer(sends), lane
-        )
+        return (self.control.send if sends else self.control.recv)([tensor], self._peer(sends), tag)
 
 
 @dataclass
@@ -163,11 +161,11 @@ FormatId = tuple[MessageKind, int]
 
 
 Packings = dict[MessageKind, tuple[int, Packing]]
-"""The last description of each kind and its number, the same for all lanes of a channel's end."""
+"""The last description of each kind and its number, the same for all tags of a channel's end."""
 
 
 class _ExpectedPacket:
-    """The size of a lane's next packet; both ends follow the same rule to the same result."""
+    """The size of the next packet of a tag; both ends follow the same rule to the same result."""
 
     def __init__(self, packings: Packings) -> None:
         self.format_id: FormatId | None = None
@@ -192,7 +190,7 @@ class _ExpectedPacket:
 
 
 class PacketSender:
-    """The sending end of one lane of a channel between two CPUs."""
+    """The sending end of one tag of a channel between two CPUs."""
 
     def __init__(self, packings: Packings) -> None:
         self._expected = _ExpectedPacket(packings)
@@ -230,10 +228,10 @@ def _bytes(size: int) -> Tensor:
 
 
 class PacketReceiver:
-    """The receiving end of one lane of a channel between two CPUs."""
+    """The receiving end of one tag of a channel between two CPUs."""
 
-    def __init__(self, channel: Channel, packings: Packings, lane: int = 0) -> None:
-        self._channel, self._lane = channel, lane
+    def __init__(self, channel: Channel, packings: Packings, tag: int = 0) -> None:
+        self._channel, self._tag = channel, tag
         self._expected = _ExpectedPacket(packings)
         self.pool = BufferPool(limit=_MOST_PACKETS)
         self._size = 0
@@ -244,7 +242,7 @@ class PacketReceiver:
         """Called by the thread that receives."""
 
     def post(self) -> None:
-        """Post the receive of the lane's next message, unless it is posted."""
+        """Post the receive of the tag's next message, unless it is posted."""
         if self._posted is not None:
             return
         size = self._expected.size
@@ -254,10 +252,10 @@ class PacketReceiver:
         # The last packet belongs to its message now: let go of it before the next one is chosen.
         self._packet = _bytes(0)
         self._packet = self.pool.take(size, partial(_bytes, size))
-        self._posted = self._channel.post(self._packet, sends=False, lane=self._lane)
+        self._posted = self._channel.post(self._packet, sends=False, tag=self._tag)
 
     def header(self) -> Header:
-        """Wait for the lane's next message, whose tensors may have come with it."""
+        """Wait for the tag's next message, whose tensors may have come with it."""
         self._posted.wait(_NO_TIMEOUT)
         self._posted = None
         return Header.of(self._packet[:_HEADER_BYTES].view(torch.int64).tolist())
@@ -271,7 +269,7 @@ class PacketReceiver:
         memory = self._packet[_HEADER_BYTES:]
         if header.flags & Flag.SEPARATE:
             memory = _bytes(packing.size)
-            self._channel.control_exchange(memory, sends=False, lane=self._lane)
+            self._channel.control_exchange(memory, sends=False, tag=self._tag)
         expected.passed(format_id, packing)
         return _arrival(header, description, memory, self._channel.device)
 

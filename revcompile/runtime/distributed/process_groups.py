@@ -21,7 +21,7 @@ from revcompile.schedule import Tie
 
 Made = TypeVar("Made")
 
-_MOST_LANES: Final = 64
+_MOST_TAGS: Final = 64
 _GRACE: Final = 2.0
 """Seconds beyond torch's own timeout, whose error says more."""
 
@@ -132,8 +132,8 @@ def open_channels(
             payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
             if ranks.rank in ends:
                 between = windows[min(source, target)] - windows[max(source, target)]
-                lanes = min(between + 1, _MOST_LANES) if between > 1 else 1
-                channels.append(Channel(source, target, ends, control, payload, device, lanes))
+                tags = min(between + 1, _MOST_TAGS) if between > 1 else 1
+                channels.append(Channel(source, target, ends, control, payload, device, tags))
     for channel in channels:
         if channel.uses_cuda:
             channel.connect(ranks.rank == channel.ranks[0])

@@ -75,10 +75,10 @@ class SendThread:
         self._packets: queue.SimpleQueue[tuple[int, list[Tensor]] | None] = queue.SimpleQueue()
         self._describers: dict[MessageKind, Describer] = {}
         packings: Packings = {}
-        self._lanes: list[DeviceSender | PacketSender] = (
+        self._by_tag: list[DeviceSender | PacketSender] = (
             [DeviceSender(channel)]
             if channel.uses_cuda
-            else [PacketSender(packings) for _ in range(channel.lanes)]
+            else [PacketSender(packings) for _ in range(channel.tags)]
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -101,10 +101,10 @@ class SendThread:
         return Header(kind, index, flags, length, self.sent, scale, fingerprint)
 
     def end(self, cause: str | None = None) -> None:
-        """Send the last message, on every lane: the run has ended, or failed because of `cause`."""
+        """Send the last message, by every tag: the run has ended, or failed because of `cause`."""
         text = b"" if cause is None else cause.encode()
         flags = Flag.END if cause is None else Flag.ABORT
-        for _ in self._lanes:
+        for _ in self._by_tag:
             self._put(Outbound(self._header(MessageKind.X, Message(0), flags, len(text)), text))
         self._packets.put(None)
 
@@ -118,18 +118,18 @@ class SendThread:
         return {kind: each.packing.size for kind, each in self._describers.items()}
 
     def _put(self, outbound: Outbound) -> Sending | None:
-        lane = self.sent % len(self._lanes)
-        packets, sending = self._lanes[lane].packets(outbound)
+        tag = self.sent % len(self._by_tag)
+        packets, sending = self._by_tag[tag].packets(outbound)
         self.sent += 1
-        self._packets.put((lane, packets))
+        self._packets.put((tag, packets))
         return sending
 
     def _run(self) -> None:
         try:
             while (waiting := self._packets.get()) is not None:
-                lane, packets = waiting
+                tag, packets = waiting
                 while packets:
-                    self.channel.control_exchange(packets.pop(0), True, lane)
+                    self.channel.control_exchange(packets.pop(0), True, tag)
         except Exception as error:
             self._on_failure(short_error(error))
 
@@ -149,10 +149,10 @@ class ReceiveThread:
         self._descriptions: dict[MessageKind, Description] = {}
         self._received = self._ended = 0
         packings: Packings = {}
-        self.lanes: list[DeviceReceiver | PacketReceiver] = (
+        self.receivers: list[DeviceReceiver | PacketReceiver] = (
             [DeviceReceiver(channel)]
             if channel.uses_cuda
-            else [PacketReceiver(channel, packings, lane) for lane in range(channel.lanes)]
+            else [PacketReceiver(channel, packings, tag) for tag in range(channel.tags)]
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -164,7 +164,7 @@ class ReceiveThread:
 
     def _run(self) -> None:
         try:
-            self.lanes[0].start()
+            self.receivers[0].start()
             while self._receive():
                 pass
         except Exception as error:
@@ -172,11 +172,11 @@ class ReceiveThread:
 
     def _receive(self) -> bool:
         """Receive one message; False if it is the last."""
-        for each in self.lanes:
+        for each in self.receivers:
             each.post()
-        number = self._received % len(self.lanes)
-        lane = self.lanes[number]
-        header = lane.header()
+        number = self._received % len(self.receivers)
+        receiver = self.receivers[number]
+        header = receiver.header()
         if header.sequence != self._received:
             raise VerificationError(f"message {header.sequence} came, not {self._received}")
         self._received += 1
@@ -186,7 +186,7 @@ class ReceiveThread:
             self._ended += 1
             if self._ended == 1:
                 self._on_end(self.channel, None if has_ended else text.decode(errors="replace"))
-            return has_ended and self._ended < len(self.lanes)
+            return has_ended and self._ended < len(self.receivers)
         if header.flags & Flag.DESCRIBED:
             self._descriptions[header.kind] = Description(text)
         if header.flags & Flag.VOID:
@@ -195,14 +195,14 @@ class ReceiveThread:
             description = self._descriptions.get(header.kind)
             if description is None:
                 raise VerificationError(f"a message {header} came before its description")
-            arrival = lane.arrival(header, description)
+            arrival = receiver.arrival(header, description)
         self._deliver(self.channel, arrival)
         return True
 
-    def _text(self, length: int, lane: int) -> bytes:
+    def _text(self, length: int, tag: int) -> bytes:
         text = torch.empty(length, dtype=torch.uint8)
         if length:
-            self.channel.control_exchange(text, sends=False, lane=lane)
+            self.channel.control_exchange(text, sends=False, tag=tag)
         return text.numpy().tobytes()
 
 
@@ -326,8 +326,8 @@ class DistributedTransport:
     @property
     def allocations(self) -> int:
         """How often memory for messages had to be allocated; constant in steady state."""
-        lanes = (lane for thread in self._receivers for lane in thread.lanes)
-        return sum(lane.pool.allocations for lane in lanes if isinstance(lane, PacketReceiver))
+        receivers = (each for thread in self._receivers for each in thread.receivers)
+        return sum(each.pool.allocations for each in receivers if isinstance(each, PacketReceiver))
 
     # -- reductions ---------------------------------------------------------------------------
 

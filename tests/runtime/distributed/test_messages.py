@@ -71,17 +71,17 @@ class Tape:
         self.on_its_way: list[tuple[int, Tensor]] = []
         self.sizes: list[int] = []
 
-    def control_exchange(self, packet: Tensor, sends: bool, lane: int = 0) -> None:
+    def control_exchange(self, packet: Tensor, sends: bool, tag: int = 0) -> None:
         if sends:
             self.sizes.append(len(packet))
-            self.on_its_way.append((lane, packet.clone()))
+            self.on_its_way.append((tag, packet.clone()))
         else:
-            self.post(packet, sends, lane).wait()
+            self.post(packet, sends, tag).wait()
 
-    def post(self, packet: Tensor, sends: bool, lane: int) -> Any:
+    def post(self, packet: Tensor, sends: bool, tag: int) -> Any:
         def wait(*_: Any) -> None:
             number, sent = self.on_its_way.pop(0)
-            assert (number, len(packet)) == (lane, len(sent)), "both ends expect the same"
+            assert (number, len(packet)) == (tag, len(sent)), "both ends expect the same"
             packet.copy_(sent)
 
         return SimpleNamespace(wait=wait)
@@ -90,11 +90,11 @@ class Tape:
 class Ends:
     """Both ends of a channel in one process."""
 
-    def __init__(self, lanes: int = 1) -> None:
+    def __init__(self, tags: int = 1) -> None:
         self.tape = cast(Any, Tape())
         known: tuple[Any, Any] = {}, {}
-        self.senders = [PacketSender(known[0]) for _ in range(lanes)]
-        self.receivers = [PacketReceiver(self.tape, known[1], lane) for lane in range(lanes)]
+        self.senders = [PacketSender(known[0]) for _ in range(tags)]
+        self.receivers = [PacketReceiver(self.tape, known[1], tag) for tag in range(tags)]
         self.count = 0
         self.describers = {kind: Describer(CPU) for kind in MessageKind}
         self.known: dict[MessageKind, Description] = {}
@@ -106,22 +106,22 @@ class Ends:
             text, tensors = describer.describe(message)
         flags = Flag.VOID if message.void else Flag.DESCRIBED if text else Flag(0)
         header = Header(kind, message.index, flags, len(text))
-        lane = self.count % len(self.senders)
+        tag = self.count % len(self.senders)
         self.count += 1
         outbound = Outbound(header, text, tensors, describer.packing)
-        for packet in self.senders[lane].packets(outbound)[0]:
-            self.tape.control_exchange(packet, sends=True, lane=lane)
+        for packet in self.senders[tag].packets(outbound)[0]:
+            self.tape.control_exchange(packet, sends=True, tag=tag)
         for receiver in self.receivers:
             receiver.post()
-        found = self.receivers[lane].header()
+        found = self.receivers[tag].header()
         assert (found.kind, found.index) == (kind, message.index)
         if found.length:
             text = torch.empty(found.length, dtype=torch.uint8)
-            self.tape.control_exchange(text, sends=False, lane=lane)
+            self.tape.control_exchange(text, sends=False, tag=tag)
             self.known[kind] = Description(bytes(text.tolist()))
         if found.flags & Flag.VOID:
             return Message(found.index, void=True)
-        return self.receivers[lane].arrival(found, self.known[kind]).ready()
+        return self.receivers[tag].arrival(found, self.known[kind]).ready()
 
 
 def values(index: int, rows: int = 4) -> Any:
@@ -142,7 +142,7 @@ def test_from_the_third_message_of_a_form_on_one_packet_is_all() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
     """Forms that change, lost micro-batches, channels in turn: both ends always agree."""
-    draw, ends, kept = random.Random(seed), Ends(lanes=1 + seed % 4), []
+    draw, ends, kept = random.Random(seed), Ends(tags=1 + seed % 4), []
     for index in range(60):
         kind = draw.choice((MessageKind.X, MessageKind.X, MessageKind.TIED_WEIGHT))
         sent = values(index, rows=draw.choice((4, 4, 4, 2)))
