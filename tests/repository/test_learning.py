@@ -186,5 +186,5 @@ def test_a_small_gpt_learns(tmp_path: Path) -> None:
     row = Training("petra_stashed", "muon-feedback", 0.02, stages=3, updates=24, size="tiny")
     assert "(train" in run_text(row, text, tmp_path / row.name, math.inf)
     losses = [line["validation_loss"] for line in gather(tmp_path)[row.name]["log"]]
-    assert len(losses) == 12
+    assert len(losses) == 24
     assert losses[-1] < losses[0] - 0.1
