@@ -249,7 +249,7 @@ class StagedModel(StageReport):
                 backward uses those of its forward pass; a stage that is t updates late has t
                 copies, so one (as PipeDream-2BW) with accumulate >= J-1. "rewound": the same,
                 but updates are rounded to 4 bits an element (without bias) and these are kept
-                instead of copies, an eighth of their memory. "predicted": forward uses
+                instead of t copies, beside one while backward runs. "predicted": forward uses
                 `y - t u`, where u is the last update, and backward y; one copy at any delay, and
                 optimizers of `revcompile.optim` then leave the delay to it.
                 Default: as the method says; "stashed" for policy="pretrained".

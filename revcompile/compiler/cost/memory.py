@@ -122,13 +122,12 @@ class MemoryModel:
         weights = self._weights[end] - self._weights[start]
         trained = self._trained[end] - self._trained[start]
         buffers, working = self._activations(index, start, end, keep)
-        kind = workload.method.weights
         return StageMemory(
             parameters=weights + self._autocast_copy(weights),
             gradients=trained,
             optimizer=round(workload.optimizer_copies * trained),
             summing=trained if workload.accumulate > 1 else 0,
-            stashed=self._stashed(kind, index, weights, trained),
+            stashed=self._stashed(index, weights, trained),
             newest=self._newest(index, weights, trained, keep),
             buffers=buffers,
             messages=self._messages(index, start, end, keep),
@@ -138,14 +137,14 @@ class MemoryModel:
             ends=self._ends(index, start, end, keep),
         )
 
-    def _stashed(self, kind: Weights, index: int, weights: int, trained: int) -> int:
-        """What is kept of the weights of earlier updates."""
-        match kind:
+    def _stashed(self, index: int, weights: int, trained: int) -> int:
+        """What is kept of the weights of earlier updates; of rewound ones, as if of float32."""
+        match self.workload.method.weights:
             case Weights.STASHED:
                 return self._delays[index] * weights
             case Weights.REWOUND:
                 return round(self._delays[index] * trained * REWOUND_BYTES / 4)
-            case _:
+            case Weights.LATEST | Weights.PREDICTED:
                 return 0
 
     def _newest(self, index: int, weights: int, trained: int, keep: Keep) -> int:

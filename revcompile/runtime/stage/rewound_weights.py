@@ -2,14 +2,14 @@
 
 An update is rounded to 4 bits an element before it is applied, so that what is kept of it is all of
 it: adding it to the latest weights gives those before, but for the last bits of floating point.
-A stage that is t updates late keeps t updates, about t/2 bytes a parameter, where stashed weights
-take 4 t bytes.
+A stage that is t updates late keeps t updates, about t/2 bytes a parameter, and needs one copy of
+its weights while backward runs; stashed weights take 4 t bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from revcompile.schedule import REWOUND_BLOCK as BLOCK
 
-MOST: Final = 7
+_MOST: Final = 7
 """Multiples of the scale are from -7 to 7."""
 # What is rounded up where depends on these and the number of the update: over updates, fractions of
 # multiples of an irrational number are spread evenly, so that small parts of updates are not lost.
@@ -75,15 +75,13 @@ class RewoundWeights:
         if self._number is None:
             for name, p in self._trained.items():
                 blocks = -(-p.numel() // BLOCK)
-                self._updates[name] = (
-                    # 8 in each half of a byte is zero.
-                    torch.full((self._count, blocks, BLOCK // 2), 0x88, dtype=torch.uint8).to(
-                        p.device
-                    ),
-                    torch.zeros(self._count, blocks, dtype=torch.int8, device=p.device),
+                packed = torch.empty(
+                    self._count, blocks, BLOCK // 2, dtype=torch.uint8, device=p.device
                 )
-            first: Iterable[Tensor] = self._trained.values()
-            device = next((p.device for p in first), torch.device("cpu"))
+                packed.fill_(0x88)  # 8 in each half of a byte is zero
+                exponents = torch.zeros(self._count, blocks, dtype=torch.int8, device=p.device)
+                self._updates[name] = packed, exponents
+            device = next((p.device for p in self._trained.values()), None)
             self._number = torch.zeros((), dtype=torch.long, device=device)
         return self._number
 
@@ -113,8 +111,9 @@ class RewoundWeights:
                 own.copy_(saved)
 
 
-def _blocks(flat_or_not: Tensor) -> Tensor:
-    flat = flat_or_not.reshape(-1)
+def _blocks(tensor: Tensor) -> Tensor:
+    """Its elements in rows that share a scale, filled up with zeros."""
+    flat = tensor.reshape(-1)
     return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
 
 
@@ -125,7 +124,7 @@ def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
 def _rounded(update: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     """Multiples of each block's scale, and the exponents of these."""
     largest = update.abs().amax(1)
-    exponents = torch.frexp(largest / MOST).exponent.clamp(-100, 100).to(torch.int8)
+    exponents = torch.frexp(largest / _MOST).exponent.clamp(-100, 100).to(torch.int8)
     rows = torch.arange(len(update), device=update.device, dtype=torch.double) * _BY_BLOCK
     columns = torch.arange(BLOCK, device=update.device, dtype=torch.double) * _BY_ELEMENT
     threshold = (

@@ -313,14 +313,20 @@ class Stage:
 
     def _weights_of(self, held: InFlight) -> Mapping[str, Tensor] | None:
         """What a backward pass computes with; None: the parameters."""
-        if self.rewound is None or held.updates is None or held.updates == self._updates:
+        if self.rewound is None:
             return held.weights
-        return self.rewound.past(self._updates - held.updates)
+        age = self._age(held)
+        return self.rewound.past(age) if age else None
+
+    def _age(self, held: InFlight) -> int:
+        """How many updates there were since a forward pass with the latest weights."""
+        assert held.updates is not None
+        return self._updates - held.updates
 
     def ages(self) -> dict[int, int]:
         """For every micro-batch in flight: how many updates its weights are old."""
         if self.rewound is not None:
-            return {m: self._updates - (held.updates or 0) for m, held in self.in_flight.items()}
+            return {microbatch: self._age(held) for microbatch, held in self.in_flight.items()}
         stashed = (held.weights for held in reversed(self.in_flight.values()))
         order = {id(weights): None for weights in stashed if weights is not None}
         age = {id(None): 0} | {version: age for age, version in enumerate(order, 1)}

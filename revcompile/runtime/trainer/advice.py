@@ -55,7 +55,7 @@ def warn_of_delay(
     enough = window(method, len(programs), 0, accumulate) - 1
     also = (
         ", with weights='stashed' (a copy of the weights for each update of delay) or "
-        "weights='rewound' (an eighth of that)"
+        "weights='rewound' (one copy, and half a byte a parameter for each)"
         if method.weights is Weights.LATEST
         else ""
     )
