@@ -88,7 +88,7 @@ class Channel:
         self.post(tensor, sends, tag).wait(_NO_TIMEOUT)
 
     def post(self, tensor: Tensor, sends: bool, tag: int) -> Any:
-        """Begin to; wait for what it returns."""
+        """Start to send or to receive bytes over gloo; the work to wait for."""
         return (self.control.send if sends else self.control.recv)([tensor], self._peer(sends), tag)
 
 
