@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any, Final
 
@@ -515,6 +516,23 @@ def test_what_a_stage_hands_on_stays_where_it_is_for_one_more_step() -> None:
     assert addresses[-3] == addresses[-1] != addresses[-2]
     assert addresses[-2][1] == addresses[-1][0]
     assert len(transport.tensors) == 4  # of stage 1 two for `x` and one for `g`, of stage 0 one
+
+
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_what_a_step_has_read_is_freed_when_it_is_over(hands_on: bool) -> None:
+    """A backward pass on another stream may still read a message that the host has replaced."""
+    transport, route = StaticTransport(2, hands_on), (1, 0, DY)
+    start = Message(0, {}, {"g": torch.zeros(2)})
+    transport.open(route, start, 1)
+    transport.load(route, start, is_new=True)
+    read = weakref.ref(start.gradients["g"])
+    del start
+    for microbatch in (0, 1):
+        transport.begin(route, [microbatch])
+        assert (read() is not None) == (microbatch == 0)
+        transport.receive(*route)
+        transport.send(*route, Message(microbatch + 1, {}, {"g": torch.ones(2)}))
+        assert (read() is not None) == (microbatch == 0)
 
 
 def test_buffers_of_copies_are_used_again_only_when_nobody_refers_to_them() -> None:

@@ -75,6 +75,9 @@ class StaticTransport(InProcess):
         self._counts: dict[Route, int] = {}
         self._forms: dict[Route, Flat] = {}
         self._waiting: dict[tuple[Route, int], _Waiting] = {}
+        self._replaced: list[_Waiting] = []
+        """Those of this step that were not in static buffers. Other streams may still read them: if
+        they were freed, their memory would be given away at once."""
         self._buffers: dict[tuple[Route, int, int], Tensor] = {}
         self._storages: set[int] = set()
         """Of these buffers."""
@@ -125,7 +128,8 @@ class StaticTransport(InProcess):
         return StaticBuffers(waiting.payload, allocate=False), value
 
     def begin(self, route: Route, indices: Sequence[int]) -> None:
-        """Queue the messages that wait for the step to come."""
+        """Queue the messages that wait for the step to come; all before it are over."""
+        self._replaced.clear()
         self.queues[route] = deque(self.waiting(route, indices))
 
     def waiting(self, route: Route, indices: Sequence[int]) -> list[Message]:
@@ -209,7 +213,9 @@ class StaticTransport(InProcess):
             leaves[number], own[storage(buffer)] = buffer, number
         copy_tensors(copies)
         if before is not None and not before.is_static:
-            del self._waiting[route, 1 - place]  # read by now, but for what was handed on
+            self._replaced.append(self._waiting.pop((route, 1 - place)))
+        if (old := self._waiting.get((route, place))) is not None and not old.is_static:
+            self._replaced.append(old)
         self._waiting[route, place] = _Waiting(value.with_leaves(leaves), own, is_static)
         return value.with_leaves(leaves)
 
