@@ -11,9 +11,13 @@ from revcompile.schedule import Keep, Method, Order, Weights, choose
 
 PLAIN = "plain"
 """Backprop on the model as it is, not rewired."""
+MUON = "delay-aware-muon"
 
-
-_USUAL = {"resnet18": ("sgd", 10, (64, 256)), "vit_tiny": ("adamw", 8, (64,))}
+_USUAL = {
+    "resnet18": ("sgd", 10, (64, 256)),
+    "resnet50": ("sgd", 18, (64, 256)),
+    "vit_tiny": ("adamw", 8, (64,)),
+}
 """With what a model is trained, in how many stages and by micro-batches of which sizes, unless the
 name says otherwise."""
 
@@ -39,6 +43,8 @@ class Experiment:
     """What is done about delay, by stage: see `helps.py`."""
     watch: int = 0
     """How many times an epoch gradients are compared."""
+    weights: str | None = None
+    """Which weights backward uses; None: as the method has it."""
 
     @property
     def setting(self) -> str:
@@ -52,7 +58,8 @@ class Experiment:
         rate = f"-lr{self.rate:g}" if self.rate is not None else ""
         schedule = f"-{self.schedule}" if self.schedule != "steps" else ""
         how = f"{optimizer}{rate}{schedule}{helps}"
-        return f"{self.model}-{self.method}{order}-k{self.accumulate}{cut}{how}"
+        weights = f"-{self.weights}" if self.weights else ""
+        return f"{self.model}-{self.method}{weights}{order}-k{self.accumulate}{cut}{how}"
 
     @property
     def name(self) -> str:
@@ -64,7 +71,7 @@ class Experiment:
         """The method as the trainer takes it."""
         if self.method in _ABLATED:
             return _ABLATED[self.method]
-        return choose(self.method, order=self.order)
+        return choose(self.method, order=self.order, weights=self.weights)
 
 
 _Row = tuple[str, str | None, str]
@@ -178,6 +185,39 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
             yield replace(experiment, seed=seed)
 
 
+def _transformer_muon(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """The same with matrices by Muon: backprop, and the weights that backward may use."""
+    for seed, rate in itertools.product(range(seeds), (0.01, 0.005)):
+        for method, weights in (
+            ("backprop", None),
+            ("petra", "latest"),
+            ("petra", "stashed"),
+            ("petra", "predicted"),
+        ):
+            yield Experiment(
+                method,
+                accumulate=4,
+                seed=seed,
+                model="vit_tiny",
+                stages=8,
+                epochs=epochs,
+                rate=rate,
+                optimizer=MUON,
+                schedule="cosine",
+                weight_decay=0.05,
+                weights=weights,
+            )
+
+
+def _resnet50(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """The paper's hardest row: RevNet-50 in 18 stages."""
+    same = Experiment("petra", model="resnet50", stages=18, epochs=epochs, schedule="cosine")
+    for seed in range(seeds):
+        for k in (1, 4):
+            for method, optimizer in (("petra", "delay-aware-sgd"), ("backprop", "sgd")):
+                yield replace(same, method=method, optimizer=optimizer, accumulate=k, seed=seed)
+
+
 TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "orders": _orders,
     "cosine": _cosine,
@@ -186,4 +226,6 @@ TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "helps": _helps,
     "watched": _watched,
     "transformer": _transformer,
+    "muon": _transformer_muon,
+    "resnet50": _resnet50,
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.learning.cifar import Cifar
-from benchmarks.learning.experiments import PARAMETERS_BUFFERED, PLAIN, Experiment
+from benchmarks.learning.experiments import MUON, PARAMETERS_BUFFERED, PLAIN, Experiment
 from benchmarks.learning.helps import HELPS, MOMENTA, MOMENTUM
 from benchmarks.learning.mixed import rebuild_with_latest
 from benchmarks.learning.workers import OutOfTime
 from examples.recipe import Recipe, paper_recipe, small_stem
+from revcompile.optim import DelayAwareMuon, muon_groups
 from revcompile.schedule import delay
 
 Log = list[dict[str, Any]]
-Groups = Callable[[Iterable[tuple[str, nn.Parameter]]], list[dict[str, Any]]]
+Groups = Callable[[Sequence[tuple[str, nn.Parameter]]], list[dict[str, Any]]]
 
 
 def run_to_line(experiment: Experiment, data: Cifar, folder: Path, deadline: float) -> str:
@@ -36,20 +38,21 @@ def run_to_line(experiment: Experiment, data: Cifar, folder: Path, deadline: flo
 
 
 def run(experiment: Experiment, data: Cifar, folder: Path, deadline: float) -> Log:
-    """Train to the end or to the deadline; the log of its epochs."""
+    """Train to the end or to the deadline; the log of its epochs, always in `epochs.json` too."""
     torch.manual_seed(experiment.seed)
     kind = Plain if experiment.method == PLAIN else Staged
     training = kind(experiment, data)
     log = training.resume(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for epoch in range(len(log), experiment.epochs):
         start = time.monotonic()
         line = {"epoch": epoch + 1, **training.epoch(epoch)}
         log.append(line | {"seconds": round(time.monotonic() - start, 2)})
+        (folder / "epochs.json").write_text(json.dumps(log))
         is_last = epoch + 1 == experiment.epochs
         if time.monotonic() > deadline and not is_last:
             training.save(folder, log)
-            raise OutOfTime
-    folder.mkdir(parents=True, exist_ok=True)
+            raise OutOfTime(f"after {len(log)} epochs, {log[-1]['test_accuracy']:.2%}")
     (folder / "result.json").write_text(
         json.dumps({"experiment": asdict(experiment), "name": experiment.name, "log": log})
     )
@@ -92,17 +95,17 @@ class Staged:
         self.experiment, self.data = experiment, data
         device = data.train.device
         example = torch.randn(8, 3, 32, 32, device=device)
-        self.net = revcompile.petrafy(
-            create(experiment).to(device), experiment.stages, example, check="off"
-        )
+        model = create(experiment).to(device)
+        self.net = revcompile.petrafy(model, experiment.stages, example, check="off")
         recipe = recipe_of(experiment, len(data.train))
+        is_muon = experiment.optimizer == MUON
         self.trainer = self.net.trainer(
-            recipe.optimizer,
+            partial(_muon, recipe) if is_muon else recipe.optimizer,
             F.cross_entropy,
             method=experiment.chosen,
             accumulate=experiment.accumulate,
             lr_schedule=self._schedule(recipe),
-            param_groups=self._groups(recipe),
+            param_groups=self._groups(recipe, muon_groups(model) if is_muon else None),
             autocast=torch.bfloat16 if device.type == "cuda" else None,
             backend=experiment.backend,
             seed=experiment.seed,
@@ -159,14 +162,13 @@ class Staged:
         self.trainer.save(folder / "checkpoints", keep=1, drain=True)
         (folder / "log.json").write_text(json.dumps(log))
 
-    def _groups(self, recipe: Recipe) -> Groups:
-        """The recipe's groups, each with its stage's delay in updates."""
+    def _groups(self, recipe: Recipe, split: Groups | None) -> Groups:
+        """The recipe's groups or those of `split`, each with its stage's delay in updates."""
         delays = _delays(self.net, self.experiment)
 
-        def groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-            named = list(named)
+        def groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
             late = delays[named[0][0]]
-            with_delay = recipe.param_groups(named)
+            with_delay = (split or recipe.param_groups)(named)
             for group in with_delay:
                 group["delay"] = late
                 if self.experiment.recipe in MOMENTA:
@@ -189,6 +191,11 @@ class Staged:
             )
 
         return schedule
+
+
+def _muon(recipe: Recipe, params: Any) -> DelayAwareMuon:
+    """Matrices at the recipe's rate and decay; the rest as AdamW has it by default."""
+    return DelayAwareMuon(params, lr=recipe.rate, weight_decay=recipe.weight_decay)
 
 
 def _delays(net: revcompile.StagedModel, experiment: Experiment) -> dict[str, int]:

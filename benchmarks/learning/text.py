@@ -55,6 +55,12 @@ class Sizes:
     context: int = 256
 
 
+POLICIES: dict[str, revcompile.Policy] = {
+    "paper": revcompile.Policy(),
+    "averaged": dataclasses.replace(revcompile.Policy.named("pretrained"), kept_bits=4),
+}
+"""How a model is rewired: `averaged` couplings compute the model as it is, but for gamma = 1/16."""
+
 SIZES = {"char": Sizes(), "wide": Sizes(12, 768, 12, 512), "tiny": Sizes(4, 32, 2, 16)}
 
 
@@ -76,6 +82,7 @@ class Training:
     size: str = "char"
     until: int | None = None
     """Stop after so many updates, with the learning rates of a training to the end."""
+    policy: str = "paper"
 
     @property
     def setting(self) -> str:
@@ -84,7 +91,8 @@ class Training:
         weights = f"-{self.weights}" if self.weights else ""
         start = f"-sync{self.synchronous}" if self.synchronous else ""
         where = f"{self.size}-{self.stages}stages-k{self.accumulate}"
-        return f"{where}-{self.method}{weights}{order}{start}-{self.optimizer}"
+        policy = f"-{self.policy}" if self.policy != "paper" else ""
+        return f"{where}{policy}-{self.method}{weights}{order}{start}-{self.optimizer}"
 
     @property
     def name(self) -> str:
@@ -209,16 +217,20 @@ def load(file: Path) -> Text:
 def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     """Train to the end; writes the result and gives it in a line.
 
+    What was measured so far is in the folder's `log.json` at any time.
+
     Raises:
-        OutOfTime: the deadline has come before; nothing is written.
+        OutOfTime: the deadline has come before; there is no result then.
     """
     torch.manual_seed(training.seed)
     sizes, device = SIZES[training.size], text.train.device
     sequences = SEQUENCES // training.accumulate
     model = GPT(text.vocabulary, sizes).to(device)
     example = torch.zeros(2, sizes.context, dtype=torch.long, device=device)
-    net = revcompile.petrafy(model, training.stages, example, check="off")
+    policy = POLICIES[training.policy]
+    net = revcompile.petrafy(model, training.stages, example, policy=policy, check="off")
     trainer = _trainer(net, model, training, device)
+    folder.mkdir(parents=True, exist_ok=True)
     log: list[dict[str, float]] = []
     losses: list[Tensor] = []
     start = time.monotonic()
@@ -244,10 +256,10 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
                 "seconds": round(time.monotonic() - start, 1),
             }
         )
+        (folder / "log.json").write_text(json.dumps(log))
+        best = min(line["validation_loss"] for line in log)
         if time.monotonic() > deadline and number < count:
-            raise OutOfTime  # a row that was cut short is no result
-    best = min(line["validation_loss"] for line in log)
-    folder.mkdir(parents=True, exist_ok=True)
+            raise OutOfTime(f"after {log[-1]['update']} updates, best so far {best:.3f}")
     result = {"training": dataclasses.asdict(training), "name": training.name, "log": log}
     (folder / "result.json").write_text(json.dumps(result))
     last = log[-1]

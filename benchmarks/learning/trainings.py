@@ -10,7 +10,8 @@ prints the results and draws the curves.
 
 Tables: orders (two orders of PETRA, and delay-aware momentum, against backprop, by accumulation),
 cosine (the same with another schedule), momentum (with a shorter one), ablation (PETRA's Table 4),
-helps (what else to do about delay), watched (its Figures 5 and 6), transformer.
+helps (what else to do about delay), watched (its Figures 5 and 6), transformer, muon (the same with
+matrices by Muon), resnet50 (18 stages).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     experiments = [
         replace(experiment, backend=options.backend)
         for experiment in TABLES[options.table](options.seeds, options.epochs)
+        if any(part in experiment.name for part in options.only)
     ]
     if not options.show:
         known = gather(options.out)
@@ -103,6 +105,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10", default=Path("data"))
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--jobs", type=int, default=8, help="trainings side by side")

@@ -20,7 +20,7 @@ line."""
 
 
 class OutOfTime(Exception):
-    """The deadline has come before the end of a training."""
+    """The deadline has come before the end of a training; its message says how far that came."""
 
 
 def train(
@@ -75,7 +75,7 @@ def work(
             continue
         try:
             messages.put(f"{name}: {run(experiment, data, out / name, deadline)}")
-        except OutOfTime:
-            messages.put(f"{name}: out of time")
+        except OutOfTime as cut:
+            messages.put(f"{name}: out of time {cut}".rstrip())
         except Exception:
             messages.put(f"{name}: failed\n{traceback.format_exc()}")

@@ -222,7 +222,8 @@ def muon_groups(
 ) -> Callable[[NamedParameters], list[dict[str, Any]]]:
     """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon.
 
-    AdamW gets parameters of fewer than two dimensions, embeddings, and the output layer: what the
+    AdamW gets parameters of fewer than two dimensions, embeddings (what `no_weight_decay()` of a
+    timm model names, and what has a first dimension of 1, included), and the output layer: what the
     model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging Face) returns.
 
     Args:
@@ -248,11 +249,15 @@ def muon_groups(
     if unknown:
         raise InputError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
     names = {name for name, p in model.named_parameters() if id(p) in excluded}
+    names |= set(getattr(model, "no_weight_decay", tuple)())
+
+    def is_matrix(name: str, p: Tensor) -> bool:
+        return p.ndim >= 2 and p.shape[0] > 1 and name not in names
 
     def groups(named: NamedParameters) -> list[dict[str, Any]]:
         # By name: a compiled model may hold parameters of its own under the original names.
-        matrices = [p for name, p in named if p.ndim >= 2 and name not in names]
-        rest = [p for name, p in named if p.ndim < 2 or name in names]
+        matrices = [p for name, p in named if is_matrix(name, p)]
+        rest = [p for name, p in named if not is_matrix(name, p)]
         both = ({"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False})
         return [group for group in both if group["params"]]
 

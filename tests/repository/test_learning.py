@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.testing import assert_close
 
 import revcompile
 from benchmarks.learning.cifar import Cifar, load
-from benchmarks.learning.experiments import PARAMETERS_BUFFERED, TABLES, Experiment
+from benchmarks.learning.experiments import MUON, PARAMETERS_BUFFERED, TABLES, Experiment
 from benchmarks.learning.mixed import rebuild_with_latest
 from benchmarks.learning.results import gather
 from benchmarks.learning.run import run
@@ -108,8 +109,15 @@ class Block(nn.Module):
         return x + self.f(x).tanh()
 
 
-def test_a_training_with_parameters_buffered_runs(tmp_path: Path, data: Cifar) -> None:
-    experiment = Experiment(PARAMETERS_BUFFERED, epochs=1, batch=4, model="vit_tiny", stages=3)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": PARAMETERS_BUFFERED},
+        {"method": "petra", "weights": "predicted", "optimizer": MUON, "rate": 0.01},
+    ],
+)
+def test_a_training_runs(tmp_path: Path, data: Cifar, settings: dict[str, Any]) -> None:
+    experiment = Experiment(epochs=1, batch=4, model="vit_tiny", stages=3, **settings)
     [line] = run(experiment, data, tmp_path, math.inf)
     assert math.isfinite(line["train_loss"])
 
