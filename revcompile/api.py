@@ -258,8 +258,6 @@ def petrafy(
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     expected_keep = Keep(one_of("petrafy", "keep", keep, get_args(KeepName)))
-    if Policy.named(policy).kept_bits != 1:
-        raise InputError("petrafy: stages keep one bit of averaged streams; use kept_bits=1")
     check_cost(cost)
     budget = None if memory_budget is None else parse_memory_budget(memory_budget)
     if batch_size is not None:

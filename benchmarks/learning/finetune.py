@@ -294,7 +294,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=400, help="of fine-tuning; of training twice as many")
     add("--batch", type=int, default=128)
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--kept-bits", type=int, default=1, choices=(1, 2, 4), help="more for less noise")
+    add("--kept-bits", type=int, default=4, choices=(1, 2, 4), help="more for less noise")
     add("--device", default="cpu")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     add("--seconds", type=float, default=3600.0, help="stop after this time")

@@ -182,9 +182,12 @@ class _Explainer:
 
     def _rewired(self) -> Iterator[str]:
         piece, block = self.piece, self.block
-        if isinstance(piece, Coupling) and piece.averaged:
+        if isinstance(piece, Coupling) and piece.kept_bits:
             yield "averaged coupling: (a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))"
-            yield "gamma = ±½ for each sample in training, 0 in eval mode: the original block"
+            yield (
+                f"gamma = ±1/{2**piece.kept_bits} for each sample in training, 0 in eval mode: the "
+                "original block"
+            )
         elif isinstance(piece, Coupling):
             yield "reversible coupling: (a, b) -> (b, a + F(b)), back by (b, y) -> (y - F(b), b)"
             if piece.kind is ResidualKind.POST_ACTIVATION:

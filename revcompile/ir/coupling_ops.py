@@ -441,7 +441,7 @@ def uncouple(
     grads: dict[str, Tensor],
     *sides: Any,
     extras: Sequence[Tensor | None] = (),
-    averaged: tuple[Tensor, Tensor] | None = None,
+    averaged: tuple[Tensor, Tensor, int] | None = None,
 ) -> tuple[Any, ...]:
     """Undo `a, b = b, a + F(b)` and pull the gradient back, with one autograd graph of F.
 
@@ -461,7 +461,7 @@ def uncouple(
         grads: Gradients of parameters, to which F's are added.
         sides: F's further arguments; those made by `leaf` get gradients.
         extras: Gradients of F's further results.
-        averaged: Of a `couple_average`: the signs and the lost bits.
+        averaged: Of a `couple_average`: the signs, the lost bits, and how many of each element.
 
     Returns:
         `a, b, da, db` before the coupling, then a gradient (or None) for each side.
@@ -474,9 +474,10 @@ def uncouple(
         rebuilt = minus(b, outputs[0], grid)
     else:
         assert grid is not None
-        rebuilt = uncouple_average(b, a, outputs[0], averaged[0], grid, averaged[1])
+        sign, lost, bits = averaged
+        rebuilt = uncouple_average(b, a, outputs[0], sign, grid, lost, bits)
         if db is not None:
-            db, da, of_branch = average_gradients(da, db, averaged[0])
+            db, da, of_branch = average_gradients(da, db, sign)
     given = of_branch, *extras
     of_x, _, *results = branch_vjp(x, da, outputs, given, sides, list(parameters.values()))
     _accumulate(parameters, results[len(sides) :], grads)

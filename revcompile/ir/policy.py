@@ -53,8 +53,8 @@ class Policy:
         stream_bits: 32 or 64, of the integers that averaged streams are in chains of float32. With
             32, elements may grow to 8192 times the chain's largest input; 64 take more memory and
             time, and have no such bound.
-        kept_bits: 1, 2 or 4, of each element and block of averaged streams in chains. More bits are
-            less noise in training, 4 times less variance for each bit. Stages keep 1.
+        kept_bits: 1, 2 or 4, of each element and block of averaged streams. More bits are less
+            noise in training: 4 times less variance for each bit.
 
     Raises:
         PolicyError: averaged streams are to enter or leave in another way.
@@ -68,7 +68,7 @@ class Policy:
     leave: Fuse = Fuse.CONCAT
     averaged: bool = False
     stream_bits: int = 32
-    kept_bits: int = 1
+    kept_bits: int = 4
 
     def __post_init__(self) -> None:
         ends = self.enter, self.fuse, self.leave

@@ -289,8 +289,9 @@ class Coupling(_Segment):
     extras: tuple[str, ...] = ()
     grid: str | None = None
     opens: bool = False
-    averaged: bool = False
-    """Is it `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))` (see `Policy`)?"""
+    kept_bits: int = 0
+    """If not 0, it is `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))` (see `Policy`), and
+    keeps so many bits of each element to be inverted."""
 
     @property
     def graph(self) -> fx.Graph:

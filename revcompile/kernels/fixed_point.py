@@ -1,16 +1,16 @@
 """Averaged couplings in fixed-point numbers, undone to the bit.
 
-    forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s/2, s = ±1 (see below)
+    forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s / 2**k, s = ±1
     inverse   a = b + (y - b - (1 + gamma) F(b)) / gamma
 
-The inverse doubles every rounding error, so 96 blocks would multiply them by 2**96. Streams are
-integers therefore, counted in units of a power of two, and halving loses one bit that is kept:
+The inverse multiplies every rounding error by 2**k, so 96 blocks would by 2**(96 k). Streams are
+integers therefore, counted in units of a power of two, and the k bits that are lost are kept:
 
-    d = a - b              y = b + s (d >> 1) + n              n = round((1 + gamma) F(b))
-                           a = b + 2 s (y - b - n) + (d & 1)
+    d = a - b              y = b + s (d >> k) + n              n = round((1 + gamma) F(b))
+                           a = b + s (y - b - n) << k + (d mod 2**k)
 
-With k bits kept instead of one, gamma is ±2**-k, and the noise that it adds to training 4**(k-1)
-times smaller in variance: d >> k, and k bits of d are kept. `sign` is 2 gamma everywhere.
+With each further bit the noise that gamma adds to training is 4 times smaller in variance.
+`sign` is 2 gamma everywhere, `bits` is k.
 
 A unit is about 2**-16 of the largest element of the chain's input (2**-40 in float64), below what
 a branch in bfloat16 can tell apart. A float32 holds only 24 bits of that, and the streams of
@@ -21,7 +21,7 @@ computed from the streams, becomes NaN: an overflow, as one of float16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -103,6 +103,14 @@ def _shifts(device: torch.device, count: int) -> Tensor:
     return torch.arange(0, 8, count, dtype=torch.uint8, device=device)
 
 
+def random_signs(
+    shape: Sequence[int], device: torch.device, dtype: torch.dtype, bits: int
+) -> Tensor:
+    """2 gamma = ±2**(1 - bits), from the default generator of the device."""
+    drawn = torch.randint(2, shape, device=device)
+    return drawn.to(dtype).mul_(2).sub_(1).mul_(2.0 ** (1 - bits))
+
+
 def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
     """The kernels that do all of a block's steps at once, if they can; else None."""
     if not tensors[0].is_cuda:
@@ -117,26 +125,26 @@ def average_and_value(
     addend: Tensor,
     sign: Tensor,
     unit: Tensor,
+    bits: int,
     formats: Mapping[torch.dtype, _Format] = _FORMATS,
-    bits: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`y` in units and its value; the lost bits, and the unit, NaN after an overflow."""
-    if bits == 1 and (kernels := kernels_for(sign, a, b, addend)):
+    if kernels := kernels_for(sign, a, b, addend):
         limit = _FORMATS[torch.float32].limit
         found: tuple[Tensor, Tensor, Tensor, Tensor]
-        found = kernels.average(a, b, addend.detach(), sign, unit, limit)
+        found = kernels.average(a, b, addend.detach(), sign, unit, limit, bits)
         return found
-    y, lost, unit = average(a, b, addend, sign, unit, formats, bits)
+    y, lost, unit = average(a, b, addend, sign, unit, bits, formats)
     return y, value(y, unit), lost, unit
 
 
 def undo_average_and_value(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int = 1
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
 ) -> tuple[Tensor, Tensor | None]:
     """`a` in units, and its value if that comes with it."""
-    if bits == 1 and (kernels := kernels_for(sign, y, b, addend)):
+    if kernels := kernels_for(sign, y, b, addend):
         found: tuple[Tensor, Tensor]
-        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost)
+        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, bits)
         return found
     return undo_average(y, b, addend, sign, unit, lost, bits), None
 
@@ -147,8 +155,8 @@ def average(
     addend: Tensor,
     sign: Tensor,
     unit: Tensor,
+    bits: int,
     formats: Mapping[torch.dtype, _Format] = _FORMATS,
-    bits: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`y` from streams in units and F(b); the lost bits, and the unit, NaN after an overflow.
 
@@ -158,8 +166,8 @@ def average(
         addend: F(b), in any floating-point type.
         sign: 2 gamma in the type of the streams' values; broadcast to them.
         unit: Of the streams.
-        formats: Of integers, by the type of the streams' values.
         bits: That are kept of each element, k for gamma = ±2**-k.
+        formats: Of integers, by the type of the streams' values.
     """
     with torch.no_grad():
         scaled = _scaled(addend, sign, unit)
@@ -173,7 +181,7 @@ def average(
 
 
 def undo_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int = 1
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
 ) -> Tensor:
     """`a`, from what `average` was given and returned."""
     with torch.no_grad():
@@ -269,12 +277,12 @@ def _is_training(mode: nn.Module | bool) -> bool:
     return mode if isinstance(mode, bool) else mode.training
 
 
-def draw_sign(mode: nn.Module | bool, b: Tensor, dim: int | None) -> Tensor | None:
-    """The signs of a block's gamma, one for each sample; None for gamma = 0, in eval mode."""
+def draw_sign(mode: nn.Module | bool, b: Tensor, dim: int | None, bits: int) -> Tensor | None:
+    """A block's 2 gamma, one for each sample; None for gamma = 0, in eval mode."""
     if not _is_training(mode):
         return None
     shape = [b.shape[d] if d == dim else 1 for d in range(b.ndim)]
-    return torch.randint(2, shape, device=b.device).to(wide_dtype(b.dtype)).mul_(2).sub_(1)
+    return random_signs(shape, b.device, wide_dtype(b.dtype), bits)
 
 
 def enter_average(
@@ -296,19 +304,29 @@ def enter_average(
 
 
 def couple_average(
-    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor | None, unit: Tensor | None
+    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor | None, unit: Tensor | None, bits: int
 ) -> tuple[Tensor, Tensor | None]:
     """`b + gamma (a - b) + (1 + gamma) F(b)`, and the bits that it loses of `a`."""
     if sign is None or unit is None:
         return b + addend, None
-    streams = fixed(a, unit), fixed(b, unit)
-    y, lost, overflown = average(*streams, addend, sign, unit, _IN_FLOATS)
-    return average_value(a, b, addend, sign, value(y, overflown)), lost
+    if kernels := kernels_for(sign, a, b, addend):
+        limit = _IN_FLOATS[torch.float32].limit
+        given = *(t.detach() for t in (a, b, addend)), sign, unit, limit, bits
+        _, total, lost, _ = kernels.average(*given)
+    else:
+        streams = fixed(a, unit), fixed(b, unit)
+        y, lost, overflown = average(*streams, addend, sign, unit, bits, _IN_FLOATS)
+        total = value(y, overflown)
+    return average_value(a, b, addend, sign, total), lost
 
 
 def uncouple_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
 ) -> Tensor:
     """`a`, from what `couple_average` was given and returned."""
+    if kernels := kernels_for(sign, y, b, addend):
+        given = *(t.detach() for t in (y, b, addend)), sign, unit, lost, bits
+        a: Tensor = kernels.undo_average(*given)[0]
+        return a
     streams = fixed(y, unit), fixed(b, unit)
-    return value(undo_average(*streams, addend, sign, unit, lost), unit)
+    return value(undo_average(*streams, addend, sign, unit, lost, bits), unit)

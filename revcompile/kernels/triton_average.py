@@ -21,51 +21,60 @@ try:
 except ImportError:  # torch for other devices comes without it
     triton = tl = None
 
-_BYTES: Final = 128
-"""Bytes of lost bits that a program works on: eight elements each."""
-_MAX_ELEMENTS: Final = 2**31 - 8 * _BYTES
+_ELEMENTS: Final = 1024
+"""That a program works on."""
+_MAX_ELEMENTS: Final = 2**31 - _ELEMENTS
 _INTEGERS_FROM: Final = 2.0**23 if tl is None else tl.constexpr(2.0**23)
 """Float32 numbers from here on have no fraction."""
 
 
+# Streams are integers, or (`floats`) float32 multiples of the unit. `bits` of an element are kept.
 # Triton reads annotations as code.
 # fmt: off
 def _read(  # type: ignore[no-untyped-def]
-    b, addend, signs, units, count, sample, size: tl.constexpr,
+    b, addend, signs, units, count, sample, bits: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
-    byte = tl.program_id(0) * size + tl.arange(0, size)
-    bit = tl.arange(0, 8)
-    at = byte[:, None] * 8 + bit[None, :]
+    per_byte: tl.constexpr = 8 // bits
+    byte = tl.program_id(0) * (size // per_byte) + tl.arange(0, size // per_byte)
+    place = tl.arange(0, per_byte)
+    at = byte[:, None] * per_byte + place[None, :]
     inside = at < count
     unit = tl.load(units)
     sign = tl.load(signs + at // sample, mask=inside, other=1.0)
     value = tl.load(addend + at, mask=inside, other=0.0).to(tl.float32)
     scaled = value * ((1.0 + sign / 2.0) / unit)
-    size = tl.abs(scaled)
-    whole = (size + _INTEGERS_FROM) - _INTEGERS_FROM  # rounds half to even
-    whole = tl.where(size < _INTEGERS_FROM, whole, size)
+    magnitude = tl.abs(scaled)
+    whole = (magnitude + _INTEGERS_FROM) - _INTEGERS_FROM  # rounds half to even
+    whole = tl.where(magnitude < _INTEGERS_FROM, whole, magnitude)
     scaled = tl.where(scaled < 0, -whole, whole)
     second = tl.load(b + at, mask=inside, other=0)
-    return byte, bit, at, inside, unit, scaled, sign.to(tl.int32), second
+    direction = tl.where(sign < 0, -1, 1)
+    return byte, place[None, :] * bits, at, inside, unit, scaled, direction, second
 
 
 # fmt: off
 def _average(  # type: ignore[no-untyped-def]
     a, b, addend, signs, units, y, values, lost, next_unit, count, sample, limit,
-    size: tl.constexpr,
+    floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
-    byte, bit, at, inside, unit, scaled, sign, second = _read_function(
-        b, addend, signs, units, count, sample, size
+    byte, shift, at, inside, unit, scaled, direction, second = _read_function(
+        b, addend, signs, units, count, sample, bits, size
     )
-    difference = tl.load(a + at, mask=inside, other=0) - second
-    tl.store(lost + byte, tl.sum((difference & 1) << bit[None, :], 1), mask=byte * 8 < count)
-    is_small = tl.abs(scaled) < limit  # nor NaN
-    total = second + sign * (difference >> 1) + tl.where(is_small, scaled, 0.0).to(tl.int32)
-    magnitude = tl.abs(total.to(tl.float32))
-    is_small = is_small & (magnitude < limit)
-    tl.store(y + at, total, mask=inside)
+    first = tl.load(a + at, mask=inside, other=0)
+    is_small = (tl.abs(scaled) < limit) & (first == first) & (second == second)  # nor NaN
+    if floats:
+        first = tl.where(is_small, first / unit, 0.0).to(tl.int32)
+        second = tl.where(is_small, second / unit, 0.0).to(tl.int32)
+    difference = first - second
+    kept = tl.sum((difference & ((1 << bits) - 1)) << shift, 1)
+    tl.store(lost + byte, kept, mask=byte * (8 // bits) < count)
+    total = second + direction * (difference >> bits)
+    total += tl.where(is_small, scaled, 0.0).to(tl.int32)
+    is_small = is_small & (tl.abs(total.to(tl.float32)) < limit)
+    if not floats:
+        tl.store(y + at, total, mask=inside)
     value = tl.where(is_small, total.to(tl.float32) * unit, float("nan"))
     tl.store(values + at, value, mask=inside)
     overflown = tl.sum(tl.sum(tl.where(inside & (is_small == 0), 1, 0), 1), 0)
@@ -75,17 +84,21 @@ def _average(  # type: ignore[no-untyped-def]
 # fmt: off
 def _undo(  # type: ignore[no-untyped-def]
     y, b, addend, signs, units, lost, a, values, count, sample,
-    size: tl.constexpr,
+    floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
-    byte, bit, at, inside, unit, scaled, sign, second = _read_function(
-        b, addend, signs, units, count, sample, size
+    byte, shift, at, inside, unit, scaled, direction, second = _read_function(
+        b, addend, signs, units, count, sample, bits, size
     )
-    packed = tl.load(lost + byte, mask=byte * 8 < count, other=0).to(tl.int32)
-    bits = (packed[:, None] >> bit[None, :]) & 1
-    half = sign * (tl.load(y + at, mask=inside, other=0) - second - scaled.to(tl.int32))
-    total = second + 2 * half + bits
-    tl.store(a + at, total, mask=inside)
+    packed = tl.load(lost + byte, mask=byte * (8 // bits) < count, other=0).to(tl.int32)
+    kept = (packed[:, None] >> shift) & ((1 << bits) - 1)
+    last = tl.load(y + at, mask=inside, other=0)
+    if floats:
+        last, second = (last / unit).to(tl.int32), (second / unit).to(tl.int32)
+    part = direction * (last - second - scaled.to(tl.int32))
+    total = second + (part << bits) + kept
+    if not floats:
+        tl.store(a + at, total, mask=inside)
     tl.store(values + at, total.to(tl.float32) * unit, mask=inside)
 
 
@@ -136,8 +149,9 @@ def works_on(device: torch.device) -> bool:
         a = torch.zeros(8, dtype=torch.int32, device=device)
         one = torch.ones(1, device=device)
         addend = torch.zeros(8, device=device)
-        y, _, lost, unit = average(a, a, addend, one, one, 1.0)
-        undo_average(y, a, addend, one, unit, lost)
+        for bits in (1, 4):
+            y, _, lost, unit = average(a, a, addend, one, one, 1.0, bits)
+            undo_average(y, a, addend, one, unit, lost, bits)
         average_gradients(addend, addend, one, torch.bfloat16)
     except Exception:  # of the compiler: there is another way to the same numbers
         return False
@@ -145,25 +159,33 @@ def works_on(device: torch.device) -> bool:
 
 
 def average(
-    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, limit: float
+    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, limit: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`y` in units and as float32, the lost bits, and the unit, NaN after an overflow."""
-    y, values = torch.empty_like(b), torch.empty_like(b, dtype=torch.float32)
-    lost = torch.empty(-(-b.numel() // 8), dtype=torch.uint8, device=b.device)
+    """`y` in units and as float32, the lost bits, and the unit, NaN after an overflow.
+
+    Of float32 streams, which are multiples of the unit, the first two are the same tensor.
+    """
+    y, values = _empty(b)
+    lost = torch.empty(-(-b.numel() * bits // 8), dtype=torch.uint8, device=b.device)
     next_unit = unit.clone()
     tensors = a, b, addend, sign, unit, y, values, lost, next_unit
-    _launch(_average_kernel, b, sign, tensors, limit)
+    _launch(_average_kernel, b, sign, tensors, limit, y is values, bits)
     return y, values, lost, next_unit
 
 
 def undo_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """`a` in units and as float32."""
-    a, values = torch.empty_like(b), torch.empty_like(b, dtype=torch.float32)
+    """`a` in units and as float32; of float32 streams the same tensor."""
+    a, values = _empty(b)
     tensors = y, b, addend, sign, unit, lost, a, values
-    _launch(_undo_kernel, b, sign, tensors)
+    _launch(_undo_kernel, b, sign, tensors, a is values, bits)
     return a, values
+
+
+def _empty(stream: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.empty_like(stream, dtype=torch.float32)
+    return values if stream.is_floating_point() else torch.empty_like(stream), values
 
 
 def average_gradients(
@@ -176,14 +198,13 @@ def average_gradients(
     # Each element is read before it is written, by the same thread.
     of_a, own = (of_y, of_b) if may_overwrite else (torch.empty_like(t) for t in (of_y, of_y))
     of_addend = torch.empty_like(of_y, dtype=dtype)
-    tensors = of_b, of_y, sign, of_a, own, of_addend
-    _launch(_gradients_kernel, of_y, sign, tensors, size=8 * _BYTES)
+    _launch(_gradients_kernel, of_y, sign, (of_b, of_y, sign, of_a, own, of_addend))
     return of_a, own, of_addend
 
 
 def _launch(
-    kernel: Any, like: Tensor, sign: Tensor, given: tuple[Any, ...], *more: Any, size: int = _BYTES
+    kernel: Any, like: Tensor, sign: Tensor, given: tuple[Any, ...], *more: Any
 ) -> None:
-    count, each = like.numel(), 8 * _BYTES
-    given = *given, count, count // sign.numel(), *more, size
-    launch(kernel, (triton.cdiv(count, each),), like, given, enable_fp_fusion=False)
+    count = like.numel()
+    given = *given, count, count // sign.numel(), *more, _ELEMENTS
+    launch(kernel, (triton.cdiv(count, _ELEMENTS),), like, given, enable_fp_fusion=False)

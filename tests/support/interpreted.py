@@ -101,20 +101,30 @@ def check_twice() -> None:
         assert torch.allclose(have, want, atol=1e-4 * float(want.abs().max()))
 
 
-def check_average(shape: tuple[int, ...], samples: int) -> None:
+def check_average(shape: tuple[int, ...], samples: int, bits: int) -> None:
     """Averaged couplings: to the bit what torch's operations give, and NaN after an overflow."""
     x, limit = torch.randn(shape) * 4, 2.0**29
     unit = fixed_point.unit_of(x, x)
     a, b = fixed_point.fixed(torch.randn(shape), unit), fixed_point.fixed(x, unit)
-    sign = torch.randint(2, (samples, *(1 for _ in shape[1:]))).float() * 2 - 1
+    signs = samples, *(1 for _ in shape[1:])
+    sign = fixed_point.random_signs(signs, x.device, x.dtype, bits)
     for dtype in (torch.float32, torch.float16):
         addend = torch.randn(shape).to(dtype)
-        y, lost, after = fixed_point.average(a, b, addend, sign, unit)
-        found = average_kernels.average(a, b, addend, sign, unit, limit)
+        y, lost, after = fixed_point.average(a, b, addend, sign, unit, bits)
+        found = average_kernels.average(a, b, addend, sign, unit, limit, bits)
         wanted = y, fixed_point.value(y, unit), lost, after
         assert all(torch.equal(have, want) for have, want in zip(found, wanted, strict=True))
-        rebuilt, value = average_kernels.undo_average(y, b, addend, sign, unit, lost)
+        rebuilt, value = average_kernels.undo_average(y, b, addend, sign, unit, lost, bits)
         assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit))
+        values = [fixed_point.value(stream, unit) for stream in (a, b, y)]  # as in stages
+        found = average_kernels.average(*values[:2], addend, sign, unit, limit, bits)
+        assert found[0] is found[1] and torch.equal(found[0], values[2])
+        assert torch.equal(found[2], lost) and torch.equal(found[3], unit)
+        undone = average_kernels.undo_average(*values[:0:-1], addend, sign, unit, lost, bits)
+        assert torch.equal(undone[0], values[0])
+        values[0].view(-1)[0] = torch.nan
+        found = average_kernels.average(*values[:2], addend, sign, unit, limit, bits)
+        assert found[0].isnan().sum() == 1 and found[3].isnan()
     of_b, of_y = torch.randn(2, *shape)
     gradients = average_kernels.average_gradients(of_b, of_y, sign, torch.float32)
     wanted_gradients = fixed_point.average_gradients(of_b, of_y, sign)
@@ -125,7 +135,7 @@ def check_average(shape: tuple[int, ...], samples: int) -> None:
         assert overwritten[0] is copies[1] and overwritten[1] is copies[0]
     assert all(map(torch.equal, gradients, wanted_gradients))
     addend.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
-    _, values, _, after = average_kernels.average(a, b, addend, sign, unit, limit)
+    _, values, _, after = average_kernels.average(a, b, addend, sign, unit, limit, bits)
     assert after.isnan() and values.isnan().sum() == 2
 
 
@@ -149,8 +159,9 @@ if __name__ == "__main__":
     check_added(96)
     check_added(1500)
     check_twice()
-    check_average((3, 5, 37), 3)
-    check_average((1, 1040), 1)
+    for bits in (1, 2, 4):
+        check_average((3, 5, 37), 3, bits)
+    check_average((1, 1040), 1, 4)
     batch_kernels._PROGRAMS = 5  # type: ignore[misc]
     assert batch_kernels.works_on(torch.device("cpu"), torch.float16)
     check_bn_relu((3, 8, 5, 7), torch.float16)

@@ -283,11 +283,11 @@ def _operands(piece: Segment, batch: int) -> int:
 
 
 def _lost_bits(piece: Segment, types: Mapping[str, Any], batch: int) -> int:
-    """Bytes that an averaged coupling keeps: one bit of each element."""
+    """Bytes that an averaged coupling keeps."""
     kind = types.get(piece.streams_out[1]) if isinstance(piece, Coupling) else None
-    if not isinstance(piece, Coupling) or not piece.averaged or not isinstance(kind, TensorType):
+    if not isinstance(piece, Coupling) or not isinstance(kind, TensorType):
         return 0
-    return -(-kind.nbytes(batch) // (8 * kind.dtype.itemsize))
+    return -(-piece.kept_bits * kind.nbytes(batch) // (8 * kind.dtype.itemsize))
 
 
 def _stream(piece: Segment, types: Mapping[str, Any], batch: int) -> int:

@@ -78,14 +78,14 @@ def lower(
 
 
 def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequence[Keep]) -> None:
-    """Undoing an averaged coupling doubles what the addend has changed by, block after block."""
+    """Undoing an averaged coupling multiplies what the addend has changed by, block after block."""
     is_late = method.order is Order.CONTINUOUS and len(partition.parts) > 1
     if method.weights is Weights.STASHED or not is_late or Keep.NOTHING not in keeps:
         return
-    if any(coupling.averaged for coupling in partition.rewired.couplings):
+    if any(coupling.kept_bits for coupling in partition.rewired.couplings):
         raise InputError(
             f"method {method.name!r} with weights={method.weights.value!r} rebuilds inputs with "
             'other weights than the forward pass had. The couplings of policy="pretrained" would '
-            "double that difference in every block; use weights='stashed', or a method without "
+            "multiply that difference in every block; use weights='stashed', or a method without "
             "delay such as 'reversible_backprop'"
         )

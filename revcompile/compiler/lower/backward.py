@@ -11,6 +11,7 @@ sent back by the next stage (`needs_back`), everything else is kept from forward
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from revcompile.compiler.lower.writer import StageUnits, Writer, is_piece
 from revcompile.ir import coupling_ops
@@ -146,10 +147,10 @@ class BackwardWriter(Writer):
         grid, sides = self.value(piece.grid), self.leaves(piece.sides)
         function = self.functions.of_piece(piece, again=True)
         arguments = (b, y, of_b, of_y, grid, ParameterGradients(unit.parameters), *sides)
-        options: dict[str, tuple[Value | None, ...]] = {"extras": extras} if extras else {}
+        options: dict[str, tuple[Any, ...]] = {"extras": extras} if extras else {}
         sign = self.sign(piece, b)
         if sign is not None:
-            options["averaged"] = sign, self.keep(Value(piece.name, "lost"))
+            options["averaged"] = sign, self.keep(Value(piece.name, "lost")), piece.kept_bits
         uncoupled = call(coupling_ops.uncouple, function, SELF, *arguments, **options)
         streams: Sequence[Value] = [Value(name) for name in piece.streams_in]
         if piece.rearrange is not None:

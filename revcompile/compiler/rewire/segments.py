@@ -68,7 +68,7 @@ def coupling(
         branch=branch,
         rearrange=streams.rearrange,
         extras=block.extras,
-        averaged=place.leaves_by_second,
+        kept_bits=place.kept_bits,
     )
 
 

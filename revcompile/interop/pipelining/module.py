@@ -131,6 +131,5 @@ def _guarded(step: _Step) -> _Step:
     if not isinstance(chain, Chain):
         return step
     settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
-    averaged = chain.averaged, chain.stream_bits, chain.kept_bits
-    once = _OnceChain(*settings, 1, *averaged)
+    once = _OnceChain(*settings, 1, chain.kept_bits, chain.stream_bits)
     return replace(step, run=once)

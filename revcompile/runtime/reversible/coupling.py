@@ -77,12 +77,11 @@ class Chain:
     overlap: Overlap = Overlap.OFF
     failures_allowed: int = 0
     """Consecutive calls that may rebuild their input wrongly without an error."""
-    averaged: bool = False
-    """Do its couplings average the streams, so that in eval mode they are `b + F(b)`?"""
+    kept_bits: int = 0
+    """Of each element of averaged streams, which in eval mode become `b, b + F(b)`; 0: they are
+    added."""
     stream_bits: int = 32
     """Of the integers that averaged streams are."""
-    kept_bits: int = 1
-    """Of each element of averaged streams."""
     check: ReconstructionCheck = field(init=False)
     watch: Watch = field(init=False)
 
@@ -182,7 +181,7 @@ class Chain:
         exact: bool = True,
     ) -> Sums:
         """How the couplings of one run combine their streams."""
-        if not self.averaged:
+        if not self.kept_bits:
             return Added(grid_for(a, b, cast, self.convolves) if training else None)
         dims = tuple(block.batch_dim for block in self.blocks)
         if not training or (len(dims) == 1 and a is b):  # one block alone keeps its input anyway

@@ -234,7 +234,7 @@ class Reversible(OriginalSurface):
             inputs = [values[name] for name in step.inputs]
             if isinstance(step.run, Chain):
                 a, b, cast, own_dtype = inputs[0], inputs[1], None, None
-                if self.training or errors is not None or not step.run.averaged:
+                if self.training or errors is not None or not step.run.kept_bits:
                     a, b, cast, own_dtype = _float32_streams(a, b)
                 del inputs[:2]
                 if errors is not None:
@@ -321,9 +321,8 @@ def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
                 root.check_every,
                 has_convolutions,
                 root.overlap,
-                averaged=couplings[0].averaged,
+                kept_bits=couplings[0].kept_bits,
                 stream_bits=root.rewired.policy.stream_bits,
-                kept_bits=root.rewired.policy.kept_bits,
             )
         drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned)
         steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))

@@ -20,6 +20,7 @@ from revcompile.kernels.fixed_point import (
     average_gradients,
     average_value,
     fixed,
+    random_signs,
     undo_average_and_value,
     unit_of,
     value,
@@ -140,11 +141,11 @@ class FixedAverage(Averaged):
         self,
         signs: Tensor,
         batch_dims: tuple[int | None, ...],
-        bits: int = 32,
-        kept_bits: int = 1,
+        stream_bits: int,
+        kept_bits: int,
     ) -> None:
         super().__init__(signs, batch_dims)
-        self._formats, self._kept_bits = FORMATS[bits], kept_bits
+        self._formats, self._kept_bits = FORMATS[stream_bits], kept_bits
         self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
         self._dtypes: list[torch.dtype] = []
@@ -170,7 +171,7 @@ class FixedAverage(Averaged):
         assert self._streams is not None
         sign = self.sign(index, b)
         given = *self._streams, addend, sign, self._unit
-        y, total, lost, self._unit = average_and_value(*given, self._formats, self._kept_bits)
+        y, total, lost, self._unit = average_and_value(*given, self._kept_bits, self._formats)
         self._streams = self._streams[1], y
         self._lost.append(lost)
         self._dtypes.append(addend.dtype)
@@ -216,11 +217,10 @@ Sums = Added
 """Any of them."""
 
 
-def draw_signs(blocks: int, samples: int, like: Tensor, kept_bits: int = 1) -> Tensor:
+def draw_signs(blocks: int, samples: int, like: Tensor, kept_bits: int) -> Tensor:
     """2 gamma for each block and sample, from the default generator of the streams' device.
 
     One draw before the first block: branches that draw for themselves are replayed from the state
     of the generator, and nothing may be drawn between them.
     """
-    drawn = torch.randint(2, (blocks, samples), device=like.device)
-    return drawn.to(like.dtype).mul_(2).sub_(1).mul_(2.0 ** (1 - kept_bits))
+    return random_signs((blocks, samples), like.device, like.dtype, kept_bits)

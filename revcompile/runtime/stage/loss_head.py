@@ -34,7 +34,7 @@ class LossHead:
         self._spec = rewired.signature.out_spec
         self.has_target = loss is not None
         """Or does the model return its own loss?"""
-        self._averaged = any(coupling.averaged for coupling in rewired.couplings)
+        self._averaged = any(coupling.kept_bits for coupling in rewired.couplings)
         if loss is None:
             _check_returned_loss(rewired, self.assembled)
             loss = _returned_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,18 +26,22 @@ def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(n, 3, WIDTH).double(), torch.randn(n, 3, 3).double()) for n in sizes]
 
 
-def staged(dtype: torch.dtype = torch.float64, **options: Any) -> revcompile.StagedModel:
+def staged(
+    dtype: torch.dtype = torch.float64, kept_bits: int = 4, **options: Any
+) -> revcompile.StagedModel:
     torch.manual_seed(0)
     model, x = PreNorm(WIDTH, 6).to(dtype), torch.randn(4, 3, WIDTH, dtype=dtype)
-    options = {"check": "off", **options}
-    return revcompile.petrafy(model, 3, x, policy="pretrained", **options)
+    policy = replace(revcompile.Policy.named("pretrained"), kept_bits=kept_bits)
+    return revcompile.petrafy(model, 3, x, policy=policy, **({"check": "off"} | options))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def trained(method: str, **options: Any) -> dict[str, Tensor]:
     net = staged()
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss, method=method, seed=3, **options
-    )
+    trainer = net.trainer(sgd, F.mse_loss, method=method, seed=3, **options)
     for x, y in batches():
         trainer.step(x, y)
     trainer.flush()
@@ -51,17 +56,32 @@ def test_rebuilding_equals_keeping_graphs_and_recomputing() -> None:
         assert worst(trained("petra", weights="stashed"), stashed)[0] == 0
 
 
+def test_captured_steps_are_the_same_training() -> None:
+    torch.manual_seed(1)
+    xs, ys = torch.randn(11, 4, 3, WIDTH).double(), torch.randn(11, 4, 3, 3).double()
+    found = []
+    for backend in ("eager", "static"):
+        net = staged()
+        trainer = net.trainer(sgd, F.mse_loss, backend=backend, seed=3)
+        for x, y in zip(xs, ys, strict=True):
+            trainer.step(x, y)
+        assert trainer.runner.is_active == (backend == "static")
+        trainer.flush()
+        found.append({name: p.detach() for name, p in net.module().named_parameters()})
+    assert worst(*found)[0] == 0
+
+
 def test_gradients_are_compared_when_it_is_compiled() -> None:
     net = staged(torch.float32, check="full")
     assert net.method.name == "petra_stashed" and [s.reversible for s in net.stages][1]
     code = str(net.stages[1].code)
-    assert "sign = draw_sign(self, b, 0)" in code and "# blocks.2" in code
+    assert "sign = draw_sign(self, b, 0, 4)" in code and "# blocks.2" in code
     assert "averaged coupling" in str(net.explain("blocks.2"))
 
 
 def test_the_original_is_evaluated_and_comes_back() -> None:
     net = staged(torch.float32)
-    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+    trainer = net.trainer(sgd, F.mse_loss)
     x, y = (tensor.float() for tensor in batches()[0])
     trainer.step(x, y)
     trainer.flush()
@@ -71,15 +91,17 @@ def test_the_original_is_evaluated_and_comes_back() -> None:
     assert torch.equal(net.module().eval()(x), original(x))
 
 
-def test_streams_are_rebuilt_to_the_bit_and_one_bit_is_kept() -> None:
-    net = staged(torch.float32)
-    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss, measure_every=1)
-    for x, y in batches():
-        metrics = trainer.step(x.float(), y.float())
-    assert metrics.reconstruction == {1: 0.0, 2: 0.0}
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept(bits: int) -> None:
+    net = staged(torch.float32, bits)
+    for cast in (None, torch.bfloat16):
+        trainer = net.trainer(sgd, F.mse_loss, measure_every=1, autocast=cast)
+        for x, y in batches(3):
+            metrics = trainer.step(x.float(), y.float())
+        assert metrics.reconstruction == {1: 0.0, 2: 0.0}
+        trainer.flush()
     kept, elements = net.memory(4)[1].buffers, 4 * 3 * WIDTH
-    assert kept == 2 * 2 * elements // 8  # two blocks, two micro-batches in flight
-    trainer.flush()
+    assert kept == 2 * 2 * elements * bits // 8  # two blocks, two micro-batches in flight
 
 
 def test_as_modules_for_torch_pipelining() -> None:
@@ -101,8 +123,8 @@ def test_as_modules_for_torch_pipelining() -> None:
 
 @pytest.mark.parametrize("weights", ["latest", "predicted"])
 def test_other_weights_than_those_of_forward_are_refused(weights: Any) -> None:
-    with pytest.raises(InputError, match="double that difference in every block"):
-        staged().trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss, weights=weights)
+    with pytest.raises(InputError, match="multiply that difference in every block"):
+        staged().trainer(sgd, F.mse_loss, weights=weights)
 
 
 def test_rearranged_streams() -> None:
