@@ -8,8 +8,8 @@ updates; the last tenth of the text is for validation, every 50 updates. What ha
 folder is not trained again. Every row is the best validation loss of its run; where several
 learning rates of a setting were trained, `--show` gives the best one and says which.
 
-Tables: weights (8 stages, an update every micro-batch), start (the same with a tenth of the updates
-without delay first), accumulated (micro-batches of 8 and an update every 8), orders (12 stages, and
+Tables: weights (8 stages, an update every micro-batch), averaged (the same with averaged
+couplings), start (with a tenth of the updates without delay first), accumulated (micro-batches of 8 and an update every 8), orders (12 stages, and
 the paper's order), wide (GPT-2 small's sizes).
 """
 
@@ -57,9 +57,8 @@ class Sizes:
 
 POLICIES: dict[str, revcompile.Policy] = {
     "paper": revcompile.Policy(),
-    "averaged": dataclasses.replace(revcompile.Policy.named("pretrained"), kept_bits=4),
+    "pretrained": revcompile.Policy.named("pretrained"),
 }
-"""How a model is rewired: `averaged` couplings compute the model as it is, but for gamma = 1/16."""
 
 SIZES = {"char": Sizes(), "wide": Sizes(12, 768, 12, 512), "tiny": Sizes(4, 32, 2, 16)}
 
@@ -351,6 +350,16 @@ def _start(updates: int, size: str) -> Iterator[Training]:
     )
 
 
+def _averaged(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, "muon-feedback"),
+        ("backprop", None, "muon"),
+        updates=updates,
+        size=size,
+        policy="pretrained",
+    )
+
+
 def _accumulated(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, "muon-feedback"),
@@ -387,6 +396,7 @@ def _wide(updates: int, size: str) -> Iterator[Training]:
 
 TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
     "weights": _weights,
+    "averaged": _averaged,
     "start": _start,
     "accumulated": _accumulated,
     "orders": _orders,
