@@ -9,8 +9,8 @@ folder is not trained again. Every row is the best validation loss of its run; w
 learning rates of a setting were trained, `--show` gives the best one and says which.
 
 Tables: weights (8 stages, an update every micro-batch), averaged (the same with averaged
-couplings), start (with a tenth of the updates without delay first), accumulated (micro-batches of 8 and an update every 8), orders (12 stages, and
-the paper's order), wide (GPT-2 small's sizes).
+couplings), start (with a tenth of the updates without delay first), accumulated (micro-batches of 8
+and an update every 8), orders (12 stages, and the paper's order), wide (GPT-2 small's sizes).
 """
 
 from __future__ import annotations

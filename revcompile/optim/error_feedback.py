@@ -40,9 +40,8 @@ def apply_with_feedback(
         if PREVIOUS not in state[p]:
             state[p][PREVIOUS] = torch.zeros_like(update)
     previous = [state[p][PREVIOUS] for p in params]
-    changes = torch._foreach_mul(updates, 1 + feedback)
-    torch._foreach_add_(changes, previous, alpha=-feedback)
-    torch._foreach_sub_(params, changes)
+    torch._foreach_lerp_(previous, updates, 1 + feedback)  # u + c (u - previous)
+    torch._foreach_sub_(params, previous)
     torch._foreach_copy_(previous, updates)
 
 

@@ -140,12 +140,7 @@ class DelayAwareMuon(Optimizer):
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         nesterov = torch._foreach_lerp(grads, buffers, momentum)
-        updates = orthogonalise(nesterov, group["ns_steps"])
-        # sqrt(max(1, rows / columns)): the default `adjust_lr_fn` of `torch.optim.Muon`.
-        scales = [max(1.0, p.shape[0] / (p.numel() / p.shape[0])) ** 0.5 for p in params]
-        torch._foreach_mul_(updates, scales)
-        torch._foreach_mul_(updates, group["lr"])
-        return updates
+        return orthogonalise(nesterov, group["ns_steps"], group["lr"])
 
     def _adamw_updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -177,11 +172,18 @@ class DelayAwareMuon(Optimizer):
         return updates
 
 
-def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
+def orthogonalise(
+    matrices: Sequence[Tensor], steps: int = 5, rate: float | Tensor | None = None
+) -> list[Tensor]:
     """The nearest semi-orthogonal matrix of each, about, by Newton-Schulz iterations.
 
-    Matrices of equal shapes (one may be the other transposed) are iterated in one batch. Tensors of
-    more than two dimensions count as matrices of their first dimension times all others.
+    Matrices of equal shapes are iterated in one batch. Tensors of more than two dimensions count as
+    matrices of their first dimension times all others.
+
+    Args:
+        matrices: The tensors.
+        steps: Iterations.
+        rate: Multiply each by this and sqrt(max(1, rows / columns)), as `torch.optim.Muon` does.
 
     >>> torch.manual_seed(0) and None
     >>> (result,) = orthogonalise([torch.randn(8, 3)], steps=10)
@@ -190,31 +192,33 @@ def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
     True
     """
     batches: dict[Any, list[int]] = {}
-    flat = [matrix.reshape(matrix.shape[0], -1) for matrix in matrices]
-    for index, matrix in enumerate(flat):
-        rows, columns = sorted(matrix.shape)
-        batches.setdefault((rows, columns, matrix.device, matrix.dtype), []).append(index)
-    results: list[Tensor] = list(flat)
-    for indices in batches.values():
-        wide = [flat[i] if flat[i].shape[0] <= flat[i].shape[1] else flat[i].mT for i in indices]
-        iterated = _newton_schulz(torch.stack(wide), steps)
-        for index, result in zip(indices, iterated, strict=True):
-            tall = flat[index].shape[0] > flat[index].shape[1]
-            results[index] = (result.mT if tall else result).reshape(matrices[index].shape)
+    for index, matrix in enumerate(matrices):
+        batches.setdefault((matrix.shape, matrix.device, matrix.dtype), []).append(index)
+    results: list[Tensor] = list(matrices)
+    for (shape, device, dtype), indices in batches.items():
+        rows, columns = shape[0], math.prod(shape[1:])
+        # On GPUs in bfloat16: the iteration corrects its own rounding errors.
+        low = torch.bfloat16 if device.type == "cuda" else dtype
+        batch = torch.empty((len(indices), *shape), dtype=low, device=device)
+        torch._foreach_copy_(list(batch.unbind()), [matrices[index] for index in indices])
+        iterated = _newton_schulz(batch.view(-1, rows, columns), steps).to(dtype)
+        if rate is not None:
+            iterated.mul_(rate * max(1.0, rows / columns) ** 0.5)
+        for index, result in zip(indices, iterated.unbind(), strict=True):
+            results[index] = result.view(shape)
     return results
 
 
 def _newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Of a batch of matrices that are not taller than wide."""
+    """Of a batch of matrices; the polynomials are of the smaller of both Gram matrices."""
     a, b, c = _COEFFICIENTS
-    dtype = x.dtype
-    if x.is_cuda:  # the iteration corrects its own rounding errors
-        x = x.to(torch.bfloat16)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.to(dtype)
+        gram = x.mT @ x if is_tall else x @ x.mT
+        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((x, powers) if is_tall else (powers, x)), beta=a)
+    return x
 
 
 def muon_groups(
