@@ -1,7 +1,10 @@
 """The weights of some updates ago, computed from the latest ones and the updates in between.
 
 An update is rounded to 4 bits an element before it is applied, so that what is kept of it is all of
-it: adding it to the latest weights gives those before, but for the last bits of floating point.
+it. Weights of float32 and float64 are multiples of a power of two, the same for all elements that
+share a scale and for all updates: adding an update to the latest weights then gives those before to
+the bit. Weights of other types come back but for the last bits.
+
 A stage that is t updates late keeps t updates, about t/2 bytes a parameter, and needs one copy of
 its weights while backward runs; stashed weights take 4 t bytes.
 """
@@ -21,6 +24,12 @@ from revcompile.schedule import REWOUND_BLOCK as BLOCK
 
 _MOST: Final = 7
 """Multiples of the scale are from -7 to 7."""
+_DIGITS: Final = {torch.float32: 24, torch.float64: 53}
+"""Bits of numbers of which sums and differences can be exact."""
+_GROWTH: Final = 8
+"""How many times as large as at first the largest weight of a block may become."""
+_LEAST: Final = 2.0
+"""What all weights may grow to."""
 # What is rounded up where depends on these and the number of the update: over updates, fractions of
 # multiples of an irrational number are spread evenly, so that small parts of updates are not lost.
 _BY_UPDATE: Final = (math.sqrt(5) - 1) / 2
@@ -29,7 +38,7 @@ _BY_ELEMENT: Final = math.sqrt(3) - 1
 
 
 class RewoundWeights:
-    """A stage's weights of earlier updates.
+    """A stage's weights of earlier updates. Rounds the weights themselves to begin with.
 
     >>> w = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
     >>> weights = RewoundWeights(w, count=2)
@@ -50,6 +59,15 @@ class RewoundWeights:
         """
         self._number: Tensor | None = None
         """How many updates there were."""
+        self._grids: dict[str, Tensor] = {}
+        """By name: the exponent of what each block's weights are multiples of."""
+        for name, p in self._trained.items():
+            if p.dtype in _DIGITS:
+                blocks = _blocks(p.detach())
+                largest = blocks.abs().amax(1).mul(_GROWTH).clamp_min(_LEAST)
+                grid = torch.frexp(largest).exponent - _DIGITS[p.dtype]
+                self._grids[name] = grid.to(torch.int8)
+                p.detach().copy_(_unblocked(_on_grid(blocks, self._grids[name]), p))
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -65,10 +83,20 @@ class RewoundWeights:
             packed, exponents = self._updates[name]
             for kept in (packed, exponents):
                 kept[1:].copy_(kept[:-1].clone())
-            update = _blocks(old - p.detach())
-            multiples, exponents[0] = _rounded(update, offset)
+            update, grid = _blocks(old - p.detach()), self._grids.get(name)
+            multiples, exponents[0] = _rounded(update, offset, grid)
+            scale = _scale(exponents[0], p.dtype)
+            if grid is not None:
+                # Weights that have outgrown the grid stay where they are, unless they are still
+                # exact. What others have written may be anywhere, and returns to the grid here.
+                blocks = _blocks(old)
+                rounded = _on_grid(blocks, grid)
+                step = multiples * scale
+                is_exact = (rounded - step) + step == rounded
+                multiples = torch.where(is_exact, multiples, 0.0)
+                old = _unblocked(rounded, old)
             packed[0] = _packed(multiples)
-            p.detach().copy_(old - _unblocked(multiples * _scale(exponents[0], p.dtype), old))
+            p.detach().copy_(old - _unblocked(multiples * scale, old))
         number.add_(1)
 
     def _allocated(self) -> Tensor:
@@ -101,7 +129,8 @@ class RewoundWeights:
 
     def state(self) -> dict[str, Any]:
         """What `load` needs."""
-        return {"number": int(self._allocated()), "updates": {**self._updates}}
+        number = int(self._allocated())
+        return {"number": number, "updates": {**self._updates}, "grids": {**self._grids}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there. Tensors are written to: captured steps hold their addresses."""
@@ -109,6 +138,8 @@ class RewoundWeights:
         for name, kept in self._updates.items():
             for own, saved in zip(kept, state["updates"][name], strict=True):
                 own.copy_(saved)
+        for name, grid in self._grids.items():
+            grid.copy_(state["grids"][name])
 
 
 def _blocks(tensor: Tensor) -> Tensor:
@@ -121,10 +152,17 @@ def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
     return blocks.reshape(-1)[: like.numel()].view(like.shape)
 
 
-def _rounded(update: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiples of each block's scale, and the exponents of these."""
+def _on_grid(blocks: Tensor, grid: Tensor) -> Tensor:
+    scale = _scale(grid, blocks.dtype)
+    return (blocks / scale).round() * scale
+
+
+def _rounded(update: Tensor, offset: Tensor, grid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Multiples of each block's scale, and the exponents of these, none below those of the grid."""
     largest = update.abs().amax(1)
     exponents = torch.frexp(largest / _MOST).exponent.clamp(-100, 100).to(torch.int8)
+    if grid is not None:
+        exponents = torch.maximum(exponents, grid)
     rows = torch.arange(len(update), device=update.device, dtype=torch.double) * _BY_BLOCK
     columns = torch.arange(BLOCK, device=update.device, dtype=torch.double) * _BY_ELEMENT
     threshold = (

@@ -94,9 +94,10 @@ def test_the_original_is_evaluated_and_comes_back() -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept(bits: int) -> None:
     net = staged(torch.float32, bits)
-    for cast in (None, torch.bfloat16):
-        trainer = net.trainer(sgd, F.mse_loss, measure_every=1, autocast=cast)
-        for x, y in batches(3):
+    for cast, weights in ((None, "rewound"), (torch.bfloat16, "stashed")):
+        options: Any = {"autocast": cast, "weights": weights}
+        trainer = net.trainer(sgd, F.mse_loss, measure_every=1, **options)
+        for x, y in batches():
             metrics = trainer.step(x.float(), y.float())
         assert metrics.reconstruction == {1: 0.0, 2: 0.0}
         trainer.flush()

@@ -126,6 +126,20 @@ def test_rewound_weights_are_those_of_the_forward_pass(
     assert error <= spine.EXACT, where
 
 
+def test_rewound_weights_are_exact_to_the_bit() -> None:
+    torch.manual_seed(0)
+    sizes = torch.logspace(-6, 2, 9).repeat_interleave(64)
+    weight = {"w": (torch.randn(576) * sizes).requires_grad_()}
+    rounded = RewoundWeights(weight, 3)
+    past = []
+    for rate in (1.0, 1e-3, 1e-6, 1.0, 1e-8, 1e-3):
+        past.append(weight["w"].detach().clone())
+        with torch.no_grad(), rounded.following():
+            weight["w"].sub_(rate * torch.randn(576))
+    for updates in (1, 2, 3):
+        assert torch.equal(rounded.past(updates)["w"], past[-updates])
+
+
 def test_small_parts_of_updates_are_not_lost() -> None:
     """The mean of many rounded updates is that of the updates."""
     weight = {"w": torch.zeros(128, requires_grad=True)}
