@@ -15,6 +15,7 @@ import argparse
 import collections
 import concurrent.futures
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -125,20 +126,22 @@ def _smallest(net: Net, finding: Finding, limit: int, trials: int) -> Net:
         signal.alarm(0)
 
 
-def examine_chunk(task: tuple[int, list[int], int, int]) -> list[Outcome]:
-    """Some nets, in a worker process."""
-    seed, indices, limit, trials = task
+def examine_chunk(task: tuple[int, list[int], int, int, float]) -> list[Outcome]:
+    """Some nets, in a worker process; none is begun after the deadline."""
+    seed, indices, limit, trials, deadline = task
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # torch.export tells its own failures
-    return [examine_net(seed, index, limit, trials) for index in indices]
+    return [
+        examine_net(seed, index, limit, trials) for index in indices if time.monotonic() < deadline
+    ]
 
 
 def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
     """All nets, in order."""
     indices = [options.only] if options.only is not None else list(range(options.count))
+    settings = options.limit, options.shrink, time.monotonic() + options.seconds
     tasks = [
-        (options.seed, indices[i : i + CHUNK], options.limit, options.shrink)
-        for i in range(0, len(indices), CHUNK)
+        (options.seed, indices[i : i + CHUNK], *settings) for i in range(0, len(indices), CHUNK)
     ]
     if options.jobs <= 1:
         threads = torch.get_num_threads()
@@ -183,6 +186,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="worker processes of one thread each")
     parser.add_argument("--only", type=int, help="the number of the only net to look at")
     parser.add_argument("--limit", type=int, default=60, help="seconds a net may take")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after these")
     parser.add_argument("--shrink", type=int, default=60, help="trials to make a finding smaller")
     parser.add_argument(
         "--hashed", type=int, default=0, help="compile this many nets under two PYTHONHASHSEEDs"

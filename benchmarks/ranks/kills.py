@@ -58,7 +58,7 @@ CAPTURED: Final = ("petra", "delayed", "pipedream")
 """Those whose steps can run over static buffers."""
 LAUNCHERS: Final = {"plain": Plain, "agent": Agent, "torchrun": Torchrun}
 PHASES: Final = ("start-up", "restore", "step", "save", "end")
-KILLS: Final = 5
+KILLS: Final = 8
 """Of one training."""
 SLACK: Final = 30.0
 """Seconds beyond the trainer's timeout, for error messages and a busy machine."""

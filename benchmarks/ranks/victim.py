@@ -6,6 +6,7 @@ digest of all that training has come to. Two runs that went the same way have th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -33,6 +34,7 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured import backend_of
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.core import Trainer
+from revcompile.staged import StagedModel
 
 __all__ = [
     "EVERY",
@@ -44,6 +46,7 @@ __all__ = [
     "Torchrun",
     "at_every_touch",
     "checkpoints",
+    "compiled",
     "digests",
     "server",
     "train",
@@ -97,14 +100,18 @@ def checkpoints(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
+def compiled() -> StagedModel:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return revcompile.petrafy(Net(), STAGES, torch.randn(2, 3, 8, 8), check="off")
+
+
 def train(run: Run, folder: Path, note: Note) -> None:
     """Go on from the last checkpoint, if there is one, to the last step.
 
     Batches come from the generators of the process: they too must go on where they were.
     """
-    torch.manual_seed(0)
-    net = revcompile.petrafy(Net(), STAGES, torch.randn(2, 3, 8, 8), check="off")
-    trainer = net.trainer(
+    trainer = compiled().trainer(
         lambda p: torch.optim.AdamW(p, lr=0.01),
         nn.functional.cross_entropy,
         method=run.method,
@@ -115,6 +122,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
         ),
         timeout=run.timeout,
     )
+    state = functools.partial(digests, trainer, gradients=run.backend == "eager")
     torch.manual_seed(1)
     random.seed(1)
     saved = checkpoints(folder)
@@ -127,27 +135,34 @@ def train(run: Run, folder: Path, note: Note) -> None:
         x, y = torch.randn(size, 3, 8, 8), torch.randint(0, 5, (size,))
         loss = trainer.step(x, y).loss
         known = None if math.isnan(loss) else loss
-        note({"step": step, "loss": known, "digests": digests(trainer)})
+        note({"step": step, "loss": known, "digests": state()})
         if (step + 1) % EVERY == 0 or step + 1 == STEPS:
             note({"saving": step + 1})
             # Steps over static buffers need a full pipeline of equal batches.
             trainer.save(saved, drain=run.backend == "eager" or step + 1 == STEPS)
             note({"saved": step + 1})
-    note({"step": STEPS, "loss": None, "digests": digests(trainer)})
+    note({"step": STEPS, "loss": None, "digests": state()})
     if isinstance(trainer, DistributedTrainer):
         trainer.close()
     note({"done": True})
 
 
-def digests(trainer: Trainer) -> dict[str, str]:
-    """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
+def digests(trainer: Trainer, *, gradients: bool = True) -> dict[str, str]:
+    """For each stage that is here: parameters, buffers, gradients and its optimizer's state.
+
+    Args:
+        trainer: between two steps.
+        gradients: those gathered for the next update too. Not where steps may run over static
+            buffers, which hold them then: when such steps begin depends on restarts.
+    """
     state, found = trainer.model.state_dict(), {}
     owners = owning_stages(trainer.model, trainer.programs)
     for executor in trainer.executors:
         own = {n: state[n] for n, owner in owners.items() if owner == executor.index and n in state}
         updater = executor.updater.state_dict(detach_tree)
         settings = [updater["groups"], updater["lr_schedule"], trainer.schedule.injected]
-        tree = {"model": own, "optimizer": updater["state"], "gradients": executor.stage.gradients}
+        gathered = executor.stage.gradients if gradients else {}
+        tree = {"model": own, "optimizer": updater["state"], "gradients": gathered}
         tensors = encode_tree(tree)[1]
         total = hashlib.sha256(json.dumps(settings).encode())
         for name in sorted(tensors):
@@ -222,7 +237,7 @@ def forked(target: Callable[..., None], *args: Any) -> Any:
 def server() -> Any:
     """Starts processes that have imported everything."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.ranks.kills", "revcompile.api", "networkx"])
+    context.set_forkserver_preload(["benchmarks.ranks.preloaded"])
     return context
 
 

@@ -1,0 +1,16 @@
+"""Imported by the server that ranks are forked from: compiles the net once, as each rank will.
+
+What a first compilation imports and caches takes longer than the compilation; this way it happens
+once for all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.ranks import kills, victim
+
+__all__ = ["kills"]
+
+torch.set_num_threads(1)  # a forked process has no other threads
+victim.compiled()
