@@ -209,13 +209,12 @@ def categories(trainer: Trainer, total: int) -> dict[str, int]:
     weights = [dict(e.stage.parameters) for e in executors] + casts
     kept: list[Any] = [held.kept for e in executors for held in e.stage.in_flight.values()]
     messages: list[Any] = [m.parts for queue in transport.queues.values() for m in queue]
-    stashed: list[Any] = [held.weights for e in executors for held in e.stage.in_flight.values()]
+    stashed: list[Any] = [dict(copy) for e in executors for copy in e.stage.stashed()]
     pipeline = trainer.runner._pipeline
     if pipeline is not None and pipeline.is_active:
         rings = pipeline._rings.values()
         kept += [ring.slot(number).value for ring in rings for number in range(ring.count)]
         messages += pipeline._transport.tensors
-        stashed += [e.stash._past for e in pipeline.executors if e.stash is not None]
     found = {
         "weights": storage_bytes([weights, states]),
         "kept": storage_bytes(kept),

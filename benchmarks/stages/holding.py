@@ -126,7 +126,7 @@ def held_by(executor: StageExecutor, transport: InProcess) -> StageMemory:
     return StageMemory(
         parameters=own,
         optimizer=count.of(list(state.values())),
-        stashed=count.of([dict(flight.weights or {}) for flight in flights]),
+        stashed=count.of(list(map(dict, stage.stashed()))),
         gradients=count.of([stage.gradients, executor.gradients]),
         buffers=sum(_in_flight(stage, flight, count) for flight in flights),
         messages=count.of(list(_mail(executor, transport))),

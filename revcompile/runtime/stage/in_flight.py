@@ -20,10 +20,7 @@ class InFlight:
     kept: tuple[Any, ...]
     """Values that the backward program takes, as `ActivationStore` stores them."""
     weights: Mapping[str, Tensor] | None = None
-    """Weights for the backward pass; None: the latest.
-
-    Stashed weights are copied before the first update after the forward pass.
-    """
+    """Copies that both passes compute with, if its graph refers to them."""
     buffers: list[BufferSnapshot] = field(default_factory=list)
     versions: tuple[int, ...] = ()
     """Autograd versions of `kept`, to notice in-place writes."""

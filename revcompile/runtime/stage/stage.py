@@ -40,6 +40,7 @@ from revcompile.runtime.stage.weights import (
     CastWeights,
     ParameterSlots,
     PredictedWeights,
+    StashedWeights,
     at_versions,
     castable_parameters,
     detached_copies,
@@ -102,12 +103,12 @@ class Stage:
         )
         """What its modules compute with, if not with the parameters they have."""
         weights = program.method.weights
-        self.is_stashing = weights is Weights.STASHED
-        """Are weights stashed before an update? Not in captured steps, which do it themselves."""
-        self._has_copies = self.is_stashing and keeps_graphs_in_flight(program)
+        stashes = weights is Weights.STASHED
+        self._has_copies = stashes and keeps_graphs_in_flight(program)
         """Do forward passes compute with copies, which graphs in flight may refer to?"""
         self._copies: Mapping[str, Tensor] | None = None
         """Such copies of the latest weights."""
+        self.stash = StashedWeights(self.parameters) if stashes and not self._has_copies else None
         predicts = weights is Weights.PREDICTED and delay > 0
         self.predicted = PredictedWeights(self.parameters, delay) if predicts else None
         rewinds = weights is Weights.REWOUND and delay > 0
@@ -249,7 +250,8 @@ class Stage:
     def rebuilds_exactly(self, microbatch: int) -> bool:
         """Will backward compute with the weights and inputs of the forward pass?"""
         held = self.in_flight[microbatch]
-        is_unchanged = held.weights is not None or held.updates == self._updates
+        is_stashed = held.weights is not None or self.stash is not None
+        is_unchanged = is_stashed or held.updates == self._updates
         return is_unchanged and not self.activations.is_lossy
 
     def differentiate(
@@ -291,19 +293,16 @@ class Stage:
     @contextmanager
     def updating(self, names: Iterable[str]) -> Iterator[None]:
         """Around a change of some of its parameters."""
-        if self.is_stashing:
-            current = [held for held in self.in_flight.values() if held.weights is None]
-            copies = detached_copies(self.parameters) if current else None
-            for held in current:
-                held.weights = copies
         following: AbstractContextManager[None] = nullcontext()
-        if self.predicted is not None:
+        if self.stash is not None:
+            following = self.stash.following(self.ages().values())
+        elif self.predicted is not None:
             following = self.predicted.following(names)
         elif self.rewound is not None:
             following = self.rewound.following()
         with following:
             yield
-        self._updates += 1
+        self._updates += 1 if self.stash is None else self.stash.added
         self._copies = None
         self.cast_weights.outdated()
 
@@ -313,10 +312,9 @@ class Stage:
 
     def _weights_of(self, held: InFlight) -> Mapping[str, Tensor] | None:
         """What a backward pass computes with; None: the parameters."""
-        if self.rewound is None:
-            return held.weights
-        age = self._age(held)
-        return self.rewound.past(age) if age else None
+        past = self.stash or self.rewound
+        age = self._age(held) if past is not None else 0
+        return past.past(age) if past is not None and age else held.weights
 
     def _age(self, held: InFlight) -> int:
         """How many updates there were since a forward pass with the latest weights."""
@@ -324,13 +322,12 @@ class Stage:
         return self._updates - held.updates
 
     def ages(self) -> dict[int, int]:
-        """For every micro-batch in flight: how many updates its weights are old."""
-        if self.rewound is not None:
-            return {microbatch: self._age(held) for microbatch, held in self.in_flight.items()}
-        stashed = (held.weights for held in reversed(self.in_flight.values()))
-        order = {id(weights): None for weights in stashed if weights is not None}
-        age = {id(None): 0} | {version: age for age, version in enumerate(order, 1)}
-        return {microbatch: age[id(held.weights)] for microbatch, held in self.in_flight.items()}
+        """For every micro-batch in flight: how many updates its weights are old.
+
+        Of a stage that stashes weights updates count only if a micro-batch in flight had the
+        weights before it.
+        """
+        return {microbatch: self._age(held) for microbatch, held in self.in_flight.items()}
 
     def forward_weights(self) -> Mapping[str, Tensor] | None:
         """What a forward pass computes with now; None: the parameters."""
@@ -340,10 +337,12 @@ class Stage:
             self._copies = detached_copies(self.parameters)
         return self._copies
 
-    def stashed(self) -> int:
-        """How many copies of its parameters the stage has."""
-        versions = {id(held.weights) for held in self.in_flight.values() if held.weights}
-        return len(versions)
+    def stashed(self) -> list[Mapping[str, Tensor]]:
+        """The copies of its parameters that the stage has for backward passes."""
+        if self.stash is not None:
+            return self.stash.copies
+        kept = (held.weights for held in self.in_flight.values() if held.weights is not None)
+        return list({id(weights): weights for weights in kept}.values())
 
     def accumulate(
         self, gradients: dict[str, Tensor | None], input_grads: Mapping[str, Tensor | None]
@@ -425,15 +424,11 @@ class Stage:
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
         # Micro-batches between two updates share one version of the weights: saved once.
-        stashed = {
-            id(flight.weights): flight.weights
-            for flight in self.in_flight.values()
-            if flight.weights is not None
-        }
+        of_flights = {m: self._stashed_for(flight) for m, flight in self.in_flight.items()}
+        stashed = {id(each): each for each in of_flights.values() if each is not None}
         numbers = {key: number for number, key in enumerate(stashed)}
         names = {id(module): name for name, module in self.root.named_modules()}
         predicted = self.predicted.state() if self.predicted is not None else None
-        ages = self.ages()
         return {
             **({} if predicted is None else {"predicted": copy(predicted)}),
             **({} if self.rewound is None else {"rewound": copy(self.rewound.state())}),
@@ -444,8 +439,8 @@ class Stage:
                     microbatch,
                     {
                         "kept": copy(self.activations.state(flight.kept)),
-                        "version": numbers.get(id(flight.weights)),
-                        **({} if self.rewound is None else {"age": ages[microbatch]}),
+                        "version": numbers.get(id(of_flights[microbatch])),
+                        **({} if self.rewound is None else {"age": self._age(flight)}),
                         "buffers": [
                             [f"{names[id(saved.module)]}:{saved.name}", copy(saved.copy)]
                             for saved in flight.buffers
@@ -455,6 +450,9 @@ class Stage:
                 for microbatch, flight in self.in_flight.items()
             ],
         }
+
+    def _stashed_for(self, held: InFlight) -> Mapping[str, Tensor] | None:
+        return held.weights if self.stash is None else self._weights_of(held)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gradients = clone_tree(dict(state["gradients"]))
@@ -466,14 +464,18 @@ class Stage:
             {n: t.clone().requires_grad_(self.parameters[n].requires_grad) for n, t in v.items()}
             for v in state["versions"]
         ]
+        if self.stash is not None:
+            self.stash.load(versions[::-1])
         for microbatch, saved in state["in_flight"]:
+            number = saved["version"]
+            age = saved.get("age", 0 if number is None else len(versions) - number)
             kept = self.activations.load_state(clone_tree(list(saved["kept"])), self._device())
             self.in_flight[microbatch] = InFlight(
                 kept=kept,
-                weights=versions[saved["version"]] if saved["version"] is not None else None,
+                weights=None if number is None or self.stash is not None else versions[number],
                 buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
                 versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
-                updates=self._updates - saved["age"] if self.rewound is not None else None,
+                updates=None if (self.stash or self.rewound) is None else self._updates - age,
                 hooks=None,
             )
 

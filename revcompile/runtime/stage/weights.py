@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Final
@@ -52,6 +52,74 @@ class ParameterSlots:
         finally:
             for (owner, attribute, _), value in zip(self._slots, before, strict=True):
                 owner[attribute] = value
+
+
+class StashedWeights:
+    """A stage's weights of one update ago, of two, and so on, as long as they are needed.
+
+    >>> w = {"w": torch.tensor([1.0], requires_grad=True)}
+    >>> stash = StashedWeights(w)
+    >>> with torch.no_grad(), stash.following([0]):
+    ...     _ = w["w"].sub_(0.25)
+    >>> stash.past(1)["w"]
+    tensor([1.], requires_grad=True)
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._past: list[dict[str, Tensor]] = []
+        self.count: int | None = None
+        """How many to have in static buffers; None: as many as are needed, anywhere."""
+        self.added = 0
+        """Did the last update make the weights before it one of these?"""
+
+    @property
+    def copies(self) -> list[Mapping[str, Tensor]]:
+        return list(self._past)
+
+    def past(self, updates: int) -> dict[str, Tensor]:
+        """The weights of so many updates ago, at least one."""
+        return self._past[updates - 1]
+
+    @contextmanager
+    def following(self, ages: Collection[int]) -> Iterator[None]:
+        """Around an update, while the weights of micro-batches in flight are so many updates old.
+
+        What none of them needs is not kept, and the update is not counted.
+        """
+        self.added = int(0 in ages)
+        if self.count is None:
+            del self._past[max(ages, default=0) :]
+            self._past[:0] = [detached_copies(self._parameters)] * self.added
+        elif self.added:
+            self.shift()
+        yield
+
+    def shift(self) -> None:
+        """In static buffers: all weights, the parameters too, become one update older."""
+        past = self._static()
+        for new, old in reversed(list(zip([self._parameters, *past], past, strict=False))):
+            _copy_weights(new, old)
+
+    def _static(self) -> list[dict[str, Tensor]]:
+        missing = range(len(self._past), self.count or 0)
+        self._past += [detached_copies(self._parameters) for _ in missing]
+        return self._past
+
+    def load(self, past: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from these: of one update ago, of two, and so on."""
+        if self.count is None:
+            self._past = [dict(weights) for weights in past]
+        else:
+            for old, saved in zip(self._static(), past, strict=False):
+                _copy_weights(saved, old)
+
+
+def _copy_weights(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    if target:
+        names = list(target)
+        targets = [target[name].detach() for name in names]
+        torch._foreach_copy_(targets, [source[name].detach() for name in names])
 
 
 class PredictedWeights:

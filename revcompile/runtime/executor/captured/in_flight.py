@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,13 +24,11 @@ from revcompile.runtime.stage.stage import Stage
 
 @dataclass
 class InFlightState:
-    """Activations, stashed weights and messages of the micro-batches in flight."""
+    """Activations and messages of the micro-batches in flight."""
 
     activations: dict[int, dict[int, Any]] = field(default_factory=dict)
     """By stage and micro-batch."""
     messages: dict[Route, list[Message]] = field(default_factory=dict)
-    stashed: dict[int, dict[int, Mapping[str, Tensor]]] = field(default_factory=dict)
-    """By stage and by how many updates old the weights are."""
 
     @classmethod
     def of(
@@ -43,14 +41,10 @@ class InFlightState:
         """
         state = cls()
         for executor in executors:
-            ages = executor.stage.ages()
             for microbatch, entry in executor.stage.in_flight.items():
                 if entry.buffers or entry.original:
                     return None
                 state.activations.setdefault(executor.index, {})[microbatch] = entry.kept
-                if entry.weights is not None:
-                    age = ages[microbatch]
-                    state.stashed.setdefault(executor.index, {})[age] = entry.weights
         for executor in executors[:-1]:
             route = executor.index + 1, executor.index, MessageKind.DY
             for message in transport.queued(executor.index, MessageKind.DY):
@@ -70,10 +64,10 @@ class InFlightState:
 
     @property
     def nbytes(self) -> int:
-        """What has to be allocated to move it: stage by stage, but for stashed weights."""
+        """What has to be allocated to move it, stage by stage."""
         activations = max(map(_nbytes, self.activations.values()), default=0)
         messages = [(m.values, m.gradients) for queue in self.messages.values() for m in queue]
-        return activations + _nbytes(messages) + _nbytes(self.stashed)
+        return activations + _nbytes(messages)
 
 
 def _nbytes(tree: Any) -> int:
@@ -123,14 +117,12 @@ def empty_on(device: torch.device, tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
 
 
-def in_flight(
-    stage: Stage, activations: tuple[Any, ...], weights: Mapping[str, Tensor] | None, age: int
-) -> InFlight:
-    """A stage's record of a micro-batch with these activations and stashed weights.
+def in_flight(stage: Stage, activations: tuple[Any, ...], age: int) -> InFlight:
+    """A stage's record of a micro-batch with these activations.
 
     Args:
         age: How many updates there were since its forward pass.
     """
     versions = tuple(t._version if isinstance(t, Tensor) else 0 for t in activations)
-    updates = stage.updates_before(age) if stage.rewound is not None else None
-    return InFlight(kept=activations, weights=weights, versions=versions, updates=updates)
+    updates = None if (stage.stash or stage.rewound) is None else stage.updates_before(age)
+    return InFlight(kept=activations, versions=versions, updates=updates)

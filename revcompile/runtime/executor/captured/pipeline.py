@@ -210,8 +210,6 @@ class StaticPipeline(StaticState):
         """
         for position, (index, executor) in enumerate(self._by_stage.items()):
             executor.age = self._age(due[index], entering, accumulated, index)
-            if executor.stash is not None:
-                executor.stashed = executor.stash[executor.age]
             if accumulated[index]:
                 executor.stage.gradients = dict(self._gradients[index].value)
             executor.count = self._counts[position]

@@ -1,4 +1,4 @@
-"""Static buffers for what outlives a step by more than one: activations and stashed weights.
+"""Static buffers for what outlives a step by more than one.
 
 A stage that keeps the inputs of several micro-batches in flight has a slot for each. Every step
 writes the newest micro-batch to one slot and reads the oldest from another, so the slots move on
@@ -13,14 +13,12 @@ the device, which its kernels read:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from revcompile.runtime.executor.captured.static_buffers import Flat, StaticBuffers
-from revcompile.runtime.stage.weights import detached_copies
 
 
 class RingBuffer:
@@ -91,45 +89,6 @@ class _Rows:
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row.view(self._dtype).as_strided(self._shape, self._stride)
-
-
-# -- stashed weights -------------------------------------------------------------------------------
-
-
-class WeightStash:
-    """A stage's weights of one update ago, of two, and so on, in static buffers.
-
-    `stash[n]` are the weights of n updates ago; None for n = 0, where they are the parameters.
-    Setting `stash[n]` copies weights in.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
-        self._parameters = parameters
-        self._past = [detached_copies(parameters) for _ in range(count)]
-
-    def __getitem__(self, updates: int) -> dict[str, Tensor] | None:
-        return self._past[updates - 1] if updates else None
-
-    def __setitem__(self, updates: int, weights: Mapping[str, Tensor]) -> None:
-        if updates:
-            _copy_weights(weights, self._past[updates - 1])
-
-    def clone(self, updates: int) -> dict[str, Tensor]:
-        """A copy of the weights of some updates ago, at least one."""
-        return detached_copies(self._past[updates - 1])
-
-    def shift(self) -> None:
-        """Before an update: all weights, the parameters too, become one update older."""
-        newer = [*reversed(self._past[:-1]), self._parameters]
-        for old, new in zip(reversed(self._past), newer, strict=True):
-            _copy_weights(new, old)
-
-
-def _copy_weights(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    if target:
-        names = list(target)
-        targets = [target[name].detach() for name in names]
-        torch._foreach_copy_(targets, [source[name].detach() for name in names])
 
 
 def updates_since_forward(microbatch: int, entering: int, accumulated: int, accumulate: int) -> int:

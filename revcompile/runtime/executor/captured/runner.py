@@ -29,7 +29,7 @@ from revcompile.runtime.executor.transport import Average, Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
-from revcompile.schedule import Keep, Order, Schedule, window
+from revcompile.schedule import Keep, Order, Schedule, delay, window
 
 _log: Final = logging.getLogger("revcompile")
 _MOST_KINDS: Final = 16
@@ -98,7 +98,7 @@ def why_not_capturable(
             return "stages of one of several ranks share parameters; put them on different ranks"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
-    is_stashing = any(e.stage.is_stashing or e.stage.rewound is not None for e in executors)
+    is_stashing = any((e.stage.stash or e.stage.rewound) is not None for e in executors)
     if schedule.ties and schedule.accumulate > 1 and is_stashing:
         return "weights are stashed, but tied ones change between two updates; use accumulate=1"
     if (count := schedule.accumulate) > _MOST_KINDS:
@@ -154,6 +154,11 @@ class GraphRunner:
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
         self._averages = averages
+        for executor in executors:
+            if self.is_on and executor.stage.stash is not None:
+                executor.stage.stash.count = delay(
+                    schedule.method, schedule.stages, executor.index, schedule.accumulate
+                )
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
         elif self.is_on and backend is Backend.AUTO:
@@ -169,6 +174,9 @@ class GraphRunner:
 
     def _give_up(self, why: str) -> None:
         self.is_on, self._pipeline = False, None
+        for executor in self._executors:
+            if executor.stage.stash is not None:
+                executor.stage.stash.count = None
         warnings.warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning",

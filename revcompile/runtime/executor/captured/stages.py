@@ -18,7 +18,7 @@ from revcompile.runtime.executor.captured.found_inf import (
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.in_flight import in_flight
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
-from revcompile.runtime.executor.captured.ring_buffers import RingBuffer, WeightStash
+from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -91,21 +91,15 @@ class CapturedStageExecutor(StageExecutor):
         """Set if running statistics have to be as they were before it."""
         self.count = torch.zeros((), device=device)
         """Micro-batches in the accumulated gradient: bad ones are left out."""
-        self._is_stashing = stage.is_stashing
         self._accumulates_in_place = stage.accumulates_in_place
-        self.stash: WeightStash | None = None
-        """Its weights of some updates ago, if the method stashes them."""
-        self.stashed: Mapping[str, Tensor] | None = None
-        """Those that the backward pass of this step computes with."""
         self.age = 0
-        """How many updates old these are."""
+        """How many updates there were since the forward pass of this step's backward pass."""
         self.ring: RingBuffer | None = None
         """What it keeps of micro-batches in flight, unless none is between two steps."""
 
     def prepare_stage(self, captured: bool) -> None:
         """Let the stage compute as captured steps need it, or as it did before."""
         self.stage.run_with(self._programs if captured else None)
-        self.stage.is_stashing = not captured and self._is_stashing
         self.stage.accumulates_in_place = captured or self._accumulates_in_place
 
     def perform(self, action: Action) -> bool:
@@ -136,9 +130,7 @@ class CapturedStageExecutor(StageExecutor):
 
     def _differentiate(self, message: Message) -> Message:
         if self.ring is not None:
-            self.stage.in_flight[message.index] = in_flight(
-                self.stage, self.ring.pop(), self.stashed, self.age
-            )
+            self.stage.in_flight[message.index] = in_flight(self.stage, self.ring.pop(), self.age)
         values, input_gradients, gradients = self.stage.differentiate(
             message.index, message.values, message.gradients
         )
@@ -178,8 +170,8 @@ class CapturedStageExecutor(StageExecutor):
     def _update(self, action: Action) -> bool:
         if self._mean_gradients() is None:
             return False
-        if self.stash is not None:
-            self.stash.shift()
+        if self.stage.stash is not None:
+            self.stage.stash.shift()
         done = super()._update(action)
         if done:
             self.stage.cast_weights.refresh()

@@ -30,7 +30,6 @@ from revcompile.runtime.executor.captured.in_flight import (
 from revcompile.runtime.executor.captured.optimizers import FixedSettings
 from revcompile.runtime.executor.captured.ring_buffers import (
     RingBuffer,
-    WeightStash,
     updates_since_forward,
 )
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
@@ -46,7 +45,7 @@ from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Message, MessageKind, Route, Transport
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.schedule import Order, Schedule, delay, window
+from revcompile.schedule import Order, Schedule, window
 
 
 class StaticState:
@@ -82,7 +81,6 @@ class StaticState:
         is_alone = not (self._boundary.is_split or self._averages)
         self._has_flags = check_finite or not is_alone
         self._accumulate = schedule.accumulate
-        self._delays = [delay(method, count, j, schedule.accumulate) for j in range(count)]
         self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
         self._is_continuous = method.order is Order.CONTINUOUS
         self._waiting_counts = {
@@ -132,7 +130,7 @@ class StaticState:
         self._inputs: StaticBuffers | None = None
         self._rings: dict[int, RingBuffer] = {}
         for executor in self.executors:
-            executor.ring = executor.stash = executor.stashed = None
+            executor.ring = None
         self._gradients: dict[int, StaticBuffers] = {}
         self._result: StaticBuffers | None = None
         self._boundary.clear()
@@ -211,7 +209,7 @@ class StaticState:
     def _has_steady_ages(self, schedule: Schedule) -> bool:
         """Are stashed weights as old as they will be from here on? Not right after a start."""
         for executor in self._eager_executors:
-            if executor.stage.is_stashing or executor.stage.rewound is not None:
+            if executor.stage.stash is not None or executor.stage.rewound is not None:
                 for microbatch, age in executor.stage.ages().items():
                     if age != self._age(
                         microbatch, schedule.injected, schedule.accumulated, executor.index
@@ -261,9 +259,6 @@ class StaticState:
             if kind is MessageKind.DY:
                 self._transport.open(route, messages[0], self._waiting_counts[target])
         self._open_tied_routes()
-        for executor in self.executors:
-            if executor.stage.is_stashing and (count := self._delays[executor.index]):
-                executor.stash = WeightStash(executor.stage.parameters, count)
 
     def _open_tied_routes(self) -> None:
         for source, target, kind in tied_routes(self.executors):
@@ -297,10 +292,6 @@ class StaticState:
         for (source, target, _), ring in self._transport.rings.items():
             ring.newest.fill_(schedule.updates[source] % ring.count)
             ring.oldest.fill_(schedule.updates[target] % ring.count)
-        for stage, by_age in state.stashed.items():
-            for age, weights in by_age.items():
-                if (stash := self._by_stage[stage].stash) is not None:
-                    stash[age] = weights
         contributed = [float(executor.contributed) for executor in self._eager_executors]
         self._counts.copy_(torch.tensor(contributed))
         for eager, captured in zip(self._eager_executors, self.executors, strict=True):
@@ -329,14 +320,10 @@ class StaticState:
             if captured.scaling is not None:
                 captured.scaling.store(eager.scaling)
             stage, index = eager.stage, eager.index
-            # Micro-batches of one age share a copy; those of age 0 have the latest weights.
-            weights: dict[int, Any] = {0: None}
             for microbatch in schedule.outstanding[index]:
                 activations = self._rings[index].slot(microbatch).value
                 age = self._age(microbatch, schedule.injected, schedule.accumulated, index)
-                if age not in weights and captured.stash is not None:
-                    weights[age] = captured.stash.clone(age)
-                stage.in_flight[microbatch] = in_flight(stage, activations, weights.get(age), age)
+                stage.in_flight[microbatch] = in_flight(stage, activations, age)
             if accumulated := schedule.accumulated[index]:
                 eager.contributed = int(count) if self._has_flags else accumulated
                 stage.gradients = dict(self._gradients[index].value) if eager.contributed else {}
