@@ -212,7 +212,7 @@ def categories(trainer: Trainer, total: int) -> dict[str, int]:
     stashed: list[Any] = [dict(copy) for e in executors for copy in e.stage.stashed()]
     pipeline = trainer.runner._pipeline
     if pipeline is not None and pipeline.is_active:
-        rings = pipeline._rings.values()
+        rings = [e.stage.ring for e in executors if e.stage.ring is not None]
         kept += [ring.slot(number).value for ring in rings for number in range(ring.count)]
         messages += pipeline._transport.tensors
     found = {

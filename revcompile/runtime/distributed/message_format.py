@@ -20,7 +20,8 @@ from torch import Tensor
 from revcompile.errors import InputError, VerificationError
 from revcompile.runtime.checkpoint.codec import decode, encode, has_few_gaps, parse_json
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.transport import Layout, Message, MessageKind, PacketForm
+from revcompile.runtime.executor.transport import Message, MessageKind, PacketForm
+from revcompile.runtime.stage.static_buffers import Layout
 from revcompile.runtime.stage.tensors import aligned
 
 HEADER: Final = 8

@@ -14,6 +14,7 @@ from torch import Tensor
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.stage.loss_scale import OVERFLOW
+from revcompile.runtime.stage.static_buffers import Flat, Layout
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
 
@@ -25,12 +26,6 @@ class MessageKind(enum.Enum):
     TIED_GRAD = "tied grad"
     TIED_WEIGHT = "tied weight"
     EVALUATE = "evaluate"
-
-
-Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
-"""For each tensor of a buffer: offset in bytes, dtype, shape and strides.
-
-None for one that has to be computed from its bytes."""
 
 
 class PacketForm(Protocol):
@@ -81,6 +76,16 @@ class Message:
         """All that may be tensors: values, gradients, and the flag if there is one."""
         flag = {} if self.found_inf is None else {"found_inf": self.found_inf}
         return self.values, self.gradients, flag
+
+    @property
+    def payload(self) -> tuple[Any, ...]:
+        """The part that static buffers hold."""
+        return dict(self.values), dict(self.gradients), self.scale, self.found_inf
+
+    @classmethod
+    def of_payload(cls, index: int, value: Flat) -> Message:
+        values, gradients, scale, found_inf = value.value
+        return cls(index, values, gradients, scale=scale, found_inf=found_inf)
 
     def resolved(self) -> Message:
         """The same with nothing but tensors on the device; void if the flag is set."""

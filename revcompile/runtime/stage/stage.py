@@ -34,6 +34,7 @@ from revcompile.runtime.stage.program_facts import (
     statistics_of,
 )
 from revcompile.runtime.stage.rewound_weights import RewoundWeights
+from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.stream_samples import StreamSamples
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, overlaps, refuse_non_finite
 from revcompile.runtime.stage.weights import (
@@ -138,6 +139,10 @@ class Stage:
         """Where it computes; None: where its parameters are."""
         self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
+        self.slots = 0
+        """For how many micro-batches it stores activations in static buffers; 0: anywhere."""
+        self.ring: RingBuffer | None = None
+        """These buffers, from the first forward pass on."""
         self._updates = 0
         self.gradients: dict[str, Tensor] = {}
         self.accumulates_in_place = False
@@ -148,6 +153,17 @@ class Stage:
     def run_with(self, programs: Programs | None) -> None:
         """Run these programs, which compute the same, instead of the generated ones (None)."""
         self._forward, self._backward = programs or self._generated
+
+    def use_static_buffers(self, slots: int, updates: int | None) -> None:
+        """Store what is in flight in static buffers, as captured steps need it.
+
+        Args:
+            slots: For so many micro-batches; 0: anywhere.
+            updates: Weights of so many updates, if they are stashed; None: anywhere.
+        """
+        self.slots, self.ring = slots, None
+        if self.stash is not None:
+            self.stash.count = updates
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -167,12 +183,12 @@ class Stage:
             self._samples.collecting() as sampled,
         ):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
-            kept = self.activations.store(kept)
+            kept = self._in_slot(microbatch, self.activations.store(kept))
         self.in_flight[microbatch] = InFlight(
             kept=kept,
             weights=weights if self._has_copies else None,
             buffers=self._stateful.changed(snapshots, identities),
-            versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+            versions=_versions(kept),
             original={name: inputs[name] for name in program.sends_back} if measure else {},
             parameter_versions=tuple(p._version for p in self._saved_by_reference()),
             samples=None if is_capturing(self._device()) else self._samples.start(sampled),
@@ -182,6 +198,23 @@ class Stage:
         for observer in self.observers:
             observer.forwarded(self, microbatch)
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
+
+    def _in_slot(self, microbatch: int, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copy values to the micro-batch's slot, if there are slots and they fit."""
+        if self.slots and self.ring is None:
+            self.ring = RingBuffer(kept, self.slots)
+        return self.ring.put(microbatch, kept) if self.slots and self.ring is not None else kept
+
+    def is_in_slot(self, microbatch: int) -> bool:
+        """Does all that is stored of a micro-batch lie in its slot?"""
+        held = self.in_flight[microbatch]
+        is_there = self.ring is not None and held.kept is self.ring.value(microbatch)
+        return is_there and not held.buffers and not held.original
+
+    def hold(self, microbatch: int, kept: tuple[Any, ...], age: int) -> None:
+        """Store these values of a micro-batch, whose forward pass was so many updates ago."""
+        updates = None if (self.stash or self.rewound) is None else self._updates - age
+        self.in_flight[microbatch] = InFlight(kept, versions=_versions(kept), updates=updates)
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
@@ -260,6 +293,8 @@ class Stage:
         """Values and gradients of the inputs, and gradients of the parameters, not accumulated."""
         program, held = self.program, self.in_flight.pop(microbatch)
         self._check_unwritten(microbatch, held)
+        if self.ring is not None and held.kept is self.ring.value(microbatch):
+            held.kept = clone_tree(held.kept)  # what backward returns outlives the slot's contents
         kept, held.kept = self.activations.load(held.kept), ()  # frees what is stored
         arguments = (
             *kept,
@@ -305,10 +340,6 @@ class Stage:
         self._updates += 1 if self.stash is None else self.stash.added
         self._copies = None
         self.cast_weights.outdated()
-
-    def updates_before(self, age: int) -> int:
-        """How many updates there were that many updates ago, as `InFlight.updates` counts them."""
-        return self._updates - age
 
     def _weights_of(self, held: InFlight) -> Mapping[str, Tensor] | None:
         """What a backward pass computes with; None: the parameters."""
@@ -470,11 +501,12 @@ class Stage:
             number = saved["version"]
             age = saved.get("age", 0 if number is None else len(versions) - number)
             kept = self.activations.load_state(clone_tree(list(saved["kept"])), self._device())
+            kept = self._in_slot(microbatch, kept)
             self.in_flight[microbatch] = InFlight(
                 kept=kept,
                 weights=None if number is None or self.stash is not None else versions[number],
                 buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
-                versions=tuple(t._version if isinstance(t, Tensor) else 0 for t in kept),
+                versions=_versions(kept),
                 updates=None if (self.stash or self.rewound) is None else self._updates - age,
                 hooks=None,
             )
@@ -525,3 +557,7 @@ class Stage:
     @property
     def outlives_updates(self) -> bool:
         return outlives_updates(self.program)
+
+
+def _versions(kept: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(value._version if isinstance(value, Tensor) else 0 for value in kept)

@@ -14,8 +14,8 @@ from training import momentum
 from benchmarks.stages.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
 from revcompile.compiler.cost import MemoryModel, Workload
-from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
 from revcompile.runtime.stage.activations import Buffers, BuffersLike
+from revcompile.runtime.stage.static_buffers import StaticBuffers
 from revcompile.schedule import choose, window
 from tests.plan.test_accounting import BATCH as FEW
 from tests.plan.test_accounting import COSTS, MIDDLE, SIDED, STREAM, TYPES
@@ -50,7 +50,7 @@ def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype |
     pipeline = trainer.runner._pipeline
     each, waiting = 4 if buffers is None else buffers.itemsize, 0
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
-        ring, count = pipeline._rings.get(index), window(net.method, net.num_stages, index)
+        ring, count = trainer.executors[index].stage.ring, window(net.method, net.num_stages, index)
         slots = [ring.slot(n) for n in range(ring.count)] if ring is not None else []
         kept = bytes_in(slots)
         assert memory.buffers == kept // count * (count - 1 + 4 // each)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
+from revcompile.runtime.stage.ring_buffer import RingBuffer
 
 FORMS: dict[str, Tensor] = {
     "dense": torch.randn(3, 4),

@@ -25,7 +25,7 @@ from revcompile.runtime.executor.captured.optimizers import (
     CapturedUpdater,
     why_not_capturable_optimizer,
 )
-from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.stage.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater
 
 

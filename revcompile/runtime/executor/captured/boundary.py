@@ -23,12 +23,6 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.captured.in_flight import flagged
-from revcompile.runtime.executor.captured.static_buffers import (
-    Flat,
-    StaticBuffers,
-    message_of,
-    payload,
-)
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
@@ -40,6 +34,10 @@ from revcompile.runtime.executor.transport import (
     Sending,
     Transport,
     next_message,
+)
+from revcompile.runtime.stage.static_buffers import (
+    Flat,
+    StaticBuffers,
 )
 from revcompile.schedule import Schedule, Tie
 
@@ -73,7 +71,7 @@ class StaticMessage:
     """Static buffers for a message from another rank."""
 
     def __init__(self, like: Message) -> None:
-        self.buffers = StaticBuffers(payload(like))
+        self.buffers = StaticBuffers(like.payload)
         self.flag: Tensor | None = None if like.found_inf is None else self.buffers.leaves[-1]
         """In a message back: `found_inf`."""
         self._form: PacketForm | None = None
@@ -105,7 +103,7 @@ class StaticMessage:
         return True
 
     def _payload(self, message: Message) -> Any:
-        return payload(flagged(_unpacked(message), self.flag))
+        return flagged(_unpacked(message), self.flag).payload
 
 
 class Boundary:
@@ -233,7 +231,9 @@ class Boundary:
 
     def queues(self, due: Mapping[Route, int]) -> dict[Route, deque[Message]]:
         """The same messages, in their static buffers."""
-        return {r: deque([message_of(self._incoming[r].buffers, n)]) for r, n in due.items()}
+        return {
+            r: deque([Message.of_payload(n, self._incoming[r].buffers)]) for r, n in due.items()
+        }
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -245,11 +245,11 @@ class Boundary:
         """
         if route not in self.routes:
             return False
-        value, place = payload(message), (self.buffer_key, route)
+        value, place = message.payload, (self.buffer_key, route)
         if place not in self._buffers:
             buffers = self._buffers[place] = StaticBuffers(value)
             form = next(each for (_, r), each in self._buffers.items() if r == route)
-            packet = Packet(buffers.memory, form, partial(message_of, buffers, 0))
+            packet = Packet(buffers.memory, form, partial(Message.of_payload, 0, buffers))
             self._outgoing[place] = replace(packet.unpack(), packet=packet)
         self._buffers[place].copy_(value)
         return True

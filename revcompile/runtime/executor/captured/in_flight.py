@@ -1,9 +1,9 @@
-"""What is in flight when a trainer goes over to captured steps: it is moved into static buffers."""
+"""Messages that wait when a trainer goes over to captured steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,56 +18,35 @@ from revcompile.runtime.executor.transport import (
     Route,
     Transport,
 )
-from revcompile.runtime.stage.in_flight import InFlight
-from revcompile.runtime.stage.stage import Stage
+
+Messages = dict[Route, list[Message]]
 
 
-@dataclass
-class InFlightState:
-    """Activations and messages of the micro-batches in flight."""
+def waiting_messages(
+    executors: Sequence[StageExecutor], transport: Transport, flag: Tensor | None
+) -> Messages | None:
+    """The messages that wait for these stages; None if a captured step cannot work with one.
 
-    activations: dict[int, dict[int, Any]] = field(default_factory=dict)
-    """By stage and micro-batch."""
-    messages: dict[Route, list[Message]] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, executors: Sequence[StageExecutor], transport: Transport, flag: Tensor | None
-    ) -> InFlightState | None:
-        """What is in flight now; None if a captured step cannot work with some of it.
-
-        Args:
-            flag: If given, messages get flags `found_inf` like this one, which are not set.
-        """
-        state = cls()
-        for executor in executors:
-            for microbatch, entry in executor.stage.in_flight.items():
-                if entry.buffers or entry.original:
-                    return None
-                state.activations.setdefault(executor.index, {})[microbatch] = entry.kept
-        for executor in executors[:-1]:
-            route = executor.index + 1, executor.index, MessageKind.DY
-            for message in transport.queued(executor.index, MessageKind.DY):
-                if message.void:
-                    return None
-                if message.scale is not None:
-                    scale = torch.tensor(message.scale, dtype=torch.float64)
-                    message = replace(message, scale=scale.to(executor.stage._device()))
-                state.messages.setdefault(route, []).append(flagged(message, flag))
-        for route in tied_routes(executors):
-            assert isinstance(transport, InProcess)
-            state.messages[route] = [
-                flagged(message, flag) if route[2] is MessageKind.TIED_GRAD else message
-                for message in transport.queues.get(route, ())
-            ]
-        return state
-
-    @property
-    def nbytes(self) -> int:
-        """What has to be allocated to move it, stage by stage."""
-        activations = max(map(_nbytes, self.activations.values()), default=0)
-        messages = [(m.values, m.gradients) for queue in self.messages.values() for m in queue]
-        return activations + _nbytes(messages)
+    Args:
+        flag: If given, messages get flags `found_inf` like this one, which are not set.
+    """
+    waiting: Messages = {}
+    for executor in executors[:-1]:
+        route = executor.index + 1, executor.index, MessageKind.DY
+        for message in transport.queued(executor.index, MessageKind.DY):
+            if message.void:
+                return None
+            if message.scale is not None:
+                scale = torch.tensor(message.scale, dtype=torch.float64)
+                message = replace(message, scale=scale.to(executor.stage._device()))
+            waiting.setdefault(route, []).append(flagged(message, flag))
+    for route in tied_routes(executors):
+        assert isinstance(transport, InProcess)
+        waiting[route] = [
+            flagged(message, flag) if route[2] is MessageKind.TIED_GRAD else message
+            for message in transport.queues.get(route, ())
+        ]
+    return waiting
 
 
 def _nbytes(tree: Any) -> int:
@@ -92,10 +71,10 @@ def flagged(message: Message, flag: Tensor | None) -> Message:
     return replace(message, found_inf=torch.zeros_like(flag))
 
 
-def missing_memory(state: InFlightState, snapshots: int, device: torch.device) -> str | None:
+def missing_memory(messages: Messages, snapshots: int, device: torch.device) -> str | None:
     """Why captured steps would not fit into the device's memory; None if they do.
 
-    They need copies of what is in flight, and twice what one step allocates for itself: in the
+    They need copies of messages that wait, and twice what one step allocates for itself: in the
     ordinary pool during the warm-up, and in the pool of the graphs.
 
     Args:
@@ -106,7 +85,8 @@ def missing_memory(state: InFlightState, snapshots: int, device: torch.device) -
     allocated = torch.cuda.memory_allocated(device)
     transient = torch.cuda.max_memory_allocated(device) - allocated
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
-    need = state.nbytes + 2 * (transient + snapshots)
+    copies = _nbytes([[(m.values, m.gradients) for m in queue] for queue in messages.values()])
+    need = copies + 2 * (transient + snapshots)
     if need <= free:
         return None
     return f"they need about {need / 2**30:.1f} GiB more, but {free / 2**30:.1f} GiB are free"
@@ -115,14 +95,3 @@ def missing_memory(state: InFlightState, snapshots: int, device: torch.device) -
 def empty_on(device: torch.device, tree: Any) -> Any:
     """Nested values with uninitialised tensors on a device instead of their own."""
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
-
-
-def in_flight(stage: Stage, activations: tuple[Any, ...], age: int) -> InFlight:
-    """A stage's record of a micro-batch with these activations.
-
-    Args:
-        age: How many updates there were since its forward pass.
-    """
-    versions = tuple(t._version if isinstance(t, Tensor) else 0 for t in activations)
-    updates = None if (stage.stash or stage.rewound) is None else stage.updates_before(age)
-    return InFlight(kept=activations, versions=versions, updates=updates)

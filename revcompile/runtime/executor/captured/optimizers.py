@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
 from revcompile.optim.combined import elementary, members
 from revcompile.runtime.executor.captured.found_inf import restore_if
-from revcompile.runtime.executor.captured.static_buffers import StaticBuffers
+from revcompile.runtime.stage.static_buffers import StaticBuffers
 from revcompile.runtime.stage.update import COUNTERS, Updater, counts_on_device
 
 _FUSED: Final = (SGD, Adam, AdamW)

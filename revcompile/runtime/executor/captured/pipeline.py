@@ -26,13 +26,13 @@ from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
 from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, Pass
-from revcompile.runtime.executor.captured.static_buffers import (
-    StaticBuffers,
-    pooled_copy,
-)
 from revcompile.runtime.executor.captured.static_state import StaticState
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.stage.static_buffers import (
+    StaticBuffers,
+    pooled_copy,
+)
 from revcompile.schedule import Action, Schedule
 
 
@@ -216,8 +216,7 @@ class StaticPipeline(StaticState):
 
     def _store_results(self, entering: int) -> None:
         """Copy what outlives the step to static buffers, and clear the executors."""
-        if self._rings:
-            torch.remainder(self._ends + 1, self._slot_counts, out=self._ends)
+        torch.remainder(self._ends + 1, self._slot_counts, out=self._ends)
         for index, executor in self._by_stage.items():
             if gradients := executor.stage.gradients:
                 self._gradient_buffers(index, gradients).copy_(gradients)

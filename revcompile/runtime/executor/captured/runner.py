@@ -22,13 +22,13 @@ from revcompile.runtime.executor.captured.graphs import (
 from revcompile.runtime.executor.captured.in_flight import empty_on
 from revcompile.runtime.executor.captured.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline, StepResult
-from revcompile.runtime.executor.captured.static_buffers import Flat
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
+from revcompile.runtime.stage.static_buffers import Flat
 from revcompile.schedule import Keep, Order, Schedule, delay, window
 
 _log: Final = logging.getLogger("revcompile")
@@ -154,14 +154,13 @@ class GraphRunner:
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
         self._averages = averages
-        for executor in executors:
-            if self.is_on and executor.stage.stash is not None:
-                executor.stage.stash.count = delay(
-                    schedule.method, schedule.stages, executor.index, schedule.accumulate
-                )
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
-        elif self.is_on and backend is Backend.AUTO:
+        for executor in executors if self.is_on else ():
+            place = schedule.method, schedule.stages, executor.index, schedule.accumulate
+            in_flight = window(*place)
+            executor.stage.use_static_buffers(in_flight if in_flight > 1 else 0, delay(*place))
+        if self.is_on and backend is Backend.AUTO:
             _log.info(
                 "backend='auto': steps of a full pipeline are captured as CUDA graphs; 'inductor' "
                 "compiles them, too, which takes a minute at the first start"
@@ -175,8 +174,7 @@ class GraphRunner:
     def _give_up(self, why: str) -> None:
         self.is_on, self._pipeline = False, None
         for executor in self._executors:
-            if executor.stage.stash is not None:
-                executor.stage.stash.count = None
+            executor.stage.use_static_buffers(0, None)
         warnings.warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning",

@@ -16,9 +16,7 @@ from revcompile.runtime.executor.captured.found_inf import (
     zero_if,
 )
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
-from revcompile.runtime.executor.captured.in_flight import in_flight
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
-from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -91,15 +89,15 @@ class CapturedStageExecutor(StageExecutor):
         """Set if running statistics have to be as they were before it."""
         self.count = torch.zeros((), device=device)
         """Micro-batches in the accumulated gradient: bad ones are left out."""
+        self._slots = stage.slots
         self._accumulates_in_place = stage.accumulates_in_place
         self.age = 0
         """How many updates there were since the forward pass of this step's backward pass."""
-        self.ring: RingBuffer | None = None
-        """What it keeps of micro-batches in flight, unless none is between two steps."""
 
     def prepare_stage(self, captured: bool) -> None:
         """Let the stage compute as captured steps need it, or as it did before."""
         self.stage.run_with(self._programs if captured else None)
+        self.stage.slots = 0 if captured else self._slots
         self.stage.accumulates_in_place = captured or self._accumulates_in_place
 
     def perform(self, action: Action) -> bool:
@@ -125,12 +123,12 @@ class CapturedStageExecutor(StageExecutor):
 
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         super()._run(microbatch, inputs)
-        if self.ring is not None:
-            self.ring.push(self.stage.in_flight.pop(microbatch).kept)
+        if self.stage.ring is not None:
+            self.stage.ring.push(self.stage.in_flight.pop(microbatch).kept)
 
     def _differentiate(self, message: Message) -> Message:
-        if self.ring is not None:
-            self.stage.in_flight[message.index] = in_flight(self.stage, self.ring.pop(), self.age)
+        if self.stage.ring is not None:
+            self.stage.hold(message.index, self.stage.ring.pop(), self.age)
         values, input_gradients, gradients = self.stage.differentiate(
             message.index, message.values, message.gradients
         )

@@ -20,24 +20,15 @@ from revcompile.runtime.executor.captured.found_inf import NonFiniteReports, Run
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
 from revcompile.runtime.executor.captured.in_flight import (
-    InFlightState,
+    Messages,
     empty_on,
     flagged,
-    in_flight,
     missing_memory,
     tied_routes,
+    waiting_messages,
 )
 from revcompile.runtime.executor.captured.optimizers import FixedSettings
-from revcompile.runtime.executor.captured.ring_buffers import (
-    RingBuffer,
-    updates_since_forward,
-)
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
-from revcompile.runtime.executor.captured.static_buffers import (
-    StaticBuffers,
-    copy_all,
-    payload,
-)
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.scheduler import LocalScheduler
@@ -45,6 +36,11 @@ from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Message, MessageKind, Route, Transport
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.ring_buffer import RingBuffer
+from revcompile.runtime.stage.static_buffers import (
+    StaticBuffers,
+    copy_all,
+)
 from revcompile.schedule import Order, Schedule, window
 
 
@@ -95,6 +91,11 @@ class StaticState:
         is_even = hands_on or self._boundary.is_split
         self._period = math.lcm(2 if is_even else 1, *counts)
         device = executors[0].stage._device()
+        self._ring_stages = [executor.stage for executor in executors if executor.stage.slots]
+        counts = [stage.slots for stage in self._ring_stages]
+        self._slot_counts = torch.tensor(counts, dtype=torch.int64, device=device)
+        self._ends = torch.zeros(2, len(counts), dtype=torch.int64, device=device)
+        """For each ring: the slots of the newest and of the oldest micro-batch of the next step."""
         # Stages that share parameters exchange them in the order of one stream.
         uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
         self._streams = StepStreams(device, count - 1) if uses_streams else None
@@ -128,9 +129,6 @@ class StaticState:
 
     def _reset(self) -> None:
         self._inputs: StaticBuffers | None = None
-        self._rings: dict[int, RingBuffer] = {}
-        for executor in self.executors:
-            executor.ring = None
         self._gradients: dict[int, StaticBuffers] = {}
         self._result: StaticBuffers | None = None
         self._boundary.clear()
@@ -169,30 +167,47 @@ class StaticState:
             return False
         if not all(executor.updater.started for executor in self.executors):
             return False
+        if not self._is_in_slots() or not self._has_steady_ages(schedule):
+            return False
         flag = self._flags[:1]
-        state = InFlightState.of(
+        messages = waiting_messages(
             self._eager_executors, transport, flag if self._has_flags else None
         )
-        if state is None or not self._has_steady_ages(schedule):
+        if messages is None:
             return False
         expected = self._boundary.expected(transport, flag)
         if expected.void:
             return False
-        fits = self._matches(state, batch) and self._boundary.matches(batch, expected)
+        fits = self._matches(messages, batch) and self._boundary.matches(batch, expected)
         is_new = not fits or self.is_outdated
         if is_new:
             self.clear()
             # The last stage's update may run beside another one: two snapshots at a time.
             sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
-            if why := missing_memory(state, sum(sizes[-2:]), self._flags.device):
+            if why := missing_memory(messages, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
-            self._allocate(state, batch)
+            self._allocate(messages, batch)
             self._boundary.allocate(batch, expected, self._by_stage, flag)
-        self._load(state, schedule, is_new)
-        for route, messages in state.messages.items():
-            for _ in messages:
+        self._load(messages, schedule, is_new)
+        for route, queue in messages.items():
+            for _ in queue:
                 transport.receive(*route)
         return True
+
+    def _is_in_slots(self) -> bool:
+        """Does all that stages store of micro-batches in flight lie in their slots?
+
+        If not even the latest does, new slots are made for values of its form.
+        """
+        found = True
+        for executor in self._eager_executors:
+            stage = executor.stage
+            in_slots = [stage.is_in_slot(microbatch) for microbatch in stage.in_flight]
+            if in_slots and not in_slots[-1]:
+                self.clear()
+                stage.ring = None
+            found = found and all(in_slots)
+        return found
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
         in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
@@ -220,44 +235,21 @@ class StaticState:
     def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
         return updates_since_forward(microbatch, entering, accumulated[stage], self._accumulate)
 
-    def _matches(self, state: InFlightState, batch: StepInputs) -> bool:
+    def _matches(self, messages: Messages, batch: StepInputs) -> bool:
         if self._inputs is None or not self._inputs.matches(batch.local):
             return False
-        return all(slot.matches(values) for slot, values in self._slots(state)) and all(
+        return all(
             self._transport.matches(route, message)
-            for route, messages in state.messages.items()
-            for message in messages
+            for route, queue in messages.items()
+            for message in queue
         )
 
-    def _slots(self, state: InFlightState) -> list[tuple[StaticBuffers, Any]]:
-        """Activations in flight, each with the slot it belongs into."""
-        return [
-            (self._rings[stage].slot(microbatch), activations)
-            for stage, by_microbatch in state.activations.items()
-            for microbatch, activations in by_microbatch.items()
-        ]
-
-    def _allocate(self, state: InFlightState, batch: StepInputs) -> None:
+    def _allocate(self, messages: Messages, batch: StepInputs) -> None:
         self._inputs = StaticBuffers(empty_on(self._flags.device, batch.local.value))
-        counts = [self._windows[stage] for stage in state.activations]
-        self._slot_counts = torch.tensor(counts, device=self._flags.device)
-        self._ends = torch.zeros(2, len(counts), dtype=torch.int64, device=self._flags.device)
-        """For each ring: the slots of the newest and of the oldest micro-batch of the next step."""
-        for position, (stage, by_microbatch) in enumerate(state.activations.items()):
-            ends = self._ends[:, position : position + 1]
-            like = next(iter(by_microbatch.values()))
-            ring = self._rings[stage] = RingBuffer(like, counts[position], *ends)
-            self._by_stage[stage].ring = ring
-            # At once: memory for all stages need never be there twice.
-            for microbatch in by_microbatch:
-                ring.slot(microbatch).copy_(by_microbatch[microbatch])
-                by_microbatch[microbatch] = ring.slot(microbatch).value
-            del like
-            self._by_stage[stage].stage.in_flight.clear()
-        for route, messages in state.messages.items():
+        for route, queue in messages.items():
             _, target, kind = route
             if kind is MessageKind.DY:
-                self._transport.open(route, messages[0], self._waiting_counts[target])
+                self._transport.open(route, queue[0], self._waiting_counts[target])
         self._open_tied_routes()
 
     def _open_tied_routes(self) -> None:
@@ -275,20 +267,23 @@ class StaticState:
                 )
                 ends = torch.zeros(2, 1, dtype=torch.int64, device=self._flags.device)
                 slots = 1 + math.ceil(late / self._accumulate)
-                self._transport.rings[route] = RingBuffer(payload(like), slots, *ends)
+                self._transport.rings[route] = RingBuffer(like.payload, slots, *ends)
 
-    def _load(self, state: InFlightState, schedule: Schedule, is_new: bool) -> None:
-        entering = schedule.injected
-        copies = self._slots(state)
-        for route, messages in state.messages.items():
-            copies += [self._transport.load(route, message, is_new) for message in messages]
+    def _load(self, messages: Messages, schedule: Schedule, is_new: bool) -> None:
+        copies: list[tuple[StaticBuffers, Any]] = [
+            self._transport.load(route, message, is_new)
+            for route, queue in messages.items()
+            for message in queue
+        ]
         for executor in self._eager_executors:
             if gradients := executor.stage.gradients:
                 copies.append((self._gradient_buffers(executor.index, gradients), gradients))
         copy_all(copies)
-        if self._rings:
-            newest = torch.tensor([[entering], [entering + 1]], device=self._ends.device)
-            torch.remainder(newest, self._slot_counts, out=self._ends)
+        for position, stage in enumerate(self._ring_stages):
+            assert stage.ring is not None
+            stage.ring.newest, stage.ring.oldest = self._ends[:, position : position + 1]
+        newest = [[schedule.injected], [schedule.injected + 1]]
+        self._ends.copy_(torch.tensor(newest, device=self._ends.device) % self._slot_counts)
         for (source, target, _), ring in self._transport.rings.items():
             ring.newest.fill_(schedule.updates[source] % ring.count)
             ring.oldest.fill_(schedule.updates[target] % ring.count)
@@ -321,9 +316,9 @@ class StaticState:
                 captured.scaling.store(eager.scaling)
             stage, index = eager.stage, eager.index
             for microbatch in schedule.outstanding[index]:
-                activations = self._rings[index].slot(microbatch).value
+                assert stage.ring is not None
                 age = self._age(microbatch, schedule.injected, schedule.accumulated, index)
-                stage.in_flight[microbatch] = in_flight(stage, activations, age)
+                stage.hold(microbatch, stage.ring.value(microbatch), age)
             if accumulated := schedule.accumulated[index]:
                 eager.contributed = int(count) if self._has_flags else accumulated
                 stage.gradients = dict(self._gradients[index].value) if eager.contributed else {}
@@ -361,3 +356,19 @@ class StaticState:
     def is_outdated(self) -> bool:
         """Have optimizer settings other than learning rates changed since `enter`?"""
         return self._settings is not None and self._settings.have_changed()
+
+
+def updates_since_forward(microbatch: int, entering: int, accumulated: int, accumulate: int) -> int:
+    """A stage's updates since its forward pass of a micro-batch, once the pipeline is full.
+
+    Args:
+        entering: The micro-batch that enters with the step to come.
+        accumulated: Micro-batches in the stage's gradient since its last update.
+        accumulate: Micro-batches of one update.
+
+    >>> [updates_since_forward(microbatch, 7, 0, accumulate=1) for microbatch in (4, 5, 6, 7)]
+    [3, 2, 1, 0]
+    >>> [updates_since_forward(microbatch, 7, 1, accumulate=2) for microbatch in (4, 5, 6, 7)]
+    [1, 1, 0, 0]
+    """
+    return max(0, (entering - 1 - accumulated - microbatch) // accumulate + 1)

@@ -23,16 +23,14 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.captured.in_flight import empty_on
-from revcompile.runtime.executor.captured.ring_buffers import RingBuffer
-from revcompile.runtime.executor.captured.static_buffers import (
+from revcompile.runtime.executor.transport import InProcess, Message, MessageKind, Route
+from revcompile.runtime.stage.ring_buffer import RingBuffer
+from revcompile.runtime.stage.static_buffers import (
     Flat,
     StaticBuffers,
     copy_tensors,
-    message_of,
-    payload,
     storage,
 )
-from revcompile.runtime.executor.transport import InProcess, Message, MessageKind, Route
 from revcompile.runtime.stage.tensors import clone_tree
 
 
@@ -103,12 +101,12 @@ class StaticTransport(InProcess):
     def open(self, route: Route, like: Message, count: int) -> None:
         """Have messages of a route wait in static buffers, so many at a time."""
         self._counts[route] = count
-        self._forms[route] = Flat.of(empty_on(torch.device("meta"), payload(like)))
+        self._forms[route] = Flat.of(empty_on(torch.device("meta"), like.payload))
 
     def matches(self, route: Route, message: Message) -> bool:
         if (ring := self.rings.get(route)) is not None:
-            return ring.slot(message.index).matches(payload(message))
-        return route in self._forms and self._forms[route].is_alike(Flat.of(payload(message)))
+            return ring.slot(message.index).matches(message.payload)
+        return route in self._forms and self._forms[route].is_alike(Flat.of(message.payload))
 
     def load(self, route: Route, message: Message, is_new: bool) -> tuple[StaticBuffers, Flat]:
         """Have a message wait for the next step; what to copy where.
@@ -116,7 +114,7 @@ class StaticTransport(InProcess):
         Args:
             is_new: Nothing has run over these buffers yet, so the message can be read where it is.
         """
-        value = Flat.of(payload(message))
+        value = Flat.of(message.payload)
         if (ring := self.rings.get(route)) is not None:
             return ring.slot(message.index), value
         key = route, self._place(route, message.index)
@@ -135,10 +133,12 @@ class StaticTransport(InProcess):
     def waiting(self, route: Route, indices: Sequence[int]) -> list[Message]:
         """The messages of these micro-batches, which wait for the next step."""
         if (ring := self.rings.get(route)) is not None:
-            return [message_of(ring.slot(index), index) for index in indices]
+            return [Message.of_payload(index, ring.slot(index)) for index in indices]
         places = (self._place(route, index) for index in indices)
         payloads = [self._waiting[route, place].payload for place in places]
-        return [message_of(each, index) for each, index in zip(payloads, indices, strict=True)]
+        return [
+            Message.of_payload(index, each) for each, index in zip(payloads, indices, strict=True)
+        ]
 
     def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
         """Queue a message; if it waits for the next step, in static buffers.
@@ -150,7 +150,7 @@ class StaticTransport(InProcess):
         if self._take(route, message):
             return
         if (ring := self.rings.get(route)) is not None:
-            ring.push(payload(message))
+            ring.push(message.payload)
             ring.newest.add_(1).remainder_(ring.count)
             message = Message(message.index)
         elif count := self._counts.get(route):
@@ -160,7 +160,7 @@ class StaticTransport(InProcess):
                     f"stage {source}: {kind.value} of {message.index} would overwrite that of "
                     f"{unread[0].index}, which stage {target} has not read"
                 )
-            message = message_of(self._store(route, message), message.index)
+            message = Message.of_payload(message.index, self._store(route, message))
         super().send(source, target, kind, message)
 
     def receive(
@@ -176,7 +176,7 @@ class StaticTransport(InProcess):
         ring = self.rings.get((source, target, kind))
         if message is None or ring is None:
             return message
-        message = message_of(Flat.of(ring.pop()), message.index)
+        message = Message.of_payload(message.index, Flat.of(ring.pop()))
         ring.oldest.add_(1).remainder_(ring.count)
         return message
 
@@ -186,7 +186,7 @@ class StaticTransport(InProcess):
     def _store(self, route: Route, message: Message) -> Flat:
         """Copy a message to static buffers, but for what the stage has received and hands on."""
         source, _, kind = route
-        place, value = self._place(route, message.index), Flat.of(payload(message))
+        place, value = self._place(route, message.index), Flat.of(message.payload)
         received = before = None
         if self._hands_on:
             received = self._waiting.get(((source + 1, source, kind), message.index % 2))

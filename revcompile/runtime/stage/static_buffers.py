@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.runtime.executor.transport import Layout, Message
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.tensors import aligned
+
+Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
+"""For each tensor of a buffer: offset in bytes, dtype, shape and strides.
+
+None for one that has to be computed from its bytes."""
 
 _SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
@@ -111,20 +115,6 @@ def pooled_copy(pool: BufferPool, tree: Any) -> Any:
         [(a, b) for a, b in zip(copies, flat.leaves, strict=True) if isinstance(a, Tensor)]
     )
     return flat.with_leaves(copies).value
-
-
-# -- messages --------------------------------------------------------------------------------------
-
-
-def payload(message: Message) -> tuple[Any, ...]:
-    """The part of a message that static buffers hold."""
-    return dict(message.values), dict(message.gradients), message.scale, message.found_inf
-
-
-def message_of(value: Flat, index: int) -> Message:
-    """The message of a micro-batch with this payload."""
-    values, gradients, scale, found_inf = value.value
-    return Message(index, values, gradients, scale=scale, found_inf=found_inf)
 
 
 # -- tensors ---------------------------------------------------------------------------------------

@@ -2,23 +2,29 @@
 
 A stage that keeps the inputs of several micro-batches in flight has a slot for each. Every step
 writes the newest micro-batch to one slot and reads the oldest from another, so the slots move on
-from step to step. The addresses in a captured step are fixed; which slots it uses is a number on
-the device, which its kernels read:
+from step to step:
 
     slots       | m-3 | m-2 | m-1 |  m  |       m enters with the step, which differentiates m-3
                    |                 ^
                    v pop             | push
                backward           forward
+
+Steps that run action by action know the number of a slot (`put`, `value`). The addresses in a
+captured step are fixed: there the number is on the device, where its kernels read it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from revcompile.runtime.executor.captured.static_buffers import Flat, StaticBuffers
+from revcompile.runtime.stage.static_buffers import Flat, StaticBuffers
+
+_NONE: Final = torch.empty(0, dtype=torch.int64)
 
 
 class RingBuffer:
@@ -33,16 +39,38 @@ class RingBuffer:
         like: One of them.
         count: How many slots there are.
         newest: The number of the slot that `push` writes to: a tensor with one element, which
-            whoever owns it advances.
-        oldest: That of the slot that `pop` reads.
+            whoever owns it advances. It may be given later, as that of the slot that `pop` reads.
     """
 
-    def __init__(self, like: Any, count: int, newest: Tensor, oldest: Tensor) -> None:
+    def __init__(self, like: Any, count: int, newest: Tensor = _NONE, oldest: Tensor = _NONE):
         self.count, self.newest, self.oldest = count, newest, oldest
-        self._like = Flat.of(like)
-        self._rows = [
-            _Rows(leaf, count) if isinstance(leaf, Tensor) else None for leaf in self._like.leaves
-        ]
+        form = Flat.of(like)
+        self._rows = [_Rows(x, count) if isinstance(x, Tensor) else None for x in form.leaves]
+        # Not the tensors themselves: they would live on.
+        self._form = form.with_leaves([None if isinstance(x, Tensor) else x for x in form.leaves])
+        views = [self._filled(partial(_Rows.view, row=number)) for number in range(count)]
+        self._slots = [StaticBuffers(view, allocate=False) for view in views]
+        self._values = [slot.value for slot in self._slots]
+
+    def _filled(self, tensor: Callable[[_Rows], Tensor]) -> Flat:
+        pairs = zip(self._rows, self._form.leaves, strict=True)
+        return self._form.with_leaves([x if rows is None else tensor(rows) for rows, x in pairs])
+
+    def slot(self, number: int) -> StaticBuffers:
+        """The buffers of a slot; numbers go on beyond the last slot with the first."""
+        return self._slots[number % self.count]
+
+    def value(self, number: int) -> Any:
+        """The values in a slot: always the same object."""
+        return self._values[number % self.count]
+
+    def put(self, number: int, tree: Any) -> Any:
+        """Copy values to a slot, and return what lies there; if they do not fit, themselves."""
+        slot = self.slot(number)
+        if not slot.matches(tree):
+            return tree
+        slot.copy_(tree)
+        return self.value(number)
 
     def push(self, tree: Any) -> None:
         """Copy values to the newest slot."""
@@ -52,15 +80,7 @@ class RingBuffer:
 
     def pop(self) -> Any:
         """A copy of the values in the oldest slot."""
-        pairs = zip(self._rows, self._like.leaves, strict=True)
-        leaves = [leaf if rows is None else rows.read(self.oldest) for rows, leaf in pairs]
-        return self._like.with_leaves(leaves).value
-
-    def slot(self, number: int) -> StaticBuffers:
-        """The buffers of a slot; numbers go on beyond the last slot with the first."""
-        pairs = zip(self._rows, self._like.leaves, strict=True)
-        leaves = [leaf if rows is None else rows.view(number % self.count) for rows, leaf in pairs]
-        return StaticBuffers(self._like.with_leaves(leaves), allocate=False)
+        return self._filled(partial(_Rows.read, row=self.oldest)).value
 
 
 class _Rows:
@@ -85,23 +105,8 @@ class _Rows:
         return self._shaped(self._rows.index_select(0, row))
 
     def view(self, row: int) -> Tensor:
-        return self._shaped(self._rows[row : row + 1])
+        # .data: a version counter of its own for each
+        return self._shaped(self._rows[row : row + 1]).data
 
     def _shaped(self, row: Tensor) -> Tensor:
         return row.view(self._dtype).as_strided(self._shape, self._stride)
-
-
-def updates_since_forward(microbatch: int, entering: int, accumulated: int, accumulate: int) -> int:
-    """A stage's updates since its forward pass of a micro-batch, once the pipeline is full.
-
-    Args:
-        entering: The micro-batch that enters with the step to come.
-        accumulated: Micro-batches in the stage's gradient since its last update.
-        accumulate: Micro-batches of one update.
-
-    >>> [updates_since_forward(microbatch, 7, 0, accumulate=1) for microbatch in (4, 5, 6, 7)]
-    [3, 2, 1, 0]
-    >>> [updates_since_forward(microbatch, 7, 1, accumulate=2) for microbatch in (4, 5, 6, 7)]
-    [1, 1, 0, 0]
-    """
-    return max(0, (entering - 1 - accumulated - microbatch) // accumulate + 1)
