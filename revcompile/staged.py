@@ -48,7 +48,7 @@ from revcompile.runtime.stage.update import (
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.metrics import Metrics
-from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.settings import Settings, Task
 from revcompile.schedule import (
     Method,
     check_schedule,
@@ -356,16 +356,10 @@ class StagedModel(StageReport):
                 self.partition, parse_memory_budget(memory_budget), workload, devices
             )
         programs = self._programs(chosen, plan.keeps if plan else None)
-        model = self.model
+        task = Task(self.model, self.partition, programs, optimizer, loss, settings, self._tree)
         if many_ranks():
             trainer: Trainer = DistributedTrainer(
-                model,
-                self.partition,
-                programs,
-                optimizer,
-                loss,
-                settings,
-                self._tree,
+                task,
                 default_stage_to_rank=self._default_stage_to_rank,
                 stage_to_rank=stage_to_rank,
                 device=target,
@@ -375,10 +369,8 @@ class StagedModel(StageReport):
             )
         else:
             if target is not None:
-                model.to(target)
-            trainer = LocalTrainer(
-                model, self.partition, programs, optimizer, loss, settings, self._tree
-            )
+                self.model.to(target)
+            trainer = LocalTrainer(task)
         trainer.memory_plan = plan
         return trainer
 

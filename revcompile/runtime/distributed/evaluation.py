@@ -117,7 +117,7 @@ class EvaluationPass:
         if stage < self.last:
             fingerprint = batch[1] if batch is not None else None
             message = Message(number, outputs or {}, void=outputs is None, fingerprint=fingerprint)
-            self.transport.send(stage, stage + 1, MessageKind.EVALUATE, message)
+            self.transport.send((stage, stage + 1, MessageKind.EVALUATE), message)
 
     def check(self, check: Callable[[], None]) -> None:
         """Run a final check; what it raises counts if there was no error before."""

@@ -16,7 +16,6 @@ from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
-from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import Live
 from revcompile.runtime.checkpoint import (
     load_training,
@@ -45,11 +44,7 @@ from revcompile.runtime.distributed.transport import DistributedTransport
 from revcompile.runtime.executor.captured import Backend, GraphRunner
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
 from revcompile.runtime.executor.transport import MessageKind, next_message
-from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.loss_head import Loss
-from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.tensors import detach_tree
-from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.metrics import (
     Evaluation,
@@ -59,7 +54,7 @@ from revcompile.runtime.trainer.metrics import (
     check_loader,
     eval_mode,
 )
-from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.settings import Task
 from revcompile.schedule import window
 
 Batch = TypeVar("Batch")
@@ -79,13 +74,6 @@ class DistributedTrainer(Trainer):
     may go on. A rank holds only the weights its stages use; `net.module()` collects all of them.
 
     Args:
-        model: the model; ranks free the parts they do not use.
-        partition: its stages.
-        programs: what each stage runs.
-        optimizer: builds a stage's optimizer.
-        loss: of the output and a target.
-        settings: how to train.
-        tree: the modules that the stages were compiled for.
         default_stage_to_rank: from the ranks of one pipeline to the rank of each stage.
         stage_to_rank: the rank of each stage, within one copy of the pipeline.
         device: where this rank trains.
@@ -99,13 +87,7 @@ class DistributedTrainer(Trainer):
 
     def __init__(
         self,
-        model: Reversible,
-        partition: Partition,
-        programs: Sequence[StageProgram],
-        optimizer: OptimizerFactory,
-        loss: Loss | None,
-        settings: Settings,
-        tree: TreeGuard,
+        task: Task,
         *,
         default_stage_to_rank: Callable[[int], Sequence[int]],
         stage_to_rank: Sequence[int] | None = None,
@@ -114,7 +96,8 @@ class DistributedTrainer(Trainer):
         report_loss: bool = False,
         average_statistics: bool = False,
     ) -> None:
-        limit = timedelta(seconds=timeout)
+        model, partition, programs = task.model, task.partition, task.programs
+        settings, limit = task.settings, timedelta(seconds=timeout)
         self.device = join(model, device or last_device(model), limit)
         self.report_loss = report_loss
         control = new_group(range(distributed.get_world_size()), "gloo", limit)
@@ -138,13 +121,7 @@ class DistributedTrainer(Trainer):
         windows = [window(method, stages, stage, accumulate) for stage in range(stages)]
         channels = open_channels(self.ranks, list(partition.ties), self.device, limit, windows)
         super().__init__(
-            model,
-            partition,
-            programs,
-            optimizer,
-            loss,
-            settings,
-            tree,
+            task,
             transport=DistributedTransport(self.ranks, channels, timeout),
             device=self.device,
             stages=self.ranks.stages,

@@ -13,7 +13,7 @@ import contextlib
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -47,13 +47,12 @@ from revcompile.runtime.distributed.p2p import (
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
 from revcompile.runtime.executor.transport import (
+    InProcess,
     Message,
     MessageKind,
+    Route,
     Sending,
-    mean_of,
-    queues_state,
 )
-from revcompile.runtime.stage.tensors import TreeCopy
 
 _GRACE: Final = 2.0
 """Seconds for a failing rank's last messages to be sent."""
@@ -206,7 +205,7 @@ class ReceiveThread:
         return text.numpy().tobytes()
 
 
-class DistributedTransport:
+class DistributedTransport(InProcess):
     """Delivers messages within the rank by reference, to other ranks over channels.
 
     `receive` never blocks. `wait` blocks until a message has arrived, or raises `RankError` when
@@ -214,6 +213,7 @@ class DistributedTransport:
     """
 
     def __init__(self, ranks: Ranks, channels: Sequence[Channel], timeout: float) -> None:
+        super().__init__(len(ranks.layout.stage_to_rank))
         self.ranks, self.timeout = ranks, timeout
         self.completed = -1
         """The last micro-batch this rank has finished its part of."""
@@ -221,12 +221,10 @@ class DistributedTransport:
         store = own_store()
         self._root_cause = RootCause(store, self._monitor.fail)
         self._liveness = LivenessCheck(store, ranks.rank, ranks.layout.world)
-        self._queues: dict[tuple[int, int, MessageKind], deque[Arrival]] = {}
         self._delivered: Counter[tuple[int, int]] = Counter()
         self._ended: set[tuple[int, int]] = set()
         self._awaited: set[int] = set()
         """Ranks from which a message was missing since the last one arrived."""
-        self._norms: dict[int, dict[int, Tensor]] = {}
         self._totals: dict[int, Tensor] = {}
         self._channels = list(channels)
         self._closed = False
@@ -245,29 +243,21 @@ class DistributedTransport:
 
     # -- messages -----------------------------------------------------------------------------
 
-    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> Sending | None:
-        sender = self._senders.get((source, target))
+    def send(self, route: Route, message: Message) -> Sending | None:
+        sender = self._senders.get(route[:2])
         if sender is not None:
             try:
-                return sender.send(kind, message)
+                return sender.send(route[2], message)
             except distributed.DistBackendError as error:  # NCCL has noticed first
                 self._stop_for_lost_rank(error)
-        self._queue(source, target, kind).append(Arrival(kind, message))
-        return None
+        return super().send(route, message)
 
-    def receive(
-        self,
-        source: int,
-        target: int,
-        kind: MessageKind,
-        *,
-        keep: bool = False,
-        packed: bool = False,
-    ) -> Message | None:
-        arrivals = self._queue(source, target, kind)
+    def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
+        source, target, _ = route
         has_ended = (source, target) in self._ended  # read before the queue: nothing comes after
-        if arrivals:
-            return (arrivals[0] if keep else arrivals.popleft()).ready(packed)
+        message = super().receive(route, keep=keep, packed=packed)
+        if message is not None:
+            return message
         if has_ended:
             who = self.ranks.named(self.ranks.owner(source))
             self._stop(
@@ -296,32 +286,13 @@ class DistributedTransport:
             while receiver == self.ranks.rank and self._delivered[source, target] < count:
                 self.wait(f"stage {target} for what stage {source} has sent")
 
-    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
-        return (
-            arrival.ready()
-            for (_, receiver, sort), arrivals in list(self._queues.items())
-            if receiver == target and sort is kind
-            for arrival in arrivals
-        )
-
-    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
-        queues = list(self._queues.items())
-        return queues_state({key: [a.ready() for a in arrivals] for key, arrivals in queues}, copy)
-
     def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
         """Replace all queued messages; none may be in flight (see `wait_all_delivered`)."""
-        for arrivals in list(self._queues.values()):
-            arrivals.clear()
-        self._norms.clear()
+        super().load_state_dict(messages)
         self._totals.clear()
-        for source, target, name, message in messages:
-            if self.ranks.owner(target) == self.ranks.rank:
-                kind = MessageKind(name)
-                arrival = Arrival(kind, Message.from_state_dict(message))
-                self._queue(source, target, kind).append(arrival)
 
-    def _queue(self, source: int, target: int, kind: MessageKind) -> deque[Arrival]:
-        return self._queues.setdefault((source, target, kind), deque())
+    def is_here(self, stage: int) -> bool:
+        return self.ranks.owner(stage) == self.ranks.rank
 
     @property
     def allocations(self) -> int:
@@ -352,7 +323,7 @@ class DistributedTransport:
     ) -> dict[str, Tensor] | None:
         average = self.averages.get(stage)
         if average is None:
-            return mean_of(gradients, count)
+            return super().mean(stage, gradients, count)
         return average.mean(gradients, count)
 
     def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
@@ -403,7 +374,8 @@ class DistributedTransport:
     # -- called by threads --------------------------------------------------------------------
 
     def _deliver(self, channel: Channel, arrival: Arrival) -> None:
-        self._queue(channel.source, channel.target, arrival.kind).append(arrival)
+        route = channel.source, channel.target, arrival.kind
+        self.queues.setdefault(route, deque()).append(arrival)
         self._delivered[channel.source, channel.target] += 1
         self._monitor.notify()
 

@@ -21,6 +21,7 @@ the transport's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -338,10 +339,14 @@ class StageExecutor:
         gradients = self._mean_gradients()
         if gradients is None:
             return False
-        names = self.tied_owners[action.peer]
-        sent = {name: gradients.pop(name) for name in names if name in gradients}
-        self._send(action.peer, MessageKind.TIED_GRAD, Message(action.index, {}, sent))
+        message = self.tied_gradients(action.peer, gradients)
+        self._send(action.peer, MessageKind.TIED_GRAD, replace(message, index=action.index))
         return True
+
+    def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
+        """The message to the owner of tied parameters; their gradients are taken out."""
+        names = self.tied_owners[owner]
+        return Message(0, {}, {name: gradients.pop(name) for name in names if name in gradients})
 
     def _recv_tied_grad(self, action: Action) -> bool:
         assert action.peer is not None
@@ -442,10 +447,10 @@ class StageExecutor:
     # -- messages -----------------------------------------------------------------------------
 
     def _send(self, target: int, kind: MessageKind, message: Message) -> None:
-        self.transport.send(self.index, target, kind, message)
+        self.transport.send((self.index, target, kind), message)
 
     def _receive(self, source: int, kind: MessageKind, action: Action) -> Message | None:
-        message = self.transport.receive(source, self.index, kind)
+        message = self.transport.receive((source, self.index, kind))
         if message is not None and message.index != action.index:
             raise VerificationError(
                 f"stage {self.index}: expected {kind.value} of {action.index} from stage "

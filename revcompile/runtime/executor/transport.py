@@ -77,6 +77,10 @@ class Message:
         flag = {} if self.found_inf is None else {"found_inf": self.found_inf}
         return self.values, self.gradients, flag
 
+    def ready(self, packed: bool = False) -> Message:
+        """As messages from other ranks: they may have to arrive first."""
+        return self
+
     @property
     def payload(self) -> tuple[Any, ...]:
         """The part that static buffers hold."""
@@ -86,6 +90,12 @@ class Message:
     def of_payload(cls, index: int, value: Flat) -> Message:
         values, gradients, scale, found_inf = value.value
         return cls(index, values, gradients, scale=scale, found_inf=found_inf)
+
+    def flagged(self, flag: Tensor | None) -> Message:
+        """The same with a flag `found_inf` like this one, which is not set unless it was."""
+        if flag is None or self.found_inf is not None:
+            return self
+        return replace(self, found_inf=torch.zeros_like(flag))
 
     def resolved(self) -> Message:
         """The same with nothing but tensors on the device; void if the flag is set."""
@@ -119,17 +129,6 @@ class Message:
 
 Route = tuple[int, int, MessageKind]
 """Sender, receiver, kind of message."""
-Queues = Mapping[Route, Iterable[Message]]
-"""Messages that wait for their receivers."""
-
-
-def queues_state(queues: Queues, copy: TreeCopy) -> list[list[Any]]:
-    """Waiting messages as plain values: `[source, target, kind, message]`."""
-    return [
-        [source, target, kind.value, message.state_dict(copy)]
-        for (source, target, kind), queue in queues.items()
-        for message in queue
-    ]
 
 
 class Sending(Protocol):
@@ -162,19 +161,11 @@ class Average(Protocol):
 class Transport(Protocol):
     """Delivers messages in order, and combines what several replicas or stages have."""
 
-    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> Sending | None:
+    def send(self, route: Route, message: Message) -> Sending | None:
         """Send a message, without waiting for it to arrive; None if it is passed by reference."""
         ...
 
-    def receive(
-        self,
-        source: int,
-        target: int,
-        kind: MessageKind,
-        *,
-        keep: bool = False,
-        packed: bool = False,
-    ) -> Message | None:
+    def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
         """The next message; None if it has not arrived yet.
 
         Args:
@@ -231,17 +222,10 @@ def next_message(
 ) -> Message:
     """Wait for a message; `where` says for what. See `Transport.receive`."""
     while True:
-        message = transport.receive(*route, keep=keep, packed=packed)
+        message = transport.receive(route, keep=keep, packed=packed)
         if message is not None:
             return message
         transport.wait(where)
-
-
-def mean_of(sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Divide sums over `count` micro-batches, in place."""
-    if count > 1 and sums:
-        torch._foreach_div_(list(sums.values()), float(count))
-    return sums
 
 
 class InProcess:
@@ -249,47 +233,55 @@ class InProcess:
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        self.queues: dict[tuple[int, int, MessageKind], deque[Message]] = {}
+        self.queues: dict[Route, deque[Any]] = {}
+        """Messages that wait for their receivers: what has `Message.ready`."""
         self._norms: dict[int, dict[int, Tensor]] = {}
 
-    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
-        self.queues.setdefault((source, target, kind), deque()).append(message)
+    def send(self, route: Route, message: Message) -> Sending | None:
+        self.queues.setdefault(route, deque()).append(message)
+        return None
 
-    def receive(
-        self,
-        source: int,
-        target: int,
-        kind: MessageKind,
-        *,
-        keep: bool = False,
-        packed: bool = False,
-    ) -> Message | None:
-        queue = self.queues.get((source, target, kind))
+    def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
+        queue = self.queues.get(route)
         if not queue:
             return None
-        return queue[0] if keep else queue.popleft()
+        message: Message = (queue[0] if keep else queue.popleft()).ready(packed)
+        return message
 
     def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
         return (
-            message
-            for (_, receiver, sort), queue in self.queues.items()
+            message.ready()
+            for (_, receiver, sort), queue in list(self.queues.items())  # threads may add some
             if receiver == target and sort is kind
             for message in queue
         )
 
     def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
-        return queues_state(self.queues, copy)
+        return [
+            [source, target, kind.value, message.ready().state_dict(copy)]
+            for (source, target, kind), queue in list(self.queues.items())
+            for message in queue
+        ]
 
     def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
-        self.queues.clear()
+        for queue in list(self.queues.values()):
+            queue.clear()
         self._norms.clear()
         for source, target, kind, message in messages:
-            self.send(source, target, MessageKind(kind), Message.from_state_dict(message))
+            if self.is_here(target):
+                route = source, target, MessageKind(kind)
+                self.queues.setdefault(route, deque()).append(Message.from_state_dict(message))
+
+    def is_here(self, stage: int) -> bool:
+        """Is it a stage of this process?"""
+        return True
 
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int
     ) -> dict[str, Tensor] | None:
-        return mean_of(gradients, count)
+        if count > 1 and gradients:
+            torch._foreach_div_(list(gradients.values()), float(count))
+        return gradients
 
     def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         norms = self._norms.setdefault(update, {})

@@ -6,7 +6,7 @@ a later one is therefore copied into buffers that are allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -94,12 +94,9 @@ class StaticBuffers(Flat):
             copy_tensors(self.pairs(tree))
 
 
-def copy_all(copies: Iterable[tuple[StaticBuffers, Any]]) -> None:
-    """Copy values into several buffers; the values may lie in other buffers of the same list."""
-    pairs = [pair for buffers, tree in copies for pair in buffers.pairs(tree)]
-    written = {storage(buffer) for buffer, _ in pairs}
-    moving = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr() or a.dtype != b.dtype]
-    copy_tensors([(a, b.clone() if storage(b) in written else b) for a, b in moving])
+def empty_on(device: torch.device, tree: Any) -> Any:
+    """Nested values with uninitialised tensors on a device instead of their own."""
+    return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
 
 
 def pooled_copy(pool: BufferPool, tree: Any) -> Any:

@@ -90,7 +90,8 @@ class StashedWeights:
         self.added = int(0 in ages)
         if self.count is None:
             del self._past[max(ages, default=0) :]
-            self._past[:0] = [detached_copies(self._parameters)] * self.added
+        if self.added and self.count is None:
+            self._past.insert(0, detached_copies(self._parameters))
         elif self.added:
             self.shift()
         yield

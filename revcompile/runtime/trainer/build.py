@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
 from revcompile.errors import InputError
-from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
-from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import scaling_of
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.update import OptimizerFactory, Updater
-from revcompile.runtime.trainer.settings import Settings
-from revcompile.schedule import Order, Tie
+from revcompile.runtime.stage.update import Updater
+from revcompile.runtime.trainer.settings import Task
+from revcompile.schedule import Order, mean_delay
 
 
 def build_executor(
-    program: StageProgram,
-    model: Reversible,
-    ties: Mapping[Tie, tuple[str, ...]],
-    optimizer: OptimizerFactory,
-    settings: Settings,
+    task: Task,
+    index: int,
     transport: Transport,
+    loss_head: LossHead,
     *,
     seed: int,
-    delay: float,
-    loss_head: LossHead | None,
     skip_on_error: bool,
 ) -> StageExecutor:
     """The executor of one stage.
 
     Args:
-        program: what the stage runs.
-        model: the module that holds its parameters.
-        ties: parameters that two stages share, by the pair of stages.
-        optimizer: builds the stage's optimizer.
-        settings: how to train.
+        index: the stage's number.
         transport: carries messages to other stages.
+        loss_head: computes the loss; used by the last stage only.
         seed: for the stage's random numbers.
-        delay: by how many updates its gradients are late, on average.
-        loss_head: computes the loss; for the last stage only.
         skip_on_error: skip a micro-batch whose forward pass fails, instead of raising at once.
     """
-    index = program.index
+    program, stages, ties = task.programs[index], len(task.programs), task.partition.ties
+    model, optimizer, settings = task.model, task.optimizer, task.settings
+    delay = mean_delay(program.method, stages, index, settings.accumulate)
+    is_last = index == stages - 1
     owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
     holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
     replicas = [name for names in owners.values() for name in names]
@@ -78,13 +70,13 @@ def build_executor(
         delay=0.0 if settings.synchronous or stage.predicted is not None else delay,
     )
     gradient_predictor = None
-    if program.method.order is Order.SYNTHETIC and loss_head is None:
+    if program.method.order is Order.SYNTHETIC and not is_last:
         gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
     return StageExecutor(
         stage,
         updater,
         transport,
-        loss_head=loss_head,
+        loss_head=loss_head if is_last else None,
         gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
         tied_owners=owners,

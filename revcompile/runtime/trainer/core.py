@@ -17,17 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
-from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.executor.captured import GraphRunner, StepResult
 from revcompile.runtime.executor.scheduler import LocalScheduler
-from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
-from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.loss_head import Loss, LossHead
-from revcompile.runtime.stage.module_guards import TreeGuard
-from revcompile.runtime.stage.update import OptimizerFactory
+from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.trainer.advice import warn_of_delay
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
@@ -40,9 +35,9 @@ from revcompile.runtime.trainer.inputs import (
 )
 from revcompile.runtime.trainer.metrics import Evaluation, LossSum, Metric, Metrics
 from revcompile.runtime.trainer.ownership import is_latest, take_over
-from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.settings import Task
 from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
-from revcompile.schedule import Schedule, delay, mean_delay
+from revcompile.schedule import Schedule, delay
 
 Batch = TypeVar("Batch")
 
@@ -54,13 +49,6 @@ class Trainer(TrainerState, ABC):
     moment, `save` and `load` write and read checkpoints.
 
     Args:
-        model: holds the parameters.
-        partition: the model's stages.
-        programs: what each stage runs.
-        optimizer: builds the optimizer of a stage from its parameters.
-        loss: of the model's output and a target.
-        settings: how to train.
-        tree: the modules that the stages were compiled for.
         transport: carries messages between the stages.
         device: where inputs and targets go.
         stages: the numbers of the stages in this process.
@@ -76,13 +64,7 @@ class Trainer(TrainerState, ABC):
 
     def __init__(
         self,
-        model: Reversible,
-        partition: Partition,
-        programs: Sequence[StageProgram],
-        optimizer: OptimizerFactory,
-        loss: Loss | None,
-        settings: Settings,
-        tree: TreeGuard,
+        task: Task,
         *,
         transport: Transport,
         device: torch.device,
@@ -91,13 +73,11 @@ class Trainer(TrainerState, ABC):
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        self.model, self.partition, self.settings = model, partition, settings
-        self.tree = tree
-        self.programs = tuple(programs)
+        model, partition, settings = task.model, task.partition, task.settings
+        self.model, self.partition, self.settings, self.tree = model, partition, settings, task.tree
+        self.programs = programs = tuple(task.programs)
         self.transport: Transport = transport
-        self.rank = rank
-        self.replica = replica
-        self.replicas = replicas
+        self.rank, self.replica, self.replicas = rank, replica, replicas
         self.is_first = 0 in stages
         """Does this process need inputs?"""
         self.is_last = len(programs) - 1 in stages
@@ -109,9 +89,19 @@ class Trainer(TrainerState, ABC):
         self.schedule = Schedule(method, count, accumulate, partition.ties, settings.synchronous)
         self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
         self.binder = InputBinder(partition, device)
-        self.loss_head = LossHead(partition.rewired, loss, settings.autocast, count - 1)
+        self.loss_head = LossHead(partition.rewired, task.loss, settings.autocast, count - 1)
         self.loss_head.check_finite = settings.check_finite
-        self.executors = [self._build(programs[stage], optimizer) for stage in stages]
+        self.executors = [
+            build_executor(
+                task,
+                stage,
+                transport,
+                self.loss_head,
+                seed=self.stage_seed,
+                skip_on_error=self.skip_on_error,
+            )
+            for stage in stages
+        ]
         self.scheduler = LocalScheduler(self.executors)
         if self.is_first and not replica:
             delays = [
@@ -127,21 +117,6 @@ class Trainer(TrainerState, ABC):
         self.metrics: Metrics | None = None
         """What the last step returned."""
         take_over(model, self)
-
-    def _build(self, program: StageProgram, optimizer: OptimizerFactory) -> StageExecutor:
-        stages, accumulate = len(self.programs), self.settings.accumulate
-        return build_executor(
-            program,
-            self.model,
-            self.partition.ties,
-            optimizer,
-            self.settings,
-            self.transport,
-            seed=self.stage_seed,
-            delay=mean_delay(program.method, stages, program.index, accumulate),
-            loss_head=self.loss_head if program.index == stages - 1 else None,
-            skip_on_error=self.skip_on_error,
-        )
 
     # -- training -----------------------------------------------------------------------------
 

@@ -8,17 +8,13 @@ from typing import Any
 
 from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
-from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint import load_training, save_training, set_generators
 from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.executor.captured import GraphRunner
 from revcompile.runtime.executor.transaction import Transaction
 from revcompile.runtime.executor.transport import InProcess
-from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.loss_head import Loss, described
-from revcompile.runtime.stage.module_guards import TreeGuard
+from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
-from revcompile.runtime.stage.update import OptimizerFactory
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import split_batch, split_call
@@ -30,7 +26,7 @@ from revcompile.runtime.trainer.metrics import (
     check_loader,
     eval_mode,
 )
-from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.settings import Task
 
 
 class LocalTrainer(Trainer):
@@ -43,37 +39,19 @@ class LocalTrainer(Trainer):
 
     transport: InProcess
 
-    def __init__(
-        self,
-        model: Reversible,
-        partition: Partition,
-        programs: Sequence[StageProgram],
-        optimizer: OptimizerFactory,
-        loss: Loss | None,
-        settings: Settings,
-        tree: TreeGuard,
-    ) -> None:
-        super().__init__(
-            model,
-            partition,
-            programs,
-            optimizer,
-            loss,
-            settings,
-            tree,
-            transport=InProcess(len(programs)),
-            device=device_of_model(model),
-            stages=range(len(programs)),
-        )
+    def __init__(self, task: Task) -> None:
+        stages = range(len(task.programs))
+        device = device_of_model(task.model)
+        super().__init__(task, transport=InProcess(len(stages)), device=device, stages=stages)
         self.probes: list[Probe] = []
         for executor in self.executors:
             executor.stage.observers = self.probes
         self.runner = GraphRunner(
-            settings.backend,
+            self.settings.backend,
             self.executors,
             self.loss_head,
             self.schedule,
-            check_finite=settings.check_finite,
+            check_finite=self.settings.check_finite,
         )
 
     def everyone(self, value: Any) -> Sequence[Any]:

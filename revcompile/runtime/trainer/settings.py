@@ -1,16 +1,21 @@
-"""How to train, apart from what to minimise and by which optimizer."""
+"""What to train, and how."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from revcompile.errors import InputError
+from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import Buffers
+from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.loss_scale import LossScale
-from revcompile.runtime.stage.update import ParamGroups, ScheduleFactory
+from revcompile.runtime.stage.module_guards import TreeGuard
+from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory
 from revcompile.units import is_int
 
 
@@ -66,3 +71,21 @@ class Settings:
                 "check_finite=False: a scale that follows overflows has to look for them; leave "
                 "it out, or give loss_scale= a number"
             )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every trainer is given."""
+
+    model: Reversible
+    """Holds the parameters; ranks free the parts they do not use."""
+    partition: Partition
+    programs: Sequence[StageProgram]
+    """What each stage runs."""
+    optimizer: OptimizerFactory
+    """Builds the optimizer of a stage from its parameters."""
+    loss: Loss | None
+    """Of the model's output and a target."""
+    settings: Settings
+    tree: TreeGuard
+    """The modules that the stages were compiled for."""

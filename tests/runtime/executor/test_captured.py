@@ -38,8 +38,6 @@ from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.stage.static_buffers import (
-    StaticBuffers,
-    copy_all,
     pooled_copy,
 )
 from revcompile.runtime.trainer.core import Trainer
@@ -468,13 +466,6 @@ def test_blocks_of_one_shape_share_a_function() -> None:
 # -- parts ----------------------------------------------------------------------------------------
 
 
-def test_static_buffers_copied_from_each_other_swap() -> None:
-    a, b = StaticBuffers(torch.zeros(2)), StaticBuffers(torch.zeros(2))
-    a.copy_(torch.ones(2)), b.copy_(torch.full((2,), 2.0))
-    copy_all([(a, b.value), (b, a.value)])
-    assert same([a.value, b.value], [torch.full((2,), 2.0), torch.ones(2)])
-
-
 DY: Final = MessageKind.DY
 
 
@@ -482,9 +473,9 @@ def test_a_message_never_overwrites_one_that_is_not_read() -> None:
     transport = StaticTransport(2)
     message = Message(0, {}, {"g": torch.zeros(2)})
     transport.open((1, 0, DY), message, 1)
-    transport.send(1, 0, DY, message)
+    transport.send((1, 0, DY), message)
     with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
-        transport.send(1, 0, DY, Message(1, {}, {"g": torch.ones(2)}))
+        transport.send((1, 0, DY), Message(1, {}, {"g": torch.ones(2)}))
 
 
 def test_what_a_stage_hands_on_stays_where_it_is_for_one_more_step() -> None:
@@ -500,15 +491,15 @@ def test_what_a_stage_hands_on_stays_where_it_is_for_one_more_step() -> None:
         for source, target, kind in routes:
             microbatch = entering - 3 + source
             transport.begin((source, target, kind), [microbatch])
-            message = transport.receive(source, target, kind)
+            message = transport.receive((source, target, kind))
             assert message is not None
             x = message.values["x"]
             assert float(x) == microbatch
             at.append(x.data_ptr())
             if source == 2:
-                transport.send(1, 0, DY, replace(message, gradients={"g": x + 9}))
+                transport.send((1, 0, DY), replace(message, gradients={"g": x + 9}))
         x = torch.tensor([float(entering)])
-        transport.send(2, 1, DY, Message(entering, {"x": x}, {"g": torch.zeros(1)}))
+        transport.send((2, 1, DY), Message(entering, {"x": x}, {"g": torch.zeros(1)}))
         addresses.append(at)
         assert transport.is_static == (entering >= 11)
     assert addresses[-3] == addresses[-1] != addresses[-2]
@@ -528,8 +519,8 @@ def test_what_a_step_has_read_is_freed_when_it_is_over(hands_on: bool) -> None:
     for microbatch in (0, 1):
         transport.begin(route, [microbatch])
         assert (read() is not None) == (microbatch == 0)
-        transport.receive(*route)
-        transport.send(*route, Message(microbatch + 1, {}, {"g": torch.ones(2)}))
+        transport.receive(route)
+        transport.send(route, Message(microbatch + 1, {}, {"g": torch.ones(2)}))
         assert (read() is not None) == (microbatch == 0)
 
 

@@ -27,7 +27,7 @@ from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.activations import Buffers
 from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.local import LocalTrainer
-from revcompile.runtime.trainer.settings import Settings
+from revcompile.runtime.trainer.settings import Settings, Task
 from revcompile.schedule import Keep, choose
 from tests.runtime.trainer.test_trainer_state import RootFirst
 from tests.test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
@@ -51,14 +51,9 @@ def keeping(
 ) -> LocalTrainer:
     """A trainer whose stages keep just this, whatever the memory."""
     programs = net._programs(choose(method, order=order), keeps)
+    chosen, loss = Settings(**settings), F.cross_entropy
     return LocalTrainer(
-        net.model,
-        net.partition,
-        programs,
-        optimizer,
-        F.cross_entropy,
-        Settings(**settings),
-        net._tree,
+        Task(net.model, net.partition, programs, optimizer, loss, chosen, net._tree)
     )
 
 

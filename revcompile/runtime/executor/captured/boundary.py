@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 
 from revcompile.errors import VerificationError
-from revcompile.runtime.executor.captured.in_flight import flagged
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
@@ -103,7 +102,7 @@ class StaticMessage:
         return True
 
     def _payload(self, message: Message) -> Any:
-        return flagged(_unpacked(message), self.flag).payload
+        return _unpacked(message).flagged(self.flag).payload
 
 
 class Boundary:
@@ -163,9 +162,8 @@ class Boundary:
         """
         if not self.has_next:
             return Message(0)
-        return flagged(
-            next_message(transport, self._dy, f"stage {self.last} for dy", keep=True), flag
-        )
+        where = f"stage {self.last} for dy"
+        return next_message(transport, self._dy, where, keep=True).flagged(flag)
 
     def matches(self, inputs: StepInputs, expected: Message | None = None) -> bool:
         """Do the buffers fit the messages of the other ranks?"""
@@ -195,7 +193,7 @@ class Boundary:
             message = Message(0, shared)
             if is_grad:
                 trained = {name: p for name, p in shared.items() if p.requires_grad}
-                message = flagged(Message(0, {}, trained), flag)
+                message = Message(0, {}, trained).flagged(flag)
             self._incoming[route] = StaticMessage(message)
 
     def before_forward(self, schedule: Schedule) -> dict[Route, int]:
@@ -273,7 +271,7 @@ class Boundary:
     ) -> None:
         place = self.buffer_key, route
         message = replace(self._outgoing[place], index=index, fingerprint=fingerprint)
-        sending = transport.send(*route, message)
+        sending = transport.send(route, message)
         if sending is not None:
             self._sendings[place] = sending
 

@@ -19,7 +19,6 @@ from revcompile.runtime.executor.captured.graphs import (
     CudaGraphReplay,
     EagerReplay,
 )
-from revcompile.runtime.executor.captured.in_flight import empty_on
 from revcompile.runtime.executor.captured.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline, StepResult
 from revcompile.runtime.executor.fingerprints import Fingerprint
@@ -28,7 +27,7 @@ from revcompile.runtime.executor.transport import Average, Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
-from revcompile.runtime.stage.static_buffers import Flat
+from revcompile.runtime.stage.static_buffers import Flat, empty_on
 from revcompile.schedule import Keep, Order, Schedule, delay, window
 
 _log: Final = logging.getLogger("revcompile")

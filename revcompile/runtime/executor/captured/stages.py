@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Average, Message, MessageKind
+from revcompile.runtime.executor.transport import Average, Message
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, DeviceScaling, unscaled
 from revcompile.runtime.stage.stage import Programs, Stage
@@ -184,7 +183,6 @@ class CapturedStageExecutor(StageExecutor):
         self.average.fill(self._sums, self.count)
 
     def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
-        """The message to the owner of tied parameters; their gradients are taken out."""
         shared = {name: self.stage.parameters[name] for name in self.tied_owners[owner]}
         sent = {
             name: gradients.pop(name) if name in gradients else torch.zeros_like(parameter)
@@ -192,15 +190,6 @@ class CapturedStageExecutor(StageExecutor):
             if parameter.requires_grad
         }
         return Message(0, {}, sent, found_inf=self.updater.found_inf)
-
-    def _send_tied_grad(self, action: Action) -> bool:
-        assert action.peer is not None
-        gradients = self._mean_gradients()
-        if gradients is None:
-            return False
-        message = replace(self.tied_gradients(action.peer, gradients), index=action.index)
-        self._send(action.peer, MessageKind.TIED_GRAD, message)
-        return True
 
     def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
         return message.gradients  # the update is left out if they are bad

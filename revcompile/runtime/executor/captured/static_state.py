@@ -10,38 +10,37 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from revcompile.runtime.executor.captured.boundary import Boundary, StepInputs
 from revcompile.runtime.executor.captured.found_inf import NonFiniteReports, RunningStatistics
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
-from revcompile.runtime.executor.captured.in_flight import (
-    Messages,
-    empty_on,
-    flagged,
-    missing_memory,
-    tied_routes,
-    waiting_messages,
-)
 from revcompile.runtime.executor.captured.optimizers import FixedSettings
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Average, Message, MessageKind, Route, Transport
+from revcompile.runtime.executor.transport import (
+    Average,
+    InProcess,
+    Message,
+    MessageKind,
+    Route,
+    Transport,
+)
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.ring_buffer import RingBuffer
-from revcompile.runtime.stage.static_buffers import (
-    StaticBuffers,
-    copy_all,
-)
+from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on
 from revcompile.schedule import Order, Schedule, window
+
+Messages = dict[Route, list[Message]]
 
 
 class StaticState:
@@ -191,7 +190,7 @@ class StaticState:
         self._load(messages, schedule, is_new)
         for route, queue in messages.items():
             for _ in queue:
-                transport.receive(*route)
+                transport.receive(route)
         return True
 
     def _is_in_slots(self) -> bool:
@@ -223,14 +222,13 @@ class StaticState:
 
     def _has_steady_ages(self, schedule: Schedule) -> bool:
         """Are stashed weights as old as they will be from here on? Not right after a start."""
-        for executor in self._eager_executors:
-            if executor.stage.stash is not None or executor.stage.rewound is not None:
-                for microbatch, age in executor.stage.ages().items():
-                    if age != self._age(
-                        microbatch, schedule.injected, schedule.accumulated, executor.index
-                    ):
-                        return False
-        return True
+        entering, accumulated = schedule.injected, schedule.accumulated
+        return all(
+            age == self._age(microbatch, entering, accumulated, executor.index)
+            for executor in self._eager_executors
+            if (executor.stage.stash or executor.stage.rewound) is not None
+            for microbatch, age in executor.stage.ages().items()
+        )
 
     def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
         return updates_since_forward(microbatch, entering, accumulated[stage], self._accumulate)
@@ -262,23 +260,19 @@ class StaticState:
                 continue
             late = self._windows[target] - self._windows[source]
             if late:  # else they are sent and received in one step
-                like = flagged(
-                    holder.tied_gradients(target, {}), self._flags[:1] if self._has_flags else None
-                )
+                flag = self._flags[:1] if self._has_flags else None
+                like = holder.tied_gradients(target, {}).flagged(flag)
                 ends = torch.zeros(2, 1, dtype=torch.int64, device=self._flags.device)
                 slots = 1 + math.ceil(late / self._accumulate)
                 self._transport.rings[route] = RingBuffer(like.payload, slots, *ends)
 
     def _load(self, messages: Messages, schedule: Schedule, is_new: bool) -> None:
-        copies: list[tuple[StaticBuffers, Any]] = [
-            self._transport.load(route, message, is_new)
-            for route, queue in messages.items()
-            for message in queue
-        ]
+        for route, queue in messages.items():
+            for message in queue:
+                self._transport.load(route, message, is_new)
         for executor in self._eager_executors:
             if gradients := executor.stage.gradients:
-                copies.append((self._gradient_buffers(executor.index, gradients), gradients))
-        copy_all(copies)
+                self._gradient_buffers(executor.index, gradients).copy_(gradients)
         for position, stage in enumerate(self._ring_stages):
             assert stage.ring is not None
             stage.ring.newest, stage.ring.oldest = self._ends[:, position : position + 1]
@@ -325,7 +319,7 @@ class StaticState:
         for route in self._transport.routes:
             indices = self._waiting_indices(schedule, route)
             for message in self._transport.waiting(route, indices):
-                transport.send(*route, message.resolved())
+                transport.send(route, message.resolved())
         self.is_active = False
 
     def _waiting_indices(self, schedule: Schedule, route: Route) -> Sequence[int]:
@@ -372,3 +366,63 @@ def updates_since_forward(microbatch: int, entering: int, accumulated: int, accu
     [1, 1, 0, 0]
     """
     return max(0, (entering - 1 - accumulated - microbatch) // accumulate + 1)
+
+
+def waiting_messages(
+    executors: Sequence[StageExecutor], transport: Transport, flag: Tensor | None
+) -> Messages | None:
+    """The messages that wait for these stages; None if a captured step cannot work with one.
+
+    Args:
+        flag: If given, messages get flags `found_inf` like this one, which are not set.
+    """
+    waiting: Messages = {}
+    for executor in executors[:-1]:
+        route = executor.index + 1, executor.index, MessageKind.DY
+        for message in transport.queued(executor.index, MessageKind.DY):
+            if message.void:
+                return None
+            if message.scale is not None:
+                scale = torch.tensor(message.scale, dtype=torch.float64)
+                message = replace(message, scale=scale.to(executor.stage._device()))
+            waiting.setdefault(route, []).append(message.flagged(flag))
+    for route in tied_routes(executors):
+        assert isinstance(transport, InProcess)
+        waiting[route] = [
+            message.flagged(flag) if route[2] is MessageKind.TIED_GRAD else message
+            for message in transport.queues.get(route, ())
+        ]
+    return waiting
+
+
+def tied_routes(executors: Sequence[StageExecutor]) -> list[Route]:
+    """Those on which parameters that these stages share, and their gradients, are exchanged."""
+    here = [executor.index for executor in executors]
+    pairs = [(e.index, holder) for e in executors for holder in e.tied_replicas if holder in here]
+    return [
+        *((holder, owner, MessageKind.TIED_GRAD) for owner, holder in pairs),
+        *((owner, holder, MessageKind.TIED_WEIGHT) for owner, holder in pairs),
+    ]
+
+
+def missing_memory(messages: Messages, snapshots: int, device: torch.device) -> str | None:
+    """Why captured steps would not fit into the device's memory; None if they do.
+
+    They need copies of messages that wait, and twice what one step allocates for itself: in the
+    ordinary pool during the warm-up, and in the pool of the graphs.
+
+    Args:
+        snapshots: Bytes that updates copy to be able to restore them.
+    """
+    if device.type != "cuda":
+        return None
+    allocated = torch.cuda.memory_allocated(device)
+    transient = torch.cuda.max_memory_allocated(device) - allocated
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+    payloads = [message.payload for queue in messages.values() for message in queue]
+    tensors = (leaf for leaf in pytree.tree_leaves(payloads) if isinstance(leaf, Tensor))
+    copies = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    need = copies + 2 * (transient + snapshots)
+    if need <= free:
+        return None
+    return f"they need about {need / 2**30:.1f} GiB more, but {free / 2**30:.1f} GiB are free"

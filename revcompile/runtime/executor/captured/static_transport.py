@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
-from revcompile.runtime.executor.captured.in_flight import empty_on
-from revcompile.runtime.executor.transport import InProcess, Message, MessageKind, Route
+from revcompile.runtime.executor.transport import InProcess, Message, Route, Sending
 from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.static_buffers import (
     Flat,
-    StaticBuffers,
     copy_tensors,
+    empty_on,
     storage,
 )
 from revcompile.runtime.stage.tensors import clone_tree
@@ -108,22 +107,19 @@ class StaticTransport(InProcess):
             return ring.slot(message.index).matches(message.payload)
         return route in self._forms and self._forms[route].is_alike(Flat.of(message.payload))
 
-    def load(self, route: Route, message: Message, is_new: bool) -> tuple[StaticBuffers, Flat]:
-        """Have a message wait for the next step; what to copy where.
+    def load(self, route: Route, message: Message, is_new: bool) -> None:
+        """Have a message wait for the next step, which reads it where it is.
 
         Args:
-            is_new: Nothing has run over these buffers yet, so the message can be read where it is.
+            is_new: Nothing has run over static buffers yet, so no part of it lies in one.
         """
-        value = Flat.of(message.payload)
+        value = Flat.of(message.payload if is_new else clone_tree(message.payload))
         if (ring := self.rings.get(route)) is not None:
-            return ring.slot(message.index), value
-        key = route, self._place(route, message.index)
-        waiting = self._waiting.get(key)
-        if waiting is None or not waiting.is_static:
-            value = value if is_new else Flat.of(clone_tree(value.value))
-            waiting = self._waiting[key] = _Waiting(value, _places(value), is_static=False)
-            self._is_static = False
-        return StaticBuffers(waiting.payload, allocate=False), value
+            ring.put(message.index, value)
+            return
+        places = {storage(t): n for n, t in enumerate(value.leaves) if isinstance(t, Tensor)}
+        self._waiting[route, self._place(route, message.index)] = _Waiting(value, places, False)
+        self._is_static = False
 
     def begin(self, route: Route, indices: Sequence[int]) -> None:
         """Queue the messages that wait for the step to come; all before it are over."""
@@ -134,21 +130,17 @@ class StaticTransport(InProcess):
         """The messages of these micro-batches, which wait for the next step."""
         if (ring := self.rings.get(route)) is not None:
             return [Message.of_payload(index, ring.slot(index)) for index in indices]
-        places = (self._place(route, index) for index in indices)
-        payloads = [self._waiting[route, place].payload for place in places]
-        return [
-            Message.of_payload(index, each) for each, index in zip(payloads, indices, strict=True)
-        ]
+        waiting = [(index, self._waiting[route, self._place(route, index)]) for index in indices]
+        return [Message.of_payload(index, each.payload) for index, each in waiting]
 
-    def send(self, source: int, target: int, kind: MessageKind, message: Message) -> None:
+    def send(self, route: Route, message: Message) -> Sending | None:
         """Queue a message; if it waits for the next step, in static buffers.
 
         Raises:
             VerificationError: The buffer holds a message that has not been read.
         """
-        route = source, target, kind
         if self._take(route, message):
-            return
+            return None
         if (ring := self.rings.get(route)) is not None:
             ring.push(message.payload)
             ring.newest.add_(1).remainder_(ring.count)
@@ -156,29 +148,22 @@ class StaticTransport(InProcess):
         elif count := self._counts.get(route):
             unread = self.queues.get(route) or deque()
             if len(unread) >= count:
+                source, target, kind = route
                 raise VerificationError(
                     f"stage {source}: {kind.value} of {message.index} would overwrite that of "
                     f"{unread[0].index}, which stage {target} has not read"
                 )
             message = Message.of_payload(message.index, self._store(route, message))
-        super().send(source, target, kind, message)
+        return super().send(route, message)
 
-    def receive(
-        self,
-        source: int,
-        target: int,
-        kind: MessageKind,
-        *,
-        keep: bool = False,
-        packed: bool = False,
-    ) -> Message | None:
-        message = super().receive(source, target, kind, keep=keep)
-        ring = self.rings.get((source, target, kind))
+    def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
+        message, ring = super().receive(route, keep=keep), self.rings.get(route)
         if message is None or ring is None:
             return message
-        message = Message.of_payload(message.index, Flat.of(ring.pop()))
-        ring.oldest.add_(1).remainder_(ring.count)
-        return message
+        value = Flat.of(ring.pop())
+        if not keep:
+            ring.oldest.add_(1).remainder_(ring.count)
+        return Message.of_payload(message.index, value)
 
     def _place(self, route: Route, index: int) -> int:
         return index % (2 if self._hands_on else self._counts[route])
@@ -218,11 +203,3 @@ class StaticTransport(InProcess):
             self._replaced.append(old)
         self._waiting[route, place] = _Waiting(value.with_leaves(leaves), own, is_static)
         return value.with_leaves(leaves)
-
-
-def _places(value: Flat) -> dict[int, int]:
-    return {
-        storage(leaf): number
-        for number, leaf in enumerate(value.leaves)
-        if isinstance(leaf, Tensor)
-    }
