@@ -24,7 +24,7 @@ def rebuild_with_latest(stage: Stage) -> None:
     ) -> tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Tensor | None]]:
         held = stage.in_flight[microbatch]
         statistics = [(tensor, tensor.clone()) for tensor in stage.statistics()]
-        stage.in_flight[microbatch] = replace(held, updates=stage._updates)
+        stage.in_flight[microbatch] = replace(held, used=stage.weights.of_age(0))
         rebuilt, _, _ = differentiate(microbatch, values, gradients)
         for tensor, before in statistics:
             tensor.copy_(before)

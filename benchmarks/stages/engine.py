@@ -47,7 +47,6 @@ from benchmarks.models import Case, create, of_depth
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
 from revcompile.runtime.executor.captured.graphs import CudaGraphReplay
-from revcompile.runtime.executor.transport import InProcess
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 
@@ -202,7 +201,6 @@ class Bench:
 def categories(trainer: Trainer, total: int) -> dict[str, int]:
     """The bytes that a process takes of a GPU for training, by what they are."""
     executors, transport = trainer.executors, trainer.transport
-    assert isinstance(transport, InProcess)
     optimizers = [e.updater.optimizer for e in executors if e.updater.optimizer is not None]
     states = [value for o in optimizers for state in o.state.values() for value in state.values()]
     casts = [e.stage.cast_weights.current() or {} for e in executors]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.harness import LiveStorages
 from revcompile.ir.program import StageMemory
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import InProcess, Message
+from revcompile.runtime.executor.transport import Message, Transport
 from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.weights import at_versions
@@ -115,7 +115,7 @@ def _saved(functions: Iterable[Any]) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
 
 
-def held_by(executor: StageExecutor, transport: InProcess) -> StageMemory:
+def held_by(executor: StageExecutor, transport: Transport) -> StageMemory:
     """What a stage holds at this moment. Messages belong to the stage they are sent to."""
     stage, count = executor.stage, Bytes()
     own = count.of(stage.parameters)
@@ -139,7 +139,7 @@ def _in_flight(stage: Stage, flight: InFlight, count: Bytes) -> int:
         return count.of(list(flight.kept))
 
 
-def _mail(executor: StageExecutor, transport: InProcess) -> Iterator[Any]:
+def _mail(executor: StageExecutor, transport: Transport) -> Iterator[Any]:
     yield from (dict(values or {}) for values in executor.inputs.values())
     for (_, target, _), queue in transport.queues.items():
         if target == executor.index:

@@ -47,11 +47,11 @@ from revcompile.runtime.distributed.p2p import (
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
 from revcompile.runtime.executor.transport import (
-    InProcess,
     Message,
     MessageKind,
     Route,
     Sending,
+    Transport,
 )
 
 _GRACE: Final = 2.0
@@ -205,7 +205,7 @@ class ReceiveThread:
         return text.numpy().tobytes()
 
 
-class DistributedTransport(InProcess):
+class DistributedTransport(Transport):
     """Delivers messages within the rank by reference, to other ranks over channels.
 
     `receive` never blocks. `wait` blocks until a message has arrived, or raises `RankError` when

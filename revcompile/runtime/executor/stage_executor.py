@@ -317,8 +317,8 @@ class StageExecutor:
         return True
 
     def _set_delay(self, delay: float) -> None:
-        if self.stage.predicted is not None:
-            self.stage.predicted.delay = delay
+        if self.stage.weights.predicted is not None:
+            self.stage.weights.predicted.delay = delay
         else:
             self.updater.set_delay(delay)
 
@@ -397,7 +397,7 @@ class StageExecutor:
     def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
         """Parameters were written to, with nothing in flight."""
         self._load_replicas(weights)
-        self.stage.weights_loaded()
+        self.stage.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""

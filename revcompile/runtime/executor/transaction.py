@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.runtime.executor.stage_executor import StageExecutor, restore
-from revcompile.runtime.executor.transport import InProcess
+from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Action, Op, Order, Schedule
@@ -27,7 +27,7 @@ class Transaction:
         self,
         schedule: Schedule,
         executors: Sequence[StageExecutor],
-        transport: InProcess,
+        transport: Transport,
         loss_head: LossHead,
     ) -> None:
         self.microbatch = schedule.injected

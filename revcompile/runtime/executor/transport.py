@@ -158,78 +158,11 @@ class Average(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Delivers messages in order, and combines what several replicas or stages have."""
+class Transport:
+    """Delivers messages in order, and combines what several stages or replicas have.
 
-    def send(self, route: Route, message: Message) -> Sending | None:
-        """Send a message, without waiting for it to arrive; None if it is passed by reference."""
-        ...
-
-    def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
-        """The next message; None if it has not arrived yet.
-
-        Args:
-            keep: It stays the next message.
-            packed: It may have nothing but its packet, with values not looked at yet.
-        """
-        ...
-
-    def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
-        """Messages of a kind that have arrived for a stage and were not received yet."""
-        ...
-
-    def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
-        """The messages that wait in this process: `[source, target, kind, message]`."""
-        ...
-
-    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
-        """Replace all waiting messages by those of a state that are for this process's stages."""
-        ...
-
-    def mean(
-        self, stage: int, gradients: dict[str, Tensor], count: int
-    ) -> dict[str, Tensor] | None:
-        """The mean of a stage's gradients over the micro-batches of all its replicas.
-
-        Args:
-            gradients: Sums over the micro-batches here; may be divided in place.
-            count: How many micro-batches these are.
-
-        Returns:
-            None while other replicas have not added theirs.
-        """
-        ...
-
-    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
-        """The sum over all stages of the squared gradient norm; None until all have added theirs.
-
-        Args:
-            squared: That of the stage's gradient for this update.
-        """
-        ...
-
-    def wait(self, what: str) -> None:
-        """Wait for a message, because no stage here can go on.
-
-        Args:
-            what: Which stages wait at which actions, for an error message.
-        """
-        ...
-
-
-def next_message(
-    transport: Transport, route: Route, where: str, *, keep: bool = False, packed: bool = False
-) -> Message:
-    """Wait for a message; `where` says for what. See `Transport.receive`."""
-    while True:
-        message = transport.receive(route, keep=keep, packed=packed)
-        if message is not None:
-            return message
-        transport.wait(where)
-
-
-class InProcess:
-    """The transport of stages in one process: messages are passed on by reference."""
+    This one is for stages in one process: messages are passed on by reference.
+    """
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
@@ -238,10 +171,17 @@ class InProcess:
         self._norms: dict[int, dict[int, Tensor]] = {}
 
     def send(self, route: Route, message: Message) -> Sending | None:
+        """Send a message, without waiting for it to arrive; None if it is passed by reference."""
         self.queues.setdefault(route, deque()).append(message)
         return None
 
     def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
+        """The next message; None if it has not arrived yet.
+
+        Args:
+            keep: It stays the next message.
+            packed: It may have nothing but its packet, with values not looked at yet.
+        """
         queue = self.queues.get(route)
         if not queue:
             return None
@@ -249,6 +189,7 @@ class InProcess:
         return message
 
     def queued(self, target: int, kind: MessageKind) -> Iterable[Message]:
+        """Messages of a kind that have arrived for a stage and were not received yet."""
         return (
             message.ready()
             for (_, receiver, sort), queue in list(self.queues.items())  # threads may add some
@@ -257,6 +198,7 @@ class InProcess:
         )
 
     def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
+        """The messages that wait in this process: `[source, target, kind, message]`."""
         return [
             [source, target, kind.value, message.ready().state_dict(copy)]
             for (source, target, kind), queue in list(self.queues.items())
@@ -264,6 +206,7 @@ class InProcess:
         ]
 
     def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
+        """Replace all waiting messages by those of a state that are for this process's stages."""
         for queue in list(self.queues.values()):
             queue.clear()
         self._norms.clear()
@@ -279,11 +222,21 @@ class InProcess:
     def mean(
         self, stage: int, gradients: dict[str, Tensor], count: int
     ) -> dict[str, Tensor] | None:
+        """The mean of a stage's gradients over the micro-batches of all its replicas.
+
+        Args:
+            gradients: Sums over the micro-batches here; may be divided in place.
+            count: How many micro-batches these are.
+
+        Returns:
+            None while other replicas have not added theirs.
+        """
         if count > 1 and gradients:
             torch._foreach_div_(list(gradients.values()), float(count))
         return gradients
 
     def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
+        """The sum over all stages of the squared norm of a gradient; None until all are known."""
         norms = self._norms.setdefault(update, {})
         norms[stage] = squared
         if len(norms) < self.stages:
@@ -296,5 +249,16 @@ class InProcess:
         return total
 
     def wait(self, what: str) -> None:
-        """There is no other process that could send something."""
+        """Wait for a message, because no stage here can go on; `what` says who waits for what."""
         raise VerificationError(f"the stages wait for each other: {what}")
+
+
+def next_message(
+    transport: Transport, route: Route, where: str, *, keep: bool = False, packed: bool = False
+) -> Message:
+    """Wait for a message; `where` says for what. See `Transport.receive`."""
+    while True:
+        message = transport.receive(route, keep=keep, packed=packed)
+        if message is not None:
+            return message
+        transport.wait(where)

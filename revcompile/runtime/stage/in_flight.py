@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from revcompile.runtime.reversible.hooks import HookRecord
 from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.stage.pass_weights import Used
 from revcompile.runtime.stage.stream_samples import StartedCheck
+
+_UNKNOWN: Final = Used()
 
 
 @dataclass
@@ -19,8 +22,8 @@ class InFlight:
 
     kept: tuple[Any, ...]
     """Values that the backward program takes, as `ActivationStore` stores them."""
-    weights: Mapping[str, Tensor] | None = None
-    """Copies that both passes compute with, if its graph refers to them."""
+    used: Used = _UNKNOWN
+    """The weights of its forward pass."""
     buffers: list[BufferSnapshot] = field(default_factory=list)
     versions: tuple[int, ...] = ()
     """Autograd versions of `kept`, to notice in-place writes."""
@@ -30,7 +33,5 @@ class InFlight:
     """Autograd versions of the parameters that its graph has saved by reference."""
     samples: StartedCheck | None = None
     """Of the streams that entered its couplings, where their reconstruction can be checked."""
-    updates: int | None = None
-    """How many updates there were when forward ran with the latest weights; None: unknown."""
     hooks: HookRecord | None = field(default_factory=dict)
     """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""

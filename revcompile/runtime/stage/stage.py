@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -26,27 +25,22 @@ from revcompile.runtime.stage.cast_streams import cast_streams
 from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import ParameterGuard, parameters_of
+from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
-    keeps_graphs_in_flight,
     outlives_updates,
     stateful_candidates,
     statistics_move_early,
     statistics_of,
 )
-from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.stream_samples import StreamSamples
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, overlaps, refuse_non_finite
 from revcompile.runtime.stage.weights import (
     CastWeights,
     ParameterSlots,
-    PredictedWeights,
-    StashedWeights,
     at_versions,
     castable_parameters,
-    detached_copies,
 )
-from revcompile.schedule import Weights
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
 """A stage's forward and backward programs."""
@@ -103,17 +97,7 @@ class Stage:
             dict(self.parameters) if replicas else None
         )
         """What its modules compute with, if not with the parameters they have."""
-        weights = program.method.weights
-        stashes = weights is Weights.STASHED
-        self._has_copies = stashes and keeps_graphs_in_flight(program)
-        """Do forward passes compute with copies, which graphs in flight may refer to?"""
-        self._copies: Mapping[str, Tensor] | None = None
-        """Such copies of the latest weights."""
-        self.stash = StashedWeights(self.parameters) if stashes and not self._has_copies else None
-        predicts = weights is Weights.PREDICTED and delay > 0
-        self.predicted = PredictedWeights(self.parameters, delay) if predicts else None
-        rewinds = weights is Weights.REWOUND and delay > 0
-        self.rewound = RewoundWeights(self.parameters, math.ceil(delay)) if rewinds else None
+        self.weights = PassWeights(program, self.parameters, delay)
         names = castable_parameters(program, root, self.parameters) if autocast else []
         self.cast_weights = CastWeights(self.parameters, names, autocast)
         self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
@@ -143,7 +127,6 @@ class Stage:
         """For how many micro-batches it stores activations in static buffers; 0: anywhere."""
         self.ring: RingBuffer | None = None
         """These buffers, from the first forward pass on."""
-        self._updates = 0
         self.gradients: dict[str, Tensor] = {}
         self.accumulates_in_place = False
         """May accumulated gradients be overwritten, as no rollback will need them?"""
@@ -162,8 +145,8 @@ class Stage:
             updates: Weights of so many updates, if they are stashed; None: anywhere.
         """
         self.slots, self.ring = slots, None
-        if self.stash is not None:
-            self.stash.count = updates
+        if self.weights.stash is not None:
+            self.weights.stash.count = updates
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -173,7 +156,7 @@ class Stage:
         """Run a micro-batch; what its backward pass needs is stored here until then."""
         program = self.program
         self.parameter_guard.check()
-        weights = self.forward_weights()
+        weights = self.weights.forward()
         values = [inputs[port.name] for port in program.inputs]
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
@@ -186,13 +169,12 @@ class Stage:
             kept = self._in_slot(microbatch, self.activations.store(kept))
         self.in_flight[microbatch] = InFlight(
             kept=kept,
-            weights=weights if self._has_copies else None,
+            used=self.weights.used(weights),
             buffers=self._stateful.changed(snapshots, identities),
             versions=_versions(kept),
             original={name: inputs[name] for name in program.sends_back} if measure else {},
             parameter_versions=tuple(p._version for p in self._saved_by_reference()),
             samples=None if is_capturing(self._device()) else self._samples.start(sampled),
-            updates=self._updates if weights is None or self._has_copies else None,
             hooks=hooks,
         )
         for observer in self.observers:
@@ -213,8 +195,8 @@ class Stage:
 
     def hold(self, microbatch: int, kept: tuple[Any, ...], age: int) -> None:
         """Store these values of a micro-batch, whose forward pass was so many updates ago."""
-        updates = None if (self.stash or self.rewound) is None else self._updates - age
-        self.in_flight[microbatch] = InFlight(kept, versions=_versions(kept), updates=updates)
+        used = self.weights.of_age(age)
+        self.in_flight[microbatch] = InFlight(kept, used=used, versions=_versions(kept))
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
@@ -282,10 +264,8 @@ class Stage:
 
     def rebuilds_exactly(self, microbatch: int) -> bool:
         """Will backward compute with the weights and inputs of the forward pass?"""
-        held = self.in_flight[microbatch]
-        is_stashed = held.weights is not None or self.stash is not None
-        is_unchanged = is_stashed or held.updates == self._updates
-        return is_unchanged and not self.activations.is_lossy
+        used = self.in_flight[microbatch].used
+        return self.weights.are_unchanged(used) and not self.activations.is_lossy
 
     def differentiate(
         self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
@@ -304,7 +284,7 @@ class Stage:
         for following in itertools.islice(self.in_flight.values(), 1):
             self.activations.prefetch(following.kept)
         with (
-            self._program_context(self._weights_of(held), microbatch),
+            self._program_context(self.weights.backward(held.used), microbatch),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
@@ -328,52 +308,16 @@ class Stage:
     @contextmanager
     def updating(self, names: Iterable[str]) -> Iterator[None]:
         """Around a change of some of its parameters."""
-        following: AbstractContextManager[None] = nullcontext()
-        if self.stash is not None:
-            following = self.stash.following(self.ages().values())
-        elif self.predicted is not None:
-            following = self.predicted.following(names)
-        elif self.rewound is not None:
-            following = self.rewound.following()
-        with following:
+        with self.weights.updating(names, self._used()):
             yield
-        self._updates += 1 if self.stash is None else self.stash.added
-        self._copies = None
         self.cast_weights.outdated()
 
-    def _weights_of(self, held: InFlight) -> Mapping[str, Tensor] | None:
-        """What a backward pass computes with; None: the parameters."""
-        past = self.stash or self.rewound
-        age = self._age(held) if past is not None else 0
-        return past.past(age) if past is not None and age else held.weights
-
-    def _age(self, held: InFlight) -> int:
-        """How many updates there were since a forward pass with the latest weights."""
-        assert held.updates is not None
-        return self._updates - held.updates
-
-    def ages(self) -> dict[int, int]:
-        """For every micro-batch in flight: how many updates its weights are old.
-
-        Of a stage that stashes weights updates count only if a micro-batch in flight had the
-        weights before it.
-        """
-        return {microbatch: self._age(held) for microbatch, held in self.in_flight.items()}
-
-    def forward_weights(self) -> Mapping[str, Tensor] | None:
-        """What a forward pass computes with now; None: the parameters."""
-        if self.predicted is not None:
-            return self.predicted.current
-        if self._has_copies and self._copies is None:
-            self._copies = detached_copies(self.parameters)
-        return self._copies
+    def _used(self) -> list[Used]:
+        return [held.used for held in self.in_flight.values()]
 
     def stashed(self) -> list[Mapping[str, Tensor]]:
         """The copies of its parameters that the stage has for backward passes."""
-        if self.stash is not None:
-            return self.stash.copies
-        kept = (held.weights for held in self.in_flight.values() if held.weights is not None)
-        return list({id(weights): weights for weights in kept}.values())
+        return self.weights.stashed(self._used())
 
     def accumulate(
         self, gradients: dict[str, Tensor | None], input_grads: Mapping[str, Tensor | None]
@@ -444,70 +388,44 @@ class Stage:
         self.clear()
         self.seed = mix(seed, self.program.index)
         self.reconstruction.clear()
-        self.weights_loaded()
-
-    def weights_loaded(self) -> None:
-        """Parameters were written to, not by an update, with nothing in flight."""
-        self._copies = None
-        if self.predicted is not None:
-            self.predicted.load(None)
+        self.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
-        # Micro-batches between two updates share one version of the weights: saved once.
-        of_flights = {m: self._stashed_for(flight) for m, flight in self.in_flight.items()}
-        stashed = {id(each): each for each in of_flights.values() if each is not None}
-        numbers = {key: number for number, key in enumerate(stashed)}
+        weights, of_flights = self.weights.state(self._used(), copy)
         names = {id(module): name for name, module in self.root.named_modules()}
-        predicted = self.predicted.state() if self.predicted is not None else None
         return {
-            **({} if predicted is None else {"predicted": copy(predicted)}),
-            **({} if self.rewound is None else {"rewound": copy(self.rewound.state())}),
+            **weights,
             "gradients": copy(self.gradients),
-            "versions": [copy(dict(version)) for version in stashed.values()],
             "in_flight": [
                 [
                     microbatch,
                     {
                         "kept": copy(self.activations.state(flight.kept)),
-                        "version": numbers.get(id(of_flights[microbatch])),
-                        **({} if self.rewound is None else {"age": self._age(flight)}),
+                        **saved_weights,
                         "buffers": [
                             [f"{names[id(saved.module)]}:{saved.name}", copy(saved.copy)]
                             for saved in flight.buffers
                         ],
                     },
                 ]
-                for microbatch, flight in self.in_flight.items()
+                for (microbatch, flight), saved_weights in zip(
+                    self.in_flight.items(), of_flights, strict=True
+                )
             ],
         }
 
-    def _stashed_for(self, held: InFlight) -> Mapping[str, Tensor] | None:
-        return held.weights if self.stash is None else self._weights_of(held)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gradients = clone_tree(dict(state["gradients"]))
-        if self.predicted is not None:
-            self.predicted.load(state.get("predicted"))
-        if self.rewound is not None:
-            self.rewound.load(state["rewound"])
-        versions = [
-            {n: t.clone().requires_grad_(self.parameters[n].requires_grad) for n, t in v.items()}
-            for v in state["versions"]
-        ]
-        if self.stash is not None:
-            self.stash.load(versions[::-1])
+        versions = self.weights.load(state)
         for microbatch, saved in state["in_flight"]:
-            number = saved["version"]
-            age = saved.get("age", 0 if number is None else len(versions) - number)
             kept = self.activations.load_state(clone_tree(list(saved["kept"])), self._device())
             kept = self._in_slot(microbatch, kept)
             self.in_flight[microbatch] = InFlight(
                 kept=kept,
-                weights=None if number is None or self.stash is not None else versions[number],
+                used=self.weights.load_used(saved, versions),
                 buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
                 versions=_versions(kept),
-                updates=None if (self.stash or self.rewound) is None else self._updates - age,
                 hooks=None,
             )
 

@@ -56,7 +56,7 @@ def build_executor(
         delay=delay,
         tolerance=model.tolerance,
     )
-    if stage.rewound is not None:
+    if stage.weights.rewound is not None:
         _check_rewound(stage, [*replicas, *(name for names in holders.values() for name in names)])
     stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
@@ -67,7 +67,7 @@ def build_executor(
         groups=settings.param_groups,
         lr_schedule=settings.lr_schedule,
         # Predicted weights compensate for the delay: an optimizer must not do so once more.
-        delay=0.0 if settings.synchronous or stage.predicted is not None else delay,
+        delay=0.0 if settings.synchronous or stage.weights.predicted is not None else delay,
     )
     gradient_predictor = None
     if program.method.order is Order.SYNTHETIC and not is_last:

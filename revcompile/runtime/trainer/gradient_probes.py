@@ -179,7 +179,7 @@ class Probe:
         """A stage has run a micro-batch."""
         if microbatch == self.microbatch:
             index = stage.program.index
-            self._forwarded[index] = detached_copies(stage.forward_weights() or stage.parameters)
+            self._forwarded[index] = detached_copies(stage.weights.forward() or stage.parameters)
             self._buffers[index] = stage.in_flight[microbatch].buffers
 
     def differentiated(self, stage: Stage, microbatch: int, gradients: Gradients) -> None:

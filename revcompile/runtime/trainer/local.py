@@ -12,7 +12,7 @@ from revcompile.runtime.checkpoint import load_training, save_training, set_gene
 from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.executor.captured import GraphRunner
 from revcompile.runtime.executor.transaction import Transaction
-from revcompile.runtime.executor.transport import InProcess
+from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.trainer.core import Trainer
@@ -37,12 +37,10 @@ class LocalTrainer(Trainer):
     `Backend`) leave bad micro-batches out everywhere, and report them some steps later.
     """
 
-    transport: InProcess
-
     def __init__(self, task: Task) -> None:
         stages = range(len(task.programs))
         device = device_of_model(task.model)
-        super().__init__(task, transport=InProcess(len(stages)), device=device, stages=stages)
+        super().__init__(task, transport=Transport(len(stages)), device=device, stages=stages)
         self.probes: list[Probe] = []
         for executor in self.executors:
             executor.stage.observers = self.probes

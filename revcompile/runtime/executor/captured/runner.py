@@ -97,7 +97,7 @@ def why_not_capturable(
             return "stages of one of several ranks share parameters; put them on different ranks"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
-    is_stashing = any((e.stage.stash or e.stage.rewound) is not None for e in executors)
+    is_stashing = any(e.stage.weights.has_past for e in executors)
     if schedule.ties and schedule.accumulate > 1 and is_stashing:
         return "weights are stashed, but tied ones change between two updates; use accumulate=1"
     if (count := schedule.accumulate) > _MOST_KINDS:

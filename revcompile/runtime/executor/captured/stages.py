@@ -167,8 +167,8 @@ class CapturedStageExecutor(StageExecutor):
     def _update(self, action: Action) -> bool:
         if self._mean_gradients() is None:
             return False
-        if self.stage.stash is not None:
-            self.stage.stash.shift()
+        if self.stage.weights.stash is not None:
+            self.stage.weights.stash.shift()
         done = super()._update(action)
         if done:
             self.stage.cast_weights.refresh()

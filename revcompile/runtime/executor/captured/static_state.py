@@ -28,7 +28,6 @@ from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
     Average,
-    InProcess,
     Message,
     MessageKind,
     Route,
@@ -224,10 +223,13 @@ class StaticState:
         """Are stashed weights as old as they will be from here on? Not right after a start."""
         entering, accumulated = schedule.injected, schedule.accumulated
         return all(
-            age == self._age(microbatch, entering, accumulated, executor.index)
+            held.used
+            == executor.stage.weights.of_age(
+                self._age(microbatch, entering, accumulated, executor.index)
+            )
             for executor in self._eager_executors
-            if (executor.stage.stash or executor.stage.rewound) is not None
-            for microbatch, age in executor.stage.ages().items()
+            if executor.stage.weights.has_past
+            for microbatch, held in executor.stage.in_flight.items()
         )
 
     def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
@@ -387,7 +389,6 @@ def waiting_messages(
                 message = replace(message, scale=scale.to(executor.stage._device()))
             waiting.setdefault(route, []).append(message.flagged(flag))
     for route in tied_routes(executors):
-        assert isinstance(transport, InProcess)
         waiting[route] = [
             message.flagged(flag) if route[2] is MessageKind.TIED_GRAD else message
             for message in transport.queues.get(route, ())

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
-from revcompile.runtime.executor.transport import InProcess, Message, Route, Sending
+from revcompile.runtime.executor.transport import Message, Route, Sending, Transport
 from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.static_buffers import (
     Flat,
@@ -46,7 +46,7 @@ class _Waiting:
     """The places of tensors that lie in the next message of the micro-batch, too."""
 
 
-class StaticTransport(InProcess):
+class StaticTransport(Transport):
     """Messages between stages; those that wait for the next step lie in static buffers.
 
     Args:

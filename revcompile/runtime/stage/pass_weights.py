@@ -1,0 +1,164 @@
+"""Which weights a stage's passes compute with, while updates change its parameters.
+
+latest       both passes with the parameters as they are then
+stashed      backward with copies of those of the forward pass; where graphs are kept, both
+rewound      the same, but backward computes them from the latest ones
+predicted    forward with the parameters as they will be when its gradient arrives
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from revcompile.ir.program import StageProgram
+from revcompile.runtime.stage.program_facts import keeps_graphs_in_flight
+from revcompile.runtime.stage.rewound_weights import RewoundWeights
+from revcompile.runtime.stage.tensors import TreeCopy
+from revcompile.runtime.stage.weights import PredictedWeights, StashedWeights, detached_copies
+from revcompile.schedule import Weights
+
+
+class Used(NamedTuple):
+    """Which weights a forward pass has computed with."""
+
+    copies: Mapping[str, Tensor] | None = None
+    """Copies, if its graph refers to them."""
+    updates: int | None = None
+    """How many updates there were when it ran with the latest weights; None: unknown."""
+
+
+class PassWeights:
+    """The weights that passes of one stage compute with; None stands for the parameters."""
+
+    def __init__(
+        self, program: StageProgram, parameters: Mapping[str, Tensor], delay: float
+    ) -> None:
+        self._parameters = parameters
+        weights = program.method.weights
+        stashes, is_late = weights is Weights.STASHED, delay > 0
+        self._has_copies = stashes and keeps_graphs_in_flight(program)
+        self._copies: Mapping[str, Tensor] | None = None
+        """Of the latest weights."""
+        self.stash = StashedWeights(parameters) if stashes and not self._has_copies else None
+        predicts, rewinds = weights is Weights.PREDICTED, weights is Weights.REWOUND
+        self.predicted = PredictedWeights(parameters, delay) if predicts and is_late else None
+        count = math.ceil(delay)
+        self.rewound = RewoundWeights(parameters, count) if rewinds and is_late else None
+        self._past = self.stash or self.rewound
+        self._updates = 0
+
+    @property
+    def has_past(self) -> bool:
+        """Do backward passes compute with weights of the past, which are not in their graphs?"""
+        return self._past is not None
+
+    def forward(self) -> Mapping[str, Tensor] | None:
+        """What a forward pass computes with now."""
+        if self.predicted is not None:
+            return self.predicted.current
+        if self._has_copies and self._copies is None:
+            self._copies = detached_copies(self._parameters)
+        return self._copies
+
+    def used(self, weights: Mapping[str, Tensor] | None) -> Used:
+        """The record of a forward pass with these weights."""
+        is_latest = weights is None or self._has_copies
+        return Used(weights if self._has_copies else None, self._updates if is_latest else None)
+
+    def of_age(self, age: int) -> Used:
+        """That of a forward pass so many updates ago."""
+        return Used(updates=None if self._past is None else self._updates - age)
+
+    def age(self, used: Used) -> int:
+        """How many updates there were since a forward pass with the latest weights.
+
+        Where weights are stashed only those count before which a micro-batch in flight has run.
+        """
+        assert used.updates is not None
+        return self._updates - used.updates
+
+    def backward(self, used: Used) -> Mapping[str, Tensor] | None:
+        """What the backward pass computes with."""
+        age = self.age(used) if self._past is not None else 0
+        return self._past.past(age) if self._past is not None and age else used.copies
+
+    def are_unchanged(self, used: Used) -> bool:
+        """Are those of the backward pass those of the forward pass?"""
+        is_stashed = used.copies is not None or self.stash is not None
+        return is_stashed or used.updates == self._updates
+
+    @contextmanager
+    def updating(self, names: Iterable[str], in_flight: Sequence[Used]) -> Iterator[None]:
+        """Around a change of some of the parameters."""
+        following: AbstractContextManager[None] = nullcontext()
+        if self.stash is not None:
+            following = self.stash.following([self.age(used) for used in in_flight])
+        elif self.predicted is not None:
+            following = self.predicted.following(names)
+        elif self.rewound is not None:
+            following = self.rewound.following()
+        with following:
+            yield
+        self._updates += 1 if self.stash is None else self.stash.added
+        self._copies = None
+
+    def stashed(self, in_flight: Sequence[Used]) -> list[Mapping[str, Tensor]]:
+        """The copies there are for backward passes, one for each version of the weights."""
+        if self.stash is not None:
+            return self.stash.copies
+        return _distinct(used.copies for used in in_flight)
+
+    def loaded(self) -> None:
+        """Parameters were written to, not by an update, with nothing in flight."""
+        self._copies = None
+        if self.predicted is not None:
+            self.predicted.load(None)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state(
+        self, in_flight: Sequence[Used], copy: TreeCopy
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What `load` needs, and for each micro-batch in flight what `load_used` needs."""
+        each = [used.copies if self.stash is None else self.backward(used) for used in in_flight]
+        versions = _distinct(each)
+        state: dict[str, Any] = {"versions": [copy(dict(version)) for version in versions]}
+        if self.predicted is not None and (predicted := self.predicted.state()) is not None:
+            state["predicted"] = copy(predicted)
+        if self.rewound is not None:
+            state["rewound"] = copy(self.rewound.state())
+        numbers: dict[int, int | None] = {id(v): number for number, v in enumerate(versions)}
+        of_flights: list[dict[str, Any]] = [{"version": numbers.get(id(v))} for v in each]
+        for saved, used in zip(of_flights, in_flight, strict=True):
+            if self.rewound is not None:
+                saved["age"] = self.age(used)
+        return state, of_flights
+
+    def load(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Go on from a state; its versions of the weights, the oldest first."""
+        if self.predicted is not None:
+            self.predicted.load(state.get("predicted"))
+        if self.rewound is not None:
+            self.rewound.load(state["rewound"])
+        versions = [
+            {n: t.clone().requires_grad_(self._parameters[n].requires_grad) for n, t in v.items()}
+            for v in state["versions"]
+        ]
+        if self.stash is not None:
+            self.stash.load(versions[::-1])
+        return versions
+
+    def load_used(self, saved: Mapping[str, Any], versions: Sequence[Mapping[str, Tensor]]) -> Used:
+        number = saved["version"]
+        if self._past is None:
+            return Used(None if number is None else versions[number])
+        return self.of_age(saved.get("age", 0 if number is None else len(versions) - number))
+
+
+def _distinct(weights: Iterable[Mapping[str, Tensor] | None]) -> list[Mapping[str, Tensor]]:
+    return list({id(each): each for each in weights if each is not None}.values())
