@@ -187,6 +187,25 @@ def test_an_odd_batch_goes_the_ordinary_way(accumulate: int, method: str) -> Non
 
 
 @BOTH
+def test_what_stages_keep_lies_in_slots_from_the_first_micro_batch_on(method: str) -> None:
+    """Also of batches of another size, once all that are in flight have it."""
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, method=method)
+        stage, data = trainer.executors[0].stage, even(FULL)
+        trainer.step(*data[0])
+        assert stage.is_in_slot(0) == (backend == "static")
+        for batch in [*data[1:], *((x[:3], y[:3]) for x, y in even(FULL))]:
+            ring = stage.ring
+            trainer.step(*batch)
+        assert is_active(trainer) == (backend == "static")
+        assert stage.ring is ring
+        trainer.flush()
+        found.append(weights(net))
+    assert same(*found)
+
+
+@BOTH
 @pytest.mark.parametrize("steps", [FULL, FULL + 1], ids=["in buffers", "left where computed"])
 def test_flush_in_the_middle(steps: int, method: str) -> None:
     found = []

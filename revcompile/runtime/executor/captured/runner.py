@@ -167,7 +167,7 @@ class GraphRunner:
 
     @property
     def is_active(self) -> bool:
-        """Is what is in flight in static buffers, and not with the executors?"""
+        """Is what is in flight with captured steps, and not with the executors?"""
         return self._pipeline is not None and self._pipeline.is_active
 
     def _give_up(self, why: str) -> None:
@@ -279,7 +279,7 @@ class GraphRunner:
         self._alike += 1
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:
-        """Move what is in flight back to the executors."""
+        """Hand what is in flight back to the executors."""
         if self._pipeline is not None:
             self._pipeline.leave(schedule, transport)
 

@@ -1,8 +1,9 @@
-"""What is in flight, in static buffers: allocated, loaded from the executors, and moved back.
+"""The static buffers of captured steps, and how such steps begin and end.
 
-`enter` moves what is in flight from the executors that perform single actions into the buffers, and
-`leave` moves it back. All else (filling and draining the pipeline, batches of other shapes,
-checkpoints) goes on action by action and knows nothing of this.
+Kept inputs and stashed weights lie in static buffers of their stages from the first micro-batch on,
+whoever runs it. `enter` takes over the numbers (of slots, of micro-batches in a gradient) and the
+messages that wait; `leave` hands them back. All else (filling and draining the pipeline, batches of
+other shapes, checkpoints) goes on action by action and knows nothing of this.
 """
 
 from __future__ import annotations
@@ -149,17 +150,17 @@ class StaticState:
     def enter(
         self, schedule: Schedule, transport: Transport, batch: StepInputs, alike: int
     ) -> bool:
-        """Move what is in flight into the static buffers.
+        """Take over what is in flight.
 
         Args:
             batch: The micro-batch of the step to come.
             alike: How many micro-batches of its shape have entered last.
 
         Returns:
-            False, and nothing is moved, if the pipeline is not full of micro-batches alike.
+            False, and nothing has changed, if the pipeline is not full of micro-batches alike.
 
         Raises:
-            CaptureUnsupported: There is not enough memory; nothing is moved.
+            CaptureUnsupported: There is not enough memory; nothing has changed.
         """
         if not self._is_full(schedule, alike):
             return False
@@ -300,7 +301,7 @@ class StaticState:
         return self._gradients[stage]
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:
-        """Move what is in flight back to the executors; waits for the device."""
+        """Hand what is in flight back to the executors; waits for the device."""
         if not self.is_active:
             return
         counts = self._counts.tolist()
