@@ -20,6 +20,7 @@ the transport's business.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ from revcompile.runtime.executor.transport import Message, MessageKind, Transpor
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.loss_scale import DeviceScaling, Scaling
+from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
 from revcompile.runtime.stage.update import Updater
@@ -73,14 +74,14 @@ class StageExecutor:
         tied_owners: Mapping[int, tuple[str, ...]] | None = None,
         tied_replicas: Mapping[int, tuple[str, ...]] | None = None,
         skip_on_error: bool = False,
-        scaling: Scaling | DeviceScaling | None = None,
+        scaling: Scaling | None = None,
         delay: float = 0.0,
         synchronous: int = 0,
     ) -> None:
         self.delay, self.synchronous = delay, synchronous
         self.stage, self.updater, self.transport = stage, updater, transport
         self.loss_head = loss_head
-        self.scaling: Any = scaling  # in captured steps with tensors instead of numbers
+        self.scaling = scaling
         self.gradient_predictor = gradient_predictor
         self.clip_grad_norm, self.skip_on_error = clip_grad_norm, skip_on_error
         self.tied_owners, self.tied_replicas = tied_owners or {}, tied_replicas or {}
@@ -184,13 +185,18 @@ class StageExecutor:
         measure = microbatch in self.measured
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
         if self.loss_head is not None:
-            scale = None if self.scaling is None else self.scaling.next_scale()
+            scale = None if self.scaling is None else self._number(self.scaling.next_scale())
             gradients = self.loss_head(microbatch, outputs, scale)
             self.incoming[microbatch] = Message(
                 microbatch, {}, gradients, scale=scale, is_exact=True
             )
         else:
             self.outputs[microbatch] = outputs
+
+    def _number(self, value: Tensor) -> Any:
+        """A scale as it is sent; None if it is infinite."""
+        number = float(value)
+        return None if math.isinf(number) else number
 
     def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         """Run it; if that fails everything here is as before, and the micro-batch is lost."""
@@ -228,7 +234,7 @@ class StageExecutor:
             action.index,
             outputs or {},
             void=outputs is None,
-            scale=None if self.scaling is None else self.scaling.take_overflow(),
+            scale=None if self.scaling is None else self._number(self.scaling.take_overflow()),
             fingerprint=self.fingerprints.pop(action.index, None),
         )
         self._send(self.index + 1, MessageKind.X, message)
@@ -272,7 +278,7 @@ class StageExecutor:
                 index, message.values, message.gradients, scale, is_exact
             )
         except NonFiniteError as error:
-            if self.scaling is not None and self.scaling.overflowed(scale):
+            if self.scaling is not None and self.scaling.is_overflow(scale):
                 return Message(index, void=True, scale=scale)
             self.failures.append(error)
             return Message(index, void=True)
@@ -311,10 +317,14 @@ class StageExecutor:
             self._set_delay(0.0 if action.index < self.synchronous else self.delay)
         with self.stage.updating(self.updater.parameters):
             self.updater.apply(gradients, scale)
-        if self.scaling is not None and self.loss_head is not None and self.contributed:
-            self.scaling.updated()
+        if self.scaling is not None and self.loss_head is not None:
+            self._count_update(self.scaling)
         self.gradients, self.contributed = None, 0
         return True
+
+    def _count_update(self, scaling: Scaling) -> None:
+        if self.contributed:
+            scaling.updated()
 
     def _set_delay(self, delay: float) -> None:
         if self.stage.weights.predicted is not None:

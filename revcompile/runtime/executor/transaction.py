@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.runtime.executor.stage_executor import StageExecutor, restore
@@ -35,7 +34,11 @@ class Transaction:
         self._schedule = schedule.copy()
         self._queues = {key: deque(queue) for key, queue in transport.queues.items()}
         self._accumulated = [
-            (dict(e.stage.gradients), e.contributed, e.scaling and replace(e.scaling))
+            (
+                dict(e.stage.gradients),
+                e.contributed,
+                None if e.scaling is None else e.scaling.values.clone(),
+            )
             for e in executors
         ]
         self._buffers: list[BufferSnapshot] = [s for e in executors for s in e.stage.snapshot()]
@@ -74,7 +77,8 @@ class Transaction:
             self._executors, self._accumulated, strict=True
         ):
             executor.forget(microbatch)
-            executor.scaling = scaling
+            if executor.scaling is not None and scaling is not None:
+                executor.scaling.values.copy_(scaling)
             executor.measured.discard(microbatch)
             executor.stage.reconstruction.pop(microbatch, None)
             executor.stage.gradients, executor.contributed = gradients, contributed

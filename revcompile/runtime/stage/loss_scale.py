@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -34,6 +34,7 @@ LOWEST: Final = 2.0**-16
 _HIGHEST: Final = torch.finfo(torch.float32).max
 OVERFLOW: Final = 2.0
 """The flag of a micro-batch whose gradient overflowed because of its loss scale."""
+_NUMBERS: Final = ("scale", "good", "overflow", "skipped")
 
 
 @dataclass(frozen=True)
@@ -90,98 +91,42 @@ def loss_scale_of(
     )
 
 
-@dataclass
 class Scaling:
-    """State of one stage: overflows to report; at the last stage, the scale itself."""
+    """State of one stage: overflows to report; at the last stage, the scale itself.
 
-    settings: LossScale
-    scale: float
-    """Factor of the next loss."""
-    good: int = 0
-    """Updates since the scale last changed."""
-    overflow: float = math.inf
-    """The least scale that has overflowed and was not reported yet."""
-    skipped: int = 0
-    """Micro-batches whose gradient overflowed at this stage."""
+    Numbers on the device: a captured step reads and changes them without waiting.
 
-    def overflowed(self, scale: float | None) -> bool:
-        """A gradient is not finite; can the scale of its loss be the reason?"""
-        if scale is None or not self.settings.dynamic or scale <= LOWEST:
-            return False
-        self.skipped += 1
-        self.record_overflow(scale)
-        return True
-
-    def record_overflow(self, scale: float | None) -> None:
-        """A gradient overflowed at this scale, here or at a stage before."""
-        if scale is not None:
-            self.overflow = min(self.overflow, scale)
-
-    def take_overflow(self) -> float | None:
-        """The overflow to report to the next stage, once."""
-        overflow, self.overflow = self.overflow, math.inf
-        return None if math.isinf(overflow) else overflow
-
-    def next_scale(self) -> float:
-        """At the last stage: the scale of the loss about to be computed."""
-        overflow = self.take_overflow()
-        if overflow is not None and overflow <= self.scale:
-            self.scale, self.good = max(overflow * self.settings.backoff_factor, LOWEST), 0
-        return self.scale
-
-    def updated(self) -> None:
-        self.good += 1
-        if self.settings.dynamic and self.good == self.settings.growth_interval:
-            grown = self.scale * self.settings.growth_factor
-            self.scale, self.good = grown if grown < _HIGHEST else self.scale, 0
-
-    # -- checkpoints --------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "settings"}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state; start anew without one, or if the scale is fixed."""
-        start = Scaling(self.settings, self.settings.init_scale).state_dict()
-        loaded = start | dict(state or {}) if self.settings.dynamic else start
-        for name, value in loaded.items():
-            setattr(self, name, value)
-
-
-class DeviceScaling:
-    """`Scaling` as numbers on the device: a captured step reads and changes them without waiting.
-
-    >>> on_device = DeviceScaling(Scaling(LossScale(growth_interval=1), 8.0), torch.device("cpu"))
-    >>> on_device.record_overflow(torch.tensor(8.0))
-    >>> float(on_device.next_scale())
+    >>> scaling = Scaling(LossScale(init_scale=8.0, growth_interval=1))
+    >>> scaling.record_overflow(8.0)
+    >>> float(scaling.next_scale())
     4.0
-    >>> on_device.updated(None)
-    >>> float(on_device.next_scale())
+    >>> scaling.updated()
+    >>> float(scaling.next_scale())
     8.0
     """
 
-    def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self.settings = scaling.settings
-        self._values = torch.zeros(4, dtype=torch.float64, device=device)
-        self.scale, self._good, self._overflow, self.skipped = self._values.unbind()
-        self.load(scaling)
+    def __init__(self, settings: LossScale, device: torch.device | None = None) -> None:
+        self.settings = settings
+        self.values = torch.zeros(len(_NUMBERS), dtype=torch.float64, device=device)
+        self.scale, self._good, self._overflow, self.skipped = self.values.unbind()
+        """Factor of the next loss; updates since it last changed; the least scale that has
+        overflowed and was not reported yet; micro-batches whose gradient overflowed here."""
+        self.load_state_dict(None)
 
-    def load(self, scaling: Scaling) -> None:
-        """Go on from there."""
-        values = scaling.scale, float(scaling.good), scaling.overflow, float(scaling.skipped)
-        self._values.copy_(torch.tensor(values, dtype=torch.float64))
-
-    def store(self, scaling: Scaling) -> None:
-        """Have it go on from here; waits for the device."""
-        scaling.scale, good, scaling.overflow, skipped = self._values.tolist()
-        scaling.good, scaling.skipped = int(good), int(skipped)
+    def is_overflow(self, scale: float | None) -> bool:
+        """A gradient is not finite; can the scale of its loss be the reason?"""
+        if scale is None or not self.settings.dynamic or scale <= LOWEST:
+            return False
+        self.skipped.add_(1)
+        self.record_overflow(scale)
+        return True
 
     def overflowed(self, found: Tensor, before: Tensor, scale: Tensor) -> Tensor:
-        """The flag of a micro-batch: that from the stage after this one, if it was set there.
+        """The same on the device: the flag of a micro-batch.
 
         Args:
             found: Is one of its gradients not finite?
-            before: Its flag from the stage after this one.
+            before: Its flag from the stage after this one, which stays if it is set.
             scale: That of its loss.
         """
         is_due_to_scale = (before == 0) & (found != 0) & (scale > LOWEST) & self.settings.dynamic
@@ -189,16 +134,19 @@ class DeviceScaling:
         self.record_overflow(torch.where(is_due_to_scale.reshape(()), scale, math.inf))
         return torch.where(before != 0, before, torch.where(is_due_to_scale, OVERFLOW, found))
 
-    def record_overflow(self, scale: Tensor) -> None:
-        """As `Scaling`; infinite if there was none."""
-        torch.minimum(self._overflow, scale, out=self._overflow)
+    def record_overflow(self, scale: float | Tensor | None) -> None:
+        """A gradient overflowed at this scale, here or at a stage before; infinite: none did."""
+        if scale is not None:
+            self._overflow.clamp_(max=scale)
 
     def take_overflow(self) -> Tensor:
+        """The overflow to report to the next stage, once; infinite if there is none."""
         overflow = self._overflow.clone()
         self._overflow.fill_(math.inf)
         return overflow
 
     def next_scale(self) -> Tensor:
+        """At the last stage: the scale of the loss about to be computed."""
         overflow = self.take_overflow()
         is_new = overflow <= self.scale
         lower = (overflow * self.settings.backoff_factor).clamp(min=LOWEST)
@@ -206,7 +154,7 @@ class DeviceScaling:
         self._good.mul_(~is_new)
         return self.scale.clone()
 
-    def updated(self, found_inf: Tensor | None) -> None:
+    def updated(self, found_inf: Tensor | None = None) -> None:
         """The last stage has updated, unless the flag is set."""
         self._good.add_(1 if found_inf is None else (found_inf == 0).reshape(()))
         grows = (self._good == self.settings.growth_interval) & self.settings.dynamic
@@ -214,8 +162,20 @@ class DeviceScaling:
         torch.where(grows & (grown < _HIGHEST), grown, self.scale, out=self.scale)
         self._good.mul_(~grows)
 
+    # -- checkpoints --------------------------------------------------------------------------
 
-def scaling_of(settings: LossScale | None, method: Method) -> Scaling | None:
+    def state_dict(self) -> dict[str, float]:
+        return dict(zip(_NUMBERS, self.values.tolist(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state; start anew without one, or if the scale is fixed."""
+        numbers = dict(zip(_NUMBERS, (self.settings.init_scale, 0, math.inf, 0), strict=True))
+        if self.settings.dynamic:
+            numbers |= {name: (state or numbers)[name] for name in _NUMBERS}
+        self.values.copy_(torch.tensor([float(n) for n in numbers.values()], dtype=torch.float64))
+
+
+def scaling_of(settings: LossScale | None, method: Method, device: torch.device) -> Scaling | None:
     """The initial state of a stage; None: the loss is not scaled."""
     if settings is None:
         return None
@@ -224,7 +184,7 @@ def scaling_of(settings: LossScale | None, method: Method) -> Scaling | None:
             f"loss_scale: {method.name!r} predicts gradients, which are not scaled; use "
             "autocast=torch.bfloat16, or another method"
         )
-    return Scaling(settings, settings.init_scale)
+    return Scaling(settings, device)
 
 
 def unscaled(

@@ -84,7 +84,7 @@ def build_executor(
         skip_on_error=skip_on_error,
         delay=delay,
         synchronous=settings.synchronous,
-        scaling=scaling_of(settings.loss_scale, program.method),
+        scaling=scaling_of(settings.loss_scale, program.method, stage._device()),
     )
 
 

@@ -228,13 +228,13 @@ def test_the_scale_goes_the_way_of_torchs() -> None:
 
 
 def test_reports_of_an_incident_that_is_dealt_with_change_nothing() -> None:
-    scaling = Scaling(LossScale(), 1024.0)
+    scaling = Scaling(LossScale(1024.0))
     scaling.record_overflow(1024.0)
     assert scaling.next_scale() == 512.0
     for stale in (1024.0, 4096.0):
         scaling.record_overflow(stale)
         assert scaling.next_scale() == 512.0
-    scaling.scale = 2048.0  # grown since
+    scaling.scale.fill_(2048.0)  # grown since
     scaling.record_overflow(1024.0)
     assert scaling.next_scale() == 512.0
 

@@ -21,7 +21,7 @@ from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Message
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.loss_scale import OVERFLOW, DeviceScaling, unscaled
+from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
 from revcompile.runtime.stage.stage import Programs, Stage
 from revcompile.schedule import Action, Op, Order
 
@@ -57,14 +57,13 @@ class CapturedStageExecutor(StageExecutor):
         average: Average | None = None,
     ) -> None:
         stage, device = executor.stage, executor.stage._device()
-        scaling = None if executor.scaling is None else DeviceScaling(executor.scaling, device)
         super().__init__(
             stage,
             CapturedUpdater(executor.updater),
             transport,
             loss_head=loss_head,
             clip_grad_norm=executor.clip_grad_norm,
-            scaling=scaling,
+            scaling=executor.scaling,
             tied_owners=executor.tied_owners,
             tied_replicas=executor.tied_replicas,
             delay=executor.delay,
@@ -172,9 +171,13 @@ class CapturedStageExecutor(StageExecutor):
         done = super()._update(action)
         if done:
             self.stage.cast_weights.refresh()
-            if self.scaling is not None and self.loss_head is not None:
-                self.scaling.updated(self.updater.found_inf)
         return done
+
+    def _count_update(self, scaling: Scaling) -> None:
+        scaling.updated(self.updater.found_inf)
+
+    def _number(self, value: Tensor) -> Tensor:
+        return value  # stays on the device
 
     def begin_average(self) -> None:
         """After all backward passes of a step: hand gradients over to be averaged."""

@@ -290,8 +290,6 @@ class StaticState:
             eager.stage.in_flight.clear()
             eager.stage.gradients, eager.contributed = {}, 0
             captured.updater.enter()
-            if captured.scaling is not None:
-                captured.scaling.load(eager.scaling)
         self._settings = FixedSettings(executor.updater for executor in self.executors)
         self.is_active = True
 
@@ -309,8 +307,6 @@ class StaticState:
             self._eager_executors, self.executors, counts, strict=True
         ):
             captured.updater.leave()
-            if captured.scaling is not None:
-                captured.scaling.store(eager.scaling)
             stage, index = eager.stage, eager.index
             for microbatch in schedule.outstanding[index]:
                 assert stage.ring is not None
