@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import logging
 import warnings
@@ -11,7 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from revcompile.errors import InputError, NonFiniteError
+from revcompile.arguments import one_of
+from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import (
@@ -67,12 +67,7 @@ def backend_of(name: str | Backend) -> Backend:
     """
     if isinstance(name, Backend):
         return name
-    names = [backend.value for backend in Backend]
-    if name in names:
-        return Backend(name)
-    near = difflib.get_close_matches(str(name), names, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(names)
-    raise InputError(f"backend={name!r} does not exist; {hint}")
+    return Backend(one_of("trainer", "backend", name, [backend.value for backend in Backend]))
 
 
 def why_not_capturable(
