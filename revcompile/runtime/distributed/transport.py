@@ -29,6 +29,7 @@ from revcompile.runtime.distributed.liveness import (
     short_error,
 )
 from revcompile.runtime.distributed.message_format import (
+    NO_FLAG,
     Describer,
     Description,
     Flag,
@@ -91,8 +92,9 @@ class SendThread:
         if describer is None:
             describer = self._describers[kind] = Describer(self.channel.device)
         text, tensors = describer.describe(message)
-        flags = Flag.DESCRIBED if text else Flag(0)
-        flags |= Flag.EXACT if message.is_exact else Flag(0)
+        flags = Flag.DESCRIBED if text else NO_FLAG
+        if message.is_exact:
+            flags |= Flag.EXACT
         header = self._header(kind, message, flags, len(text))
         return self._put(Outbound(header, text, tensors, describer.packing))
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -44,21 +44,20 @@ from revcompile.runtime.executor.transport import (
 from revcompile.schedule import Schedule, Tie
 
 
-@dataclass(frozen=True)
 class StepInputs:
-    """What a step is given."""
+    """What a step is given.
 
-    values: Any
-    """The inputs of the first stage here, or the message that brings them."""
-    target: Any
-    """Where the last stage is."""
+    Args:
+        values: The inputs of the first stage here, or the message that brings them.
+        target: Where the last stage is.
+    """
 
-    @cached_property
-    def local(self) -> Flat:
+    def __init__(self, values: Any, target: Any) -> None:
+        self.values, self.target = values, target
+        self.local = Flat.of((None if isinstance(values, Message) else values, target))
         """What is not from another rank."""
-        return Flat.of((None if isinstance(self.values, Message) else self.values, self.target))
 
-    @cached_property
+    @property
     def all(self) -> Flat:
         if not isinstance(self.values, Message):
             return self.local
