@@ -42,6 +42,7 @@ from revcompile.runtime.distributed.p2p import (
     DeviceSender,
     Outbound,
     PacketReceiver,
+    Packets,
     PacketSender,
     Packings,
 )
@@ -73,7 +74,7 @@ class SendThread:
         self.sent = 0
         """How many messages were handed over."""
         self._on_failure = on_failure
-        self._packets: queue.SimpleQueue[tuple[int, list[Tensor]] | None] = queue.SimpleQueue()
+        self._packets: queue.SimpleQueue[tuple[int, Packets] | None] = queue.SimpleQueue()
         self._describers: dict[MessageKind, Describer] = {}
         packings: Packings = {}
         self._by_tag: list[DeviceSender | PacketSender] = (
@@ -129,7 +130,9 @@ class SendThread:
     def _run(self) -> None:
         try:
             while (waiting := self._packets.get()) is not None:
-                tag, packets = waiting
+                tag, make = waiting
+                packets = make()
+                del make, waiting  # they hold on to the packets, which are used again once sent
                 while packets:
                     self.channel.control_exchange(packets.pop(0), True, tag)
         except Exception as error:

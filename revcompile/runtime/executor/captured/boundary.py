@@ -271,7 +271,15 @@ class Boundary:
         self, route: Route, transport: Transport, index: int, fingerprint: Fingerprint | None = None
     ) -> None:
         place = self.buffer_key, route
-        message = replace(self._outgoing[place], index=index, fingerprint=fingerprint)
+        like = self._outgoing[place]
+        message = Message(
+            index,
+            like.values,
+            like.gradients,
+            found_inf=like.found_inf,
+            fingerprint=fingerprint,
+            packet=like.packet,
+        )
         sending = transport.send(*route, message)
         if sending is not None:
             self._sendings[place] = sending

@@ -84,8 +84,8 @@ class StaticPipeline(StaticState):
         is_replay = replay.is_captured(kind)
         updating = [
             executor
-            for executor in self.executors
-            if executor.average and schedule.is_updating(executor.index)
+            for stage, executor in self._by_stage.items()
+            if executor.average and schedule.is_updating(stage)
         ]
         self._boundary.buffer_key = entering % self._period
         for executor in self.executors:
@@ -123,8 +123,8 @@ class StaticPipeline(StaticState):
         if not is_replay:
             for executor in self.executors:
                 executor.stage.cast_weights.mark_fresh()
-        for executor in self.executors:
-            if accumulated[executor.index] + 1 == self._accumulate:
+        for stage, executor in self._by_stage.items():
+            if accumulated[stage] + 1 == self._accumulate:
                 executor.updater.advance()
         if self._has_flags:
             after = {self._boundary.last + 1: due[self._boundary.last]}
