@@ -508,6 +508,19 @@ def test_methods_are_looked_up_by_name() -> None:
         choose("xyz")
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_full_pipeline_advances_as_by_injecting(accumulate: int) -> None:
+    ties = [Tie(0, 2), Tie(1, 3)]
+    injected = Schedule(choose("petra", order="paper"), 4, accumulate, ties)
+    for _ in range(window(injected.method, 4, 0, accumulate)):
+        injected.inject()
+    advanced = injected.copy()
+    for _ in range(7):
+        injected.inject()
+        advanced.advance()
+        assert advanced.state() == injected.state()
+
+
 def test_only_continuous_methods_have_another_order() -> None:
     with pytest.raises(InputError, match="'gpipe' has a fixed order; leave out order="):
         choose("gpipe", order="1f1b")

@@ -168,6 +168,18 @@ class Schedule:
                 todo += self._backward(stage)
         return tuple(map(tuple, lists))
 
+    def advance(self) -> None:
+        """As `inject`, without the actions, for a full pipeline that never drains."""
+        for at in self._progress:
+            at.arriving.clear()
+        for stage, at in enumerate(self._progress):
+            at.outstanding.append(self.injected)
+            del at.outstanding[0]
+            at.accumulated += 1
+            if at.accumulated == self.accumulate:
+                self._count_update(stage)
+        self.injected += 1
+
     def drain(self) -> tuple[tuple[Action, ...], ...]:
         """Finish what is in flight; fewer gradients than `accumulate` are applied too."""
         lists = self._receive_tied()
@@ -276,8 +288,7 @@ class Schedule:
 
     def _update(self, stage: int) -> Iterator[Action]:
         """An update; the owner of tied parameters adds the gradients of all holders first."""
-        at = self._progress[stage]
-        number = at.updates
+        number = self._progress[stage].updates
         for owner in self._owners[stage]:
             yield _action(Op.SEND_TIED_GRAD, number, owner)
         for holder in self._holders[stage]:
@@ -285,7 +296,12 @@ class Schedule:
         yield _action(Op.UPDATE, number)
         for holder in self._holders[stage]:
             yield _action(Op.SEND_TIED_WEIGHT, number, holder)
-            self._progress[holder].arriving.append([stage, number])
+        self._count_update(stage)
+
+    def _count_update(self, stage: int) -> None:
+        at = self._progress[stage]
+        for holder in self._holders[stage]:
+            self._progress[holder].arriving.append([stage, at.updates])
         at.updates += 1
         at.accumulated = 0
 

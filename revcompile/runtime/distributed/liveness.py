@@ -33,39 +33,36 @@ class FailureMonitor:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
         self.cause: str | None = None
-        self._arrivals = 0
-        self._seen = 0
+        self._failed = threading.Event()
+        self._first = threading.Lock()
+        # Locked: nothing has arrived since the last call of `wait`. A condition variable would do
+        # the same in Python, for every message.
+        self._nothing_new = threading.Lock()
+        self._nothing_new.acquire()
 
     def notify(self) -> None:
-        """Something has arrived: threads that wait check again."""
-        with self.changed:
-            self._arrivals += 1
-            self.changed.notify_all()
+        """Something has arrived: whoever waits checks again."""
+        with contextlib.suppress(RuntimeError):  # it is unlocked
+            self._nothing_new.release()
 
     def fail(self, cause: str) -> bool:
         """Stop all threads of this rank; False if there was another cause before."""
-        with self.changed:
+        with self._first:
             is_first = self.cause is None
             if is_first:
                 self.cause = cause
-            self.changed.notify_all()
-            return is_first
+        self._failed.set()
+        self.notify()
+        return is_first
 
     def wait_for_failure(self, timeout: float) -> bool:
         """Is there a failure, now or within the timeout?"""
-        with self.changed:
-            return self.changed.wait_for(lambda: self.cause is not None, timeout)
+        return self._failed.wait(timeout)
 
     def wait(self, timeout: float) -> bool:
         """Wait for an arrival since the last call, or a failure; False after the timeout."""
-        with self.changed:
-            woken = self.changed.wait_for(
-                lambda: self.cause is not None or self._arrivals > self._seen, timeout
-            )
-            self._seen = self._arrivals
-            return woken
+        return self.cause is not None or self._nothing_new.acquire(timeout=timeout)
 
 
 class RootCause:

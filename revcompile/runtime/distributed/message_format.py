@@ -27,6 +27,7 @@ from revcompile.runtime.stage.tensors import aligned
 HEADER: Final = 8
 """How many int64 a header has."""
 _KINDS: Final = tuple(MessageKind)
+_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 _MOST_TEXT: Final = 1 << 26
 """Bytes of a description."""
 _MOST_BYTES: Final = 1 << 44
@@ -50,7 +51,8 @@ class Flag(enum.IntFlag):
     """The values are those of the forward pass, but for rounding."""
 
 
-_NONE: Final = Flag(0)
+NO_FLAG: Final = Flag(0)
+_NO_FINGERPRINT: Final = Fingerprint()
 _ALL_FLAGS: Final = sum(Flag)
 
 
@@ -60,7 +62,7 @@ class Header:
 
     kind: MessageKind
     index: int
-    flags: Flag = _NONE
+    flags: Flag = NO_FLAG
     length: int = 0
     """Bytes of the description."""
     sequence: int = 0
@@ -70,9 +72,8 @@ class Header:
 
     def numbers(self) -> list[int]:
         """The header as `HEADER` numbers of int64."""
-        code = _KINDS.index(self.kind)
-        (scale,) = struct.unpack("q", struct.pack("d", self.scale or 0.0))
-        data = self.fingerprint or Fingerprint()
+        scale = struct.unpack("q", struct.pack("d", self.scale))[0] if self.scale else 0
+        data, code = self.fingerprint or _NO_FINGERPRINT, _CODES[self.kind]
         plain = [code, self.index, int(self.flags), self.length, self.sequence, scale]
         return [*plain, data.inputs, data.target]
 

@@ -18,7 +18,7 @@ a device in between.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -149,9 +149,15 @@ class Outbound:
             self.packing.pack(self.tensors, buffer)
 
     def described(self, *packets: Tensor) -> list[Tensor]:
-        """The packets, with the description after the first."""
-        text = torch.frombuffer(bytearray(self.text), dtype=torch.uint8) if self.text else None
-        return [*packets[:1], *([] if text is None else [text]), *packets[1:]]
+        """The packets, or only the header, with the description after the first."""
+        first, *rest = packets or (torch.tensor(self.header.numbers()),)
+        if self.text:
+            rest.insert(0, torch.frombuffer(bytearray(self.text), dtype=torch.uint8))
+        return [first, *rest]
+
+
+Packets = Callable[[], list[Tensor]]
+"""What to send over gloo, made by the thread that sends it."""
 
 
 # -- gloo -----------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ class PacketSender:
         self._size = 0
         self._packets = BufferPool(limit=_MOST_PACKETS)
 
-    def packets(self, outbound: Outbound) -> tuple[list[Tensor], None]:
+    def packets(self, outbound: Outbound) -> tuple[Packets, None]:
         """What to send over gloo, copied: the message's own memory may be written to."""
         header, expected = outbound.header, self._expected
         if header.flags & Flag.DESCRIBED:
@@ -220,7 +226,8 @@ class PacketSender:
                 packets.append(_bytes(packing.size))
             outbound.write(packets[-1] if is_separate else first[_HEADER_BYTES:])
             expected.passed(format_id, packing)
-        return outbound.described(*packets), None
+        described = outbound.described(*packets)
+        return lambda: described, None
 
 
 def _bytes(size: int) -> Tensor:
@@ -285,7 +292,7 @@ class DeviceSender:
         self._unfinished: deque[tuple[Any, Tensor]] = deque()
         """Sends with their memory, which must not be freed meanwhile."""
 
-    def packets(self, outbound: Outbound) -> tuple[list[Tensor], Any]:
+    def packets(self, outbound: Outbound) -> tuple[Packets, Any]:
         """Enqueue the send of the tensors; what to send over gloo, and a `Sending`."""
         work = None
         if outbound.packing is not None and outbound.packing.size:
@@ -299,7 +306,7 @@ class DeviceSender:
             self._unfinished.append((work, memory))
             while self._unfinished and self._unfinished[0][0].is_completed():
                 self._unfinished.popleft()
-        return outbound.described(torch.tensor(outbound.header.numbers())), work
+        return outbound.described, work
 
 
 class DeviceReceiver:

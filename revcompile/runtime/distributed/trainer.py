@@ -173,8 +173,9 @@ class DistributedTrainer(Trainer):
         self._set_train_mode()
         microbatch = self.schedule.injected
         problem = self.tree.problem()
+        refusal = problem and f"trainer.step: {problem}"
         for executor in self.executors:
-            executor.refusal = problem and f"trainer.step: {problem}"
+            executor.refusal = refusal
         values = self._prepare_inputs(inputs)
         if self.is_last:
             self._given = inputs, target

@@ -29,6 +29,7 @@ from revcompile.runtime.distributed.liveness import (
     short_error,
 )
 from revcompile.runtime.distributed.message_format import (
+    NO_FLAG,
     Describer,
     Description,
     Flag,
@@ -41,6 +42,7 @@ from revcompile.runtime.distributed.p2p import (
     DeviceSender,
     Outbound,
     PacketReceiver,
+    Packets,
     PacketSender,
     Packings,
 )
@@ -71,7 +73,7 @@ class SendThread:
         self.sent = 0
         """How many messages were handed over."""
         self._on_failure = on_failure
-        self._packets: queue.SimpleQueue[tuple[int, list[Tensor]] | None] = queue.SimpleQueue()
+        self._packets: queue.SimpleQueue[tuple[int, Packets] | None] = queue.SimpleQueue()
         self._describers: dict[MessageKind, Describer] = {}
         packings: Packings = {}
         self._by_tag: list[DeviceSender | PacketSender] = (
@@ -90,8 +92,9 @@ class SendThread:
         if describer is None:
             describer = self._describers[kind] = Describer(self.channel.device)
         text, tensors = describer.describe(message)
-        flags = Flag.DESCRIBED if text else Flag(0)
-        flags |= Flag.EXACT if message.is_exact else Flag(0)
+        flags = Flag.DESCRIBED if text else NO_FLAG
+        if message.is_exact:
+            flags |= Flag.EXACT
         header = self._header(kind, message, flags, len(text))
         return self._put(Outbound(header, text, tensors, describer.packing))
 
@@ -126,7 +129,9 @@ class SendThread:
     def _run(self) -> None:
         try:
             while (waiting := self._packets.get()) is not None:
-                tag, packets = waiting
+                tag, make = waiting
+                packets = make()
+                del make, waiting  # they hold on to the packets, which are used again once sent
                 while packets:
                     self.channel.control_exchange(packets.pop(0), True, tag)
         except Exception as error:

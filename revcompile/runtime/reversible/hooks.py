@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from revcompile.errors import InputError
 
@@ -211,17 +212,31 @@ def replay_hooks(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[N
             vars(module).update(hooks)
 
 
+class NoHooks:
+    """Whether dicts of hooks are empty: looked at again only after somebody registers a hook."""
+
+    def __init__(self, dicts: Iterable[Mapping[int, Any]]) -> None:
+        self._dicts, self._handles = list(dicts), -1
+
+    def __bool__(self) -> bool:
+        if self._handles != RemovableHandle.next_id:
+            if any(self._dicts):
+                return False
+            self._handles = RemovableHandle.next_id
+        return True
+
+
 class LayerHooks:
     """The hooks of layers that run in forward, and perhaps again in backward."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
         self._forward = [vars(layer)[kind] for layer in layers for kind in FORWARD_HOOKS]
-        self._all = [vars(layer)[kind] for layer in layers for kind in MODULE_HOOKS]
+        self._none = NoHooks(vars(layer)[kind] for layer in layers for kind in MODULE_HOOKS)
 
     def __bool__(self) -> bool:
         """Does any layer have hooks now?"""
-        return any(self._all)
+        return not self._none
 
     def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
         """Around forward; notes in `record` what is to run again."""

@@ -22,7 +22,7 @@ from revcompile.ir.ops import attribute
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.bindings import Bindings, Column, Slot, Watch
-from revcompile.runtime.reversible.hooks import MODULE_HOOKS
+from revcompile.runtime.reversible.hooks import MODULE_HOOKS, NoHooks
 
 _requires_grad: Final = attrgetter("requires_grad")
 _gradient_hooks: Final = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -42,7 +42,7 @@ class TreeGuard:
             for kind in MODULE_HOOKS
         ]
         """Of modules whose hooks never run: their forward is part of the graph, or unused."""
-        self._no_hooks = [hooks for _, hooks, count in self._hooks if not count]
+        self._no_hooks = NoHooks(hooks for _, hooks, count in self._hooks if not count)
         self._some_hooks = [(hooks, count) for _, hooks, count in self._hooks if count]
 
     def _of_root(self) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ class TreeGuard:
                 "other members after petrafy, and its stage would not follow; undo that, or make "
                 "the change before petrafy"
             )
-        if not any(self._no_hooks) and all(len(hooks) == n for hooks, n in self._some_hooks):
+        if self._no_hooks and all(len(hooks) == n for hooks, n in self._some_hooks):
             return None
         path = next(path for path, hooks, count in self._hooks if len(hooks) != count)
         advice = f", or keep the module whole with petrafy(leaf_modules=[{path!r}])" if path else ""

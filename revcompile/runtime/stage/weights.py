@@ -227,6 +227,7 @@ class CastWeights:
     ) -> None:
         self._parameters, self._names, self._dtype = parameters, tuple(names), dtype
         self._copies: dict[str, Tensor] = {}
+        self._weights = [parameters[name] for name in names]
         self._fresh_for: tuple[list[int], list[int]] = [], []
 
     def current(self) -> dict[str, Tensor] | None:
@@ -237,13 +238,12 @@ class CastWeights:
     def refresh(self) -> None:
         if not self._names:
             return
-        masters = [self._parameters[name] for name in self._names]
         if not self._copies:
-            for name, master in zip(self._names, masters, strict=True):
+            for name, master in zip(self._names, self._weights, strict=True):
                 copy = torch.empty_like(master, dtype=self._dtype, requires_grad=False)
                 self._copies[name] = copy.requires_grad_(master.requires_grad)
         copies = [tensor.detach() for tensor in self._copies.values()]
-        torch._foreach_copy_(copies, [master.detach() for master in masters])
+        torch._foreach_copy_(copies, [weight.detach() for weight in self._weights])
         self.mark_fresh()
 
     def refresh_if_changed(self) -> None:
@@ -261,8 +261,7 @@ class CastWeights:
 
     def _versions(self) -> tuple[list[int], list[int]]:
         # Before every step, for every weight: no Python in the loop.
-        weights = [self._parameters[name] for name in self._names]
-        return list(map(_version, weights)), list(map(Tensor.data_ptr, weights))
+        return list(map(_version, self._weights)), list(map(Tensor.data_ptr, self._weights))
 
     def to_weight_dtype(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Gradients of the copies, converted to the dtype of the weights themselves."""

@@ -280,7 +280,7 @@ class Trainer(TrainerState, ABC):
         if self.memory_plan is not None:
             warn_if_larger_than_planned(self.memory_plan, samples)
         errors = {}
-        for executor in self.executors:
+        for executor in self.executors if self.settings.measure_every is not None else ():
             for measured in list(executor.stage.reconstruction):
                 errors[executor.index] = executor.stage.reconstruction.pop(measured)
         self._samples += samples

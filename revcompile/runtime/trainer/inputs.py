@@ -86,7 +86,7 @@ class InputBinder:
                 )
             return tensor.to(self.device, non_blocking=True)
 
-        return pytree.tree_map_only(Tensor, move, tree)
+        return move(tree) if isinstance(tree, Tensor) else pytree.tree_map_only(Tensor, move, tree)
 
     def count_samples(self, values: Mapping[str, Any]) -> int:
         """The size of the dimension that grows with the batch."""

@@ -107,7 +107,7 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
         Run(device="cuda", model="words", steps=24),
     ]
     todo = [("undisturbed", run, (), {"backend": "cudagraphs"}) for run in plain(*runs)]
-    results, codes = ranks(tmp_path, 2, several, todo=todo)
+    results, codes = ranks(tmp_path, 2, several, limit=200, todo=todo)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
         expected = trained(dataclasses.replace(run, stage_to_rank=None), backend="cudagraphs")
@@ -143,7 +143,7 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
         for run in plain(*runs)
         for backend in ("cudagraphs", "eager")
     ]
-    results, codes = ranks(tmp_path, 4, several, todo=todo)
+    results, codes = ranks(tmp_path, 4, several, limit=200, todo=todo)
     assert codes == [0] * 4
     for each in results:
         for run, captured, eager in zip(runs, each[::2], each[1::2], strict=True):

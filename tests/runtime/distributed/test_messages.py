@@ -109,7 +109,7 @@ class Ends:
         tag = self.count % len(self.senders)
         self.count += 1
         outbound = Outbound(header, text, tensors, describer.packing)
-        for packet in self.senders[tag].packets(outbound)[0]:
+        for packet in self.senders[tag].packets(outbound)[0]():
             self.tape.control_exchange(packet, sends=True, tag=tag)
         for receiver in self.receivers:
             receiver.post()

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -41,21 +41,20 @@ from revcompile.runtime.stage.static_buffers import (
 from revcompile.schedule import Schedule, Tie
 
 
-@dataclass(frozen=True)
 class StepInputs:
-    """What a step is given."""
+    """What a step is given.
 
-    values: Any
-    """The inputs of the first stage here, or the message that brings them."""
-    target: Any
-    """Where the last stage is."""
+    Args:
+        values: The inputs of the first stage here, or the message that brings them.
+        target: Where the last stage is.
+    """
 
-    @cached_property
-    def local(self) -> Flat:
+    def __init__(self, values: Any, target: Any) -> None:
+        self.values, self.target = values, target
+        self.local = Flat.of((None if isinstance(values, Message) else values, target))
         """What is not from another rank."""
-        return Flat.of((None if isinstance(self.values, Message) else self.values, self.target))
 
-    @cached_property
+    @property
     def all(self) -> Flat:
         if not isinstance(self.values, Message):
             return self.local
@@ -270,7 +269,15 @@ class Boundary:
         self, route: Route, transport: Transport, index: int, fingerprint: Fingerprint | None = None
     ) -> None:
         place = self.buffer_key, route
-        message = replace(self._outgoing[place], index=index, fingerprint=fingerprint)
+        like = self._outgoing[place]
+        message = Message(
+            index,
+            like.values,
+            like.gradients,
+            found_inf=like.found_inf,
+            fingerprint=fingerprint,
+            packet=like.packet,
+        )
         sending = transport.send(route, message)
         if sending is not None:
             self._sendings[place] = sending

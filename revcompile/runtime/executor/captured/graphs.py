@@ -34,14 +34,14 @@ class EagerReplay:
     """
 
     def plan(
-        self, kind: Hashable, sections: Sequence[Section], keys: RandomKeys
+        self, kind: Hashable, sections: Callable[[], Sequence[Section]], keys: RandomKeys
     ) -> Sequence[Section]:
         """What to call instead of a step's sections, in the same order.
 
         Raises:
             CaptureUnsupported: The step cannot be captured; nothing has been run.
         """
-        return sections
+        return sections()
 
     def is_captured(self, kind: Hashable) -> bool:
         """Are steps of this kind replayed, and not called?"""
@@ -85,24 +85,25 @@ class CudaGraphReplay(EagerReplay):
         self._pool = torch.cuda.graph_pool_handle()
 
     def is_captured(self, kind: Hashable) -> bool:
-        captures = self._captures.get(kind, [_Capture()])
-        return all(capture.graph is not None for capture in captures)
+        captures = self._captures.get(kind)
+        return captures is not None and all(capture.graph is not None for capture in captures)
 
     def clear(self) -> None:
         self._captures.clear()
 
     def plan(
-        self, kind: Hashable, sections: Sequence[Section], keys: RandomKeys
+        self, kind: Hashable, sections: Callable[[], Sequence[Section]], keys: RandomKeys
     ) -> Sequence[Section]:
         """Warm up; or capture, and replay."""
-        captures = self._captures.setdefault(kind, [_Capture() for _ in sections])
-        pairs = list(zip(captures, sections, strict=True))
-        if any(capture.draws is None for capture in captures):
-            return [partial(self._warm_up, *pair, keys) for pair in pairs]
         if not self.is_captured(kind):
+            called = sections()
+            captures = self._captures.setdefault(kind, [_Capture() for _ in called])
+            pairs = list(zip(captures, called, strict=True))
+            if any(capture.draws is None for capture in captures):
+                return [partial(self._warm_up, *pair, keys) for pair in pairs]
             for capture, section in pairs:
                 self._capture(capture, section)
-        return [partial(capture.replay, keys) for capture in captures]
+        return [partial(capture.replay, keys) for capture in self._captures[kind]]
 
     def _default_generator(self) -> torch.Generator:
         index = self.device.index

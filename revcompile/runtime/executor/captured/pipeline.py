@@ -25,14 +25,17 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
 from revcompile.runtime.executor.captured.boundary import StepInputs
-from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay, Pass
+from revcompile.runtime.executor.captured.graphs import (
+    CaptureUnsupported,
+    EagerReplay,
+    Pass,
+    Section,
+)
+from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_state import StaticState
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.transport import Transport
-from revcompile.runtime.stage.static_buffers import (
-    StaticBuffers,
-    pooled_copy,
-)
+from revcompile.runtime.executor.transport import Route, Transport
+from revcompile.runtime.stage.static_buffers import StaticBuffers, pooled_copy
 from revcompile.schedule import Action, Schedule
 
 
@@ -76,17 +79,76 @@ class StaticPipeline(StaticState):
         # A graph must find messages where those of all later steps will be.
         replay = self._replay if self._transport.is_static else EagerReplay()
         is_replay = replay.is_captured(kind)
-        rest: list[deque[Action]] = []
         updating = [
             executor
-            for executor in self.executors
-            if executor.average and schedule.is_updating(executor.index)
+            for stage, executor in self._by_stage.items()
+            if executor.average and schedule.is_updating(stage)
         ]
-        """Those that average their gradients with their replicas before they update."""
         self._boundary.buffer_key = entering % self._period
         for executor in self.executors:
             executor.stage.cast_weights.refresh_if_changed()
             executor.updater.prepare()
+        try:
+            planned = replay.plan(
+                kind,
+                lambda: self._sections(schedule, due, before_forward, before_backward, updating),
+                lambda: self._random_keys(entering, due),
+            )
+        except CaptureUnsupported:
+            self._clear_executors()
+            if self._streams is not None:
+                self._streams.clear()
+            raise
+        self._boundary.wait_sent()
+        self._inputs.copy_(batch.local)
+        self._boundary.receive(transport, before_forward)
+        planned[0]()
+        if self._boundary.is_split:
+            self._boundary.send_y(transport, entering, fingerprint)
+            self._boundary.receive(transport, before_backward)
+            planned[1]()
+            self._boundary.send_dx(transport, due[self._boundary.first])
+        if updating:
+            for executor in updating:
+                self._averages[executor.index].reduce()
+            planned[-1]()
+        self._boundary.send_tied(transport, schedule)
+        if self._is_continuous:
+            schedule.advance()
+        else:
+            schedule.inject()
+        if not is_replay:
+            for executor in self.executors:
+                executor.stage.cast_weights.mark_fresh()
+        for stage, executor in self._by_stage.items():
+            if accumulated[stage] + 1 == self._accumulate:
+                executor.updater.advance()
+        if self._has_flags:
+            after = {self._boundary.last + 1: due[self._boundary.last]}
+            self._reports.submit(self._flags, due | (after if self._boundary.has_next else {}))
+        if self._result is None:
+            return StepResult()
+        return StepResult(*pooled_copy(self._results, self._result))
+
+    def _sections(
+        self,
+        schedule: Schedule,
+        due: Mapping[int, int],
+        before_forward: Mapping[Route, int],
+        before_backward: Mapping[Route, int],
+        updating: Sequence[CapturedStageExecutor],
+    ) -> list[Section]:
+        """The parts of a step between messages to and from other ranks.
+
+        Args:
+            schedule: Before the step.
+            due: By stage, the micro-batch of its backward pass.
+            before_forward: The messages that forward passes need, and their numbers.
+            before_backward: Those that backward passes and updates need.
+            updating: Those that average their gradients with their replicas before they update.
+        """
+        entering, accumulated = schedule.injected, schedule.accumulated
+        rest: list[deque[Action]] = []
 
         def forward() -> None:
             with self._cudnn_benchmark():
@@ -124,41 +186,7 @@ class StaticPipeline(StaticState):
             self._store_results(entering)
 
         sections = [forward, backward] if self._boundary.is_split else [both]
-        sections += [update] if updating else []
-        try:
-            planned = replay.plan(kind, sections, lambda: self._random_keys(entering, due))
-        except CaptureUnsupported:
-            self._clear_executors()
-            if self._streams is not None:
-                self._streams.clear()
-            raise
-        self._boundary.wait_sent()
-        self._inputs.copy_(batch.local)
-        self._boundary.receive(transport, before_forward)
-        planned[0]()
-        if self._boundary.is_split:
-            self._boundary.send_y(transport, entering, fingerprint)
-            self._boundary.receive(transport, before_backward)
-            planned[1]()
-            self._boundary.send_dx(transport, due[self._boundary.first])
-        if updating:
-            for executor in updating:
-                self._averages[executor.index].reduce()
-            planned[-1]()
-        self._boundary.send_tied(transport, schedule)
-        schedule.inject()
-        if not is_replay:
-            for executor in self.executors:
-                executor.stage.cast_weights.mark_fresh()
-        for executor in self.executors:
-            if accumulated[executor.index] + 1 == self._accumulate:
-                executor.updater.advance()
-        if self._has_flags:
-            after = {self._boundary.last + 1: due[self._boundary.last]}
-            self._reports.submit(self._flags, due | (after if self._boundary.has_next else {}))
-        if self._result is None:
-            return StepResult()
-        return StepResult(*pooled_copy(self._results, self._result))
+        return [*sections, update] if updating else sections
 
     def failures(self, wait: bool = False) -> list[NonFiniteError]:
         """Bad micro-batches that have become known since the last call."""
