@@ -428,7 +428,7 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
         if net.rewired.policy.averaged and error == float("inf"):
             raise InversionError(
                 f"{caller}: in the chain of {name} numbers are not finite, or grow to more than "
-                f"{STREAM_RANGE} times the chain's input, which is all that the fixed-point "
+                f"{STREAM_RANGE} times the chain's input (or 1), which is all that the fixed-point "
                 "streams of an averaged coupling can hold; use dataclasses.replace("
                 'revcompile.Policy.named("pretrained"), stream_bits=64), or keep the blocks that '
                 "do it as one piece with leaf_modules=[...]"

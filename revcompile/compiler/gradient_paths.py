@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx, nn
 
 from revcompile.compiler.dataflow import cuts_gradient
-from revcompile.ir.module_tree import parameters_of
+from revcompile.ir.module_tree import called_module, has_batch_norm, parameters_of
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import (
     TYPE,
@@ -36,12 +36,15 @@ from revcompile.ir.weight_expansion import WeightExpansion
 class _Sources:
     """Parameters and inputs; a set of them is an integer with one bit for each."""
 
-    def __init__(self, root: nn.Module, inputs: Iterable[str] = ()) -> None:
+    def __init__(
+        self, root: nn.Module, inputs: Iterable[str] = (), *, trained: bool = False
+    ) -> None:
         parameters = list(root.named_parameters())
         self.root = root
         self.names = [name for name, _ in parameters]
         self.names += [f"input {name}" for name in inputs]
-        self._bits = {id(p): 1 << i for i, (_, p) in enumerate(parameters)}
+        numbered = enumerate(p for _, p in parameters)
+        self._bits = {id(p): 1 << i for i, p in numbered if p.requires_grad or not trained}
 
     def of_inputs(self, inputs: Sequence[str]) -> list[int]:
         first = len(self.names) - len(inputs)
@@ -143,6 +146,22 @@ def _results(body: Body, masks: Mapping[str, int]) -> int:
 # -- the stages' programs -------------------------------------------------------------------------
 
 
+def frozen_values(partition: Partition) -> frozenset[str]:
+    """Live values that no parameter with `requires_grad` is a source of.
+
+    Behind a batch norm there is none: its statistics move in the backward pass.
+    """
+    sources = _Sources(partition.rewired.root, trained=True)
+    masks: dict[str, int] = {}
+    for piece in (piece for part in partition.parts for piece in part.pieces):
+        outputs = _through(piece, sources, masks)
+        called = (called_module(node, sources.root) for node in piece.graph.nodes)
+        if any(module is not None and has_batch_norm(module) for module in called):
+            outputs = [-1] * len(outputs)
+        masks |= dict(zip(_results_of(piece), outputs, strict=True))
+    return frozenset(name for name, mask in masks.items() if not mask)
+
+
 @dataclass(frozen=True)
 class _Stage:
     """Paths through one stage: for each output its sources, inputs of the stage included."""
@@ -155,7 +174,7 @@ class _Stage:
 def lost_in_programs(partition: Partition, programs: Sequence[StageProgram]) -> list[str]:
     """Parameters whose gradient is never computed, and values sent without their gradient."""
     parts = partition.parts
-    sources = _Sources(partition.rewired.root)
+    sources = _Sources(partition.rewired.root, trained=True)
     stages = [_stage(partition, index, sources) for index in range(len(parts))]
     needed = _needed_gradients(partition, stages)
     problems: list[str] = []
@@ -181,9 +200,12 @@ def _stage(partition: Partition, index: int, sources: _Sources) -> _Stage:
     masks: dict[str, int] = dict(inputs)
     for piece in part.pieces:
         outputs = _through(piece, sources, masks)
-        names = piece.results if isinstance(piece, Coupling) else piece.outputs
-        masks |= dict(zip(names, outputs, strict=True))
+        masks |= dict(zip(_results_of(piece), outputs, strict=True))
     return _Stage(inputs, {name: masks.get(name, 0) for name in part.outputs})
+
+
+def _results_of(piece: Segment) -> tuple[str, ...]:
+    return piece.results if isinstance(piece, Coupling) else piece.outputs
 
 
 def _needed_gradients(partition: Partition, stages: Sequence[_Stage]) -> list[list[str]]:

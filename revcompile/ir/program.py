@@ -59,12 +59,14 @@ class Partition:
     """Parameters (by name) that two stages share."""
     keep: Keep = Keep.NOTHING
     """What stages were expected to keep when they were balanced."""
+    frozen: frozenset[str] = frozenset()
+    """Live values that are computed without a parameter that is trained."""
 
     def requires_grad(self, name: str) -> bool:
         """Does a live value have a gradient? The model's inputs, sizes and integers have none."""
         kind = self.types.get(name)
-        is_input = name in self.rewired.signature.placeholders
-        return isinstance(kind, TensorType) and kind.differentiable and not is_input
+        has_none = name in self.frozen or name in self.rewired.signature.placeholders
+        return isinstance(kind, TensorType) and kind.differentiable and not has_none
 
     def low_precision(self, name: str) -> torch.dtype | None:
         """The type of a live value that the model itself computes in float16 or bfloat16.
@@ -122,6 +124,8 @@ class Unit:
     parameters: tuple[str, ...]
     random: tuple[str, ...]
     """Pieces that may draw random numbers."""
+    is_frozen: bool = False
+    """Has nothing that it computes a gradient, so that backward does not need it?"""
 
     @property
     def name(self) -> str:

@@ -12,11 +12,11 @@ integers therefore, counted in units of a power of two, and the k bits that are 
 With each further bit the noise that gamma adds to training is 4 times smaller in variance.
 `sign` is 2 gamma everywhere, `bits` is k.
 
-A unit is about 2**-16 of the largest element of the chain's input (2**-40 in float64), below what
-a branch in bfloat16 can tell apart. A float32 holds only 24 bits of that, and the streams of
-pretrained transformers have elements thousands of times as large as their input: so integers of 32
-bits, whose range is 2**13 times the largest input. Beyond it the unit, and with it all that is
-computed from the streams, becomes NaN: an overflow, as one of float16.
+A unit is about 2**-16 of the largest element of the chain's input, or of 1 if that is larger
+(2**-40 in float64): below what a branch in bfloat16 can tell apart. A float32 holds only 24 bits of
+that, and the streams of pretrained transformers have elements thousands of times as large as their
+input: so integers of 32 bits, whose range is 2**13 times the largest input. Beyond it the unit, and
+with it all that is computed from the streams, becomes NaN: an overflow, as one of float16.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ _FORMATS: Final = {
 _WIDE: Final = _FORMATS | {torch.float32: _Format(torch.int64, 20, 2.0**45)}
 FORMATS: Final = {32: _FORMATS, 64: _WIDE}
 """By the bits of an integer, and then by the type of the streams' values."""
-_IN_FLOATS: Final = _FORMATS | {torch.float32: _Format(torch.int32, 14, 2.0**23)}
+_IN_FLOATS: Final = _FORMATS | {torch.float32: _Format(torch.int32, 13, 2.0**24)}
 """Of streams that pass from block to block as floating-point numbers without an error."""
 STREAM_RANGE: Final = int(_FORMATS[torch.float32].limit) >> _FORMATS[torch.float32].precision
 """How many times larger than the largest input of a chain its float32 streams may become."""
 STAGE_RANGE: Final = int(_IN_FLOATS[torch.float32].limit) >> _IN_FLOATS[torch.float32].precision
 """The same in stages."""
-_SMALLEST: Final = 2.0**-8
-"""Streams with smaller inputs get the unit of this one: they may begin as zeros."""
+_SMALLEST: Final = 1.0
+"""Streams with smaller inputs get the unit of this one. They may begin as zeros, and the streams of
+a transformer that is trained from scratch begin at 0.02 and grow to more than 100."""
 
 
 def unit_of(a: Tensor, b: Tensor, formats: Mapping[torch.dtype, _Format] = _FORMATS) -> Tensor:
@@ -270,7 +271,7 @@ def average_gradients(
 # -- in stages ------------------------------------------------------------------------------------
 #
 # Streams are sent from stage to stage, and other pieces read them: they stay floating-point numbers
-# there, multiples of the unit below 2**24 of it.
+# there, multiples of the unit, 2**-13 of the largest input, below 2**24 of it.
 
 
 def _is_training(mode: nn.Module | bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from revcompile.arguments import (
     MethodName,
@@ -37,15 +38,20 @@ class StageReport:
     def __init__(self, partition: Partition, method: Method) -> None:
         self.partition = partition
         self.method = method
-        self._lowered: dict[tuple[Method, Keeps], tuple[StageProgram, ...]] = {}
+        self._lowered: dict[Any, tuple[StageProgram, ...]] = {}
 
     def _programs(self, method: Method, keeps: Keeps = None) -> tuple[StageProgram, ...]:
-        """The stages' programs for a method and what stages keep; generated at the first call."""
-        if (method, keeps) not in self._lowered:
+        """The stages' programs for a method, what stages keep and what is frozen.
+
+        Generated at the first call.
+        """
+        parameters = self.partition.rewired.root.parameters()
+        key = method, keeps, tuple(p.requires_grad for p in parameters)
+        if key not in self._lowered:
             programs = lower(self.partition, method, keeps)
             verify_programs(self.partition, programs)
-            self._lowered[method, keeps] = programs
-        return self._lowered[method, keeps]
+            self._lowered[key] = programs
+        return self._lowered[key]
 
     @property
     def method(self) -> Method:

@@ -7,9 +7,11 @@ back, and that is what the next stage's has to send.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from revcompile.compiler.gradient_paths import frozen_values
 from revcompile.compiler.lower.backward import BackwardWriter
 from revcompile.compiler.lower.flatten import flatten
 from revcompile.compiler.lower.forward import forward_program, inverse_program
@@ -42,6 +44,7 @@ def lower(
     """
     keeps = keeps or [method.keep] * len(partition.parts)
     _refuse_amplified_errors(partition, method, keeps)
+    partition = replace(partition, frozen=frozen_values(partition))
     programs: list[StageProgram] = []
     sends_back: tuple[str, ...] = ()
 

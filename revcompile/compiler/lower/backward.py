@@ -44,6 +44,8 @@ class BackwardWriter(Writer):
         """
         for index, unit in reversed(list(enumerate(self.stage.units))):
             if unit.keep is Keep.NOTHING:
+                if unit.is_frozen:
+                    continue
                 (piece,) = unit.pieces
                 self._uncouple(piece, unit)
             else:

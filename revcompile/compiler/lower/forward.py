@@ -62,8 +62,8 @@ def _record(writer: Writer, unit: Unit, index: int) -> None:
 def inverse_program(
     stage: StageUnits, kept: Sequence[Value], needs_back: Sequence[Value]
 ) -> Program | None:
-    """Rebuilds a stage's input streams; None if the stage is not reversible as a whole."""
-    if any(unit.keep is not Keep.NOTHING for unit in stage.units):
+    """Rebuilds a stage's input streams; None if the stage does not, or not as a whole."""
+    if any(unit.keep is not Keep.NOTHING or unit.is_frozen for unit in stage.units):
         return None
     writer = Writer(stage)
     writer.values = {value.key: value for value in (*kept, *needs_back)}

@@ -43,7 +43,8 @@ def _unit(partition: Partition, pieces: tuple[Segment, ...], keep: Keep) -> Unit
     graphs = [piece.graph for piece in pieces]
     parameters = dict.fromkeys(n for g in graphs for n in parameter_names(g, root, names))
     random = tuple(piece.name for piece in pieces if _draws(piece, root))
-    return Unit(pieces, keep, tuple(parameters), random)
+    is_frozen = not any(partition.requires_grad(name) for p in pieces for name in p.outputs)
+    return Unit(pieces, keep, tuple(parameters), random, is_frozen)
 
 
 def _draws(piece: Segment, root: nn.Module) -> bool:

@@ -18,7 +18,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 _OVERFLOW: Final = (
     ". With policy='pretrained' an element of a stream may also have grown to more than "
-    f"{STAGE_RANGE} times the chain's largest input, which is all that streams of stages can hold: "
+    f"{STAGE_RANGE} times the chain's largest input (or 1), all that streams of stages can hold: "
     "keep the blocks that do it as one piece with leaf_modules=[...], or train on one device, by "
     "reversify with stream_bits=64"
 )

@@ -93,12 +93,12 @@ class StreamSamples:
 
 def _entering(program: StageProgram) -> Iterator[str]:
     """The streams that enter the first coupling of each row of couplings that are rebuilt."""
-    before: Keep | None = None
+    before = False
     for unit in program.units:
-        first = unit.pieces[0]
-        if unit.keep is Keep.NOTHING and before is not Keep.NOTHING and isinstance(first, Coupling):
+        first, is_rebuilt = unit.pieces[0], unit.keep is Keep.NOTHING and not unit.is_frozen
+        if is_rebuilt and not before and isinstance(first, Coupling):
             yield from first.streams_in
-        before = unit.keep
+        before = is_rebuilt
 
 
 def _first_statement_after(node: fx.Node) -> fx.Node:

@@ -151,3 +151,29 @@ def test_blocks_alone_and_sums_with_the_input_twice_are_the_original() -> None:
     assert len(net.partition.rewired.couplings) == 2 and not net.stages[0].reversible
     for module in (net.module(), net.module().eval()):
         assert torch.allclose(module(x), model(x), atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "methods", [("petra", "pipedream"), ("reversible_backprop", "backprop")], ids=" ".join
+)
+def test_nothing_is_rebuilt_or_sent_back_below_the_first_trainable_block(
+    methods: tuple[str, str],
+) -> None:
+    """Block 3 is the second of the second stage."""
+    found = []
+    for method in methods:
+        net = staged()
+        net.model.stem.requires_grad_(False)
+        net.model.blocks[:3].requires_grad_(False)
+        trainer = net.trainer(sgd, F.mse_loss, method=method, seed=3)
+        for x, y in batches():
+            trainer.step(x, y)
+        trainer.flush()
+        found.append({name: p.detach() for name, p in net.module().named_parameters()})
+        first, second, _ = (executor.stage.program for executor in trainer.executors)
+        assert not first.kept and not first.needs_back and not second.sends_back
+        assert not first.outputs_with_grad
+        if method == methods[0]:
+            assert [unit.is_frozen for unit in second.units] == [True, False]
+            assert [name for name in second.kept if "lost" in name] == ["blocks.3 lost"]
+    assert worst(*found)[0] < 1e-10
