@@ -399,7 +399,8 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         for row in rows
     ]
     columns = ("link", "alpha", "without link", "forecast", "measured", "measured / forecast")
-    show("A micro-batch", columns, table)
+    if table:
+        show("A micro-batch", columns, table)
     if options.only != "forecasts":
         row = disturbed(Cable(1e9, 0.005, 0.002))
         print(row)
