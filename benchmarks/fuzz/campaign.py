@@ -139,7 +139,8 @@ def examine_chunk(task: tuple[int, list[int], int, int, float]) -> list[Outcome]
 def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
     """All nets, in order."""
     indices = [options.only] if options.only is not None else list(range(options.count))
-    settings = options.limit, options.shrink, time.monotonic() + options.seconds
+    deadline = time.monotonic() + options.seconds
+    settings = options.limit, options.shrink, deadline
     tasks = [
         (options.seed, indices[i : i + CHUNK], *settings) for i in range(0, len(indices), CHUNK)
     ]
@@ -153,8 +154,13 @@ def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, mp_context=context, max_tasks_per_child=10
     ) as pool:
-        for chunk in track(pool.map(examine_chunk, tasks), "nets", total=len(tasks)):
-            yield from chunk
+        # Only a few at a time: after the deadline no worker is started for nothing.
+        ahead, running = 2 * options.jobs, collections.deque[Any]()
+        for task in track([*tasks, *[None] * ahead], "nets"):
+            if task is not None and time.monotonic() < deadline:
+                running.append(pool.submit(examine_chunk, task))
+            if running and (task is None or len(running) > ahead):
+                yield from running.popleft().result()
 
 
 def programs_of(task: tuple[int, list[int]]) -> list[str]:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, RankError
 from revcompile.optim import ErrorFeedback
+from revcompile.runtime.distributed import rank_weights
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.trainer.core import Trainer
 
@@ -267,7 +268,7 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def failed() -> None:
+def failed(*_: Any) -> None:
     raise ZeroDivisionError("some bug")
 
 
@@ -275,12 +276,12 @@ def end(rank: int, options: dict[str, Any]) -> Any:
     """One rank ends in the middle of a step; returns another's error."""
     doomed = rank == options["doomed"]
     Fatal.end = staticmethod({"stopped": stopped, "failed": failed}.get(options["how"], killed))
-    is_late = options["how"] == "killed in a late step"
+    is_late, in_module = options["how"] == "killed in a late step", "module" in options["how"]
     steps = 20 if is_late else 12
     run = Run(steps=steps, method=options["method"], device=options.get("device", "cpu"))
     net, _ = compiled(run.model, run.stages, run.device)
     made = net.trainer(
-        lambda p: (Fatal if doomed and not is_late else torch.optim.SGD)(p, lr=0.01),
+        lambda p: (Fatal if doomed and not (is_late or in_module) else torch.optim.SGD)(p, lr=0.01),
         F.cross_entropy,
         method=run.method,
         timeout=options["timeout"],
@@ -296,6 +297,10 @@ def end(rank: int, options: dict[str, Any]) -> Any:
                     killed()
                 made.mean_loss()
         made.flush()
+        if in_module:
+            if doomed:
+                rank_weights._with_values = failed  # type: ignore[assignment]
+            net.module()
     except RankError as error:
         return str(error)
     except ZeroDivisionError:

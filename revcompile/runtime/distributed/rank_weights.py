@@ -120,6 +120,8 @@ class RankWeights:
     """Tensors used here of which another rank has the current value."""
     collective: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around collectives: names the rank that is gone."""
+    stop_all: Callable[[BaseException], None] | None = None
+    """Tells the other ranks of an error here, for which they would wait otherwise."""
 
     def adopt(self, model: nn.Module, replicas: Mapping[str, Tensor]) -> None:
         """Let the model hold a stage's own replicas of tied parameters, not one more copy."""
@@ -128,6 +130,14 @@ class RankWeights:
 
     def whole_model(self, model: Reversible, device: torch.device | None = None) -> Reversible:
         """A copy of the model with the current weights of all ranks. Every rank calls it."""
+        try:
+            return self._whole_model(model, device)
+        except BaseException as error:
+            if self.stop_all is not None:
+                self.stop_all(error)
+            raise
+
+    def _whole_model(self, model: Reversible, device: torch.device | None) -> Reversible:
         twin: Reversible = copy_module(model)
         device = device or self.device
         changes: dict[int, Tensor] = {}

@@ -129,7 +129,7 @@ class DistributedTrainer(Trainer):
             replica=self.ranks.replica,
             replicas=layout.replicas,
         )
-        weights.collective = self.transport.collective
+        weights.collective, weights.stop_all = self.transport.collective, self.transport.stop_all
         for executor in self.executors:
             executor.stage.device = self.device
             if executor.loss_head is not None:
@@ -293,9 +293,7 @@ class DistributedTrainer(Trainer):
 
     def _stop(self, error: BaseException) -> None:
         super()._stop(error)
-        if not isinstance(error, RankError):
-            who = self.ranks.named(self.ranks.rank)
-            self.transport.abort(f"{who} stopped: {type(error).__name__}: {error}")
+        self.transport.stop_all(error)
 
     # -- losses and evaluation ----------------------------------------------------------------
 
@@ -493,8 +491,15 @@ class DistributedTrainer(Trainer):
 
 @atexit.register
 def _close_all() -> None:
-    """Threads that wait inside torch would crash the interpreter at exit."""
+    """Threads that wait inside torch would crash the interpreter at exit.
+
+    A rank that ends for an error nobody caught says so first: others may wait for it where no
+    message tells them that it has closed, as in a save.
+    """
+    error = getattr(sys, "last_value", None)
     for transport in _open:
+        if error is not None:
+            transport.stop_all(error)
         if not transport.close():
             sys.stdout.flush()
             sys.stderr.flush()

@@ -420,6 +420,12 @@ class DistributedTransport(Transport):
             f"({self.ranks.named(self.ranks.rank)}): {self.completed}"
         )
 
+    def stop_all(self, error: BaseException) -> None:
+        """Tell every other rank that this one stops, unless it only follows another one."""
+        if not isinstance(error, RankError):
+            who = self.ranks.named(self.ranks.rank)
+            self.abort(f"{who} stopped: {type(error).__name__}: {error}")
+
     def abort(self, cause: str) -> None:
         """Tell every other rank why this one stops."""
         self._conclude(cause)

@@ -34,7 +34,9 @@ class LossHead:
         self._spec = rewired.signature.out_spec
         self.has_target = loss is not None
         """Or does the model return its own loss?"""
-        self._averaged = any(coupling.kept_bits for coupling in rewired.couplings)
+        averaged = any(coupling.kept_bits for coupling in rewired.couplings)
+        self.overflow_advice = _OVERFLOW if averaged else ""
+        """What else may make a number infinite, in words."""
         if loss is None:
             _check_returned_loss(rewired, self.assembled)
             loss = _returned_loss
@@ -110,8 +112,7 @@ class LossHead:
             raise NonFiniteError(
                 f"stage {self.last}, micro-batch {microbatch}: the loss is "
                 f"{float(loss.detach())}. Nothing was changed by this step; look at the data of "
-                "this micro-batch, or lower the learning rate"
-                + (_OVERFLOW if self._averaged else ""),
+                f"this micro-batch, or lower the learning rate{self.overflow_advice}",
                 stage=self.last,
                 microbatch=microbatch,
             )

@@ -327,6 +327,7 @@ def test_training_goes_on_after_a_lost_micro_batch(tmp_path: Path, method: str) 
         (0, "killed", "rank 0 (stage 0) is gone"),
         (2, "killed between steps", "rank 2 (stage 2) is gone"),
         (1, "failed", "rank 1 (stage 1) stopped: ZeroDivisionError: some bug"),
+        (3, "failed in net.module", "rank 3 (stage 3) stopped: ZeroDivisionError: some bug"),
     ],
 )
 def test_the_others_stop_and_name_the_rank_that_ended(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from torch import distributed
 
 from revcompile.errors import RankError
-from revcompile.runtime.distributed import process_groups, transport
+from revcompile.runtime.distributed import process_groups, trainer, transport
 from revcompile.runtime.distributed.liveness import FailureMonitor, LivenessCheck, RootCause
 from revcompile.runtime.distributed.placement import Layout, Ranks
 from revcompile.runtime.distributed.transport import DistributedTransport
@@ -75,6 +76,19 @@ def test_a_rank_whose_connections_are_all_open_hears_of_it_too(
     with pytest.raises(RankError, match=r"rank 2 .* stopped: ZeroDivisionError"):
         waiting.wait("stage 2 waits for stage 1")
     assert failing.close() and waiting.close()
+
+
+def test_a_rank_that_ends_for_an_error_nobody_caught_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    failing, waiting = (rank(number, store, monkeypatch) for number in (2, 1))
+    monkeypatch.setattr(trainer, "_open", [failing])
+    monkeypatch.setattr(sys, "last_value", OSError("disk full"), raising=False)
+    trainer._close_all()
+    assert waiting._monitor.wait_for_failure(10)
+    assert waiting._monitor.cause == "rank 2 (stages 0, 1) stopped: OSError: disk full"
+    assert waiting.close()
 
 
 def test_the_rank_that_may_have_the_store_stays_until_the_others_have_looked(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.errors import InputError
+from revcompile.errors import InputError, NonFiniteError
 
 WIDTH = 8
 
@@ -69,6 +69,22 @@ def test_captured_steps_are_the_same_training() -> None:
         trainer.flush()
         found.append({name: p.detach() for name, p in net.module().named_parameters()})
     assert worst(*found)[0] == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_streams_that_grow_too_large_are_an_error_that_says_what_to_do(backend: Any) -> None:
+    net = staged(torch.float32)
+    trainer = net.trainer(sgd, F.mse_loss, backend=backend)
+    x, y = (tensor.float() for tensor in batches()[0])
+    for _ in range(9):
+        trainer.step(x, y)
+    assert trainer.runner.is_active == (backend == "static")
+    with torch.no_grad():
+        for parameter in net.model.parameters():
+            parameter.mul_(1e4)
+    with pytest.raises(NonFiniteError, match=r"(?s)loss.*a stream may also have grown.*leaf_modul"):
+        for _ in range(5):
+            trainer.step(x, y)
 
 
 def test_gradients_are_compared_when_it_is_compiled() -> None:

@@ -117,10 +117,11 @@ class NonFiniteReports:
     Args:
         stages: Those in this process; others report their own.
         most: How many steps may be unread before the host waits for the first of them.
+        advice: To add to every error.
     """
 
-    def __init__(self, stages: Sequence[int], most: int = 8) -> None:
-        self._stages, self._most = stages, most
+    def __init__(self, stages: Sequence[int], most: int = 8, advice: str = "") -> None:
+        self._stages, self._most, self._advice = stages, most, advice
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None, Mapping[int, int]]] = deque()
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._reported: set[int] = set()
@@ -160,7 +161,7 @@ class NonFiniteReports:
             if flag and microbatch not in self._reported:
                 self._reported.add(microbatch)
                 if stage in self._stages and flag != OVERFLOW:
-                    errors.append(_error(stage, microbatch))
+                    errors.append(_error(stage, microbatch, self._advice))
         oldest = min(microbatches.values(), default=0)
         self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}
         return errors
@@ -173,12 +174,12 @@ def _host_copy(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, torch.cuda.Event(blocking=True) if flags.is_cuda else None
 
 
-def _error(stage: int, microbatch: int) -> NonFiniteError:
+def _error(stage: int, microbatch: int, advice: str) -> NonFiniteError:
     return NonFiniteError(
         f"stage {stage}, micro-batch {microbatch}: the loss or the gradient of a parameter is not "
         "finite. The micro-batch was left out of the updates of this stage and of those before "
         "it, and moved no running statistics; lower the learning rate, clip gradients, or look at "
-        "this batch (backend='eager' says at once, and which parameter)",
+        f"this batch (backend='eager' says at once, and which parameter){advice}",
         stage=stage,
         microbatch=microbatch,
     )

@@ -120,7 +120,8 @@ class StaticState:
         self._scheduler = LocalScheduler(self.executors)
         self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
         # Messages of steps that the device has not come to yet take memory: few on several ranks.
-        self._reports = NonFiniteReports(self._stages, most=8 if is_alone else 2)
+        advice = loss_head.overflow_advice
+        self._reports = NonFiniteReports(self._stages, 8 if is_alone else 2, advice)
         self._results = BufferPool()
         self.is_active = False
         """Is what is in flight here, and not with the executors that perform single actions?"""
