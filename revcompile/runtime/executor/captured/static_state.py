@@ -197,16 +197,16 @@ class StaticState:
     def _is_in_slots(self) -> bool:
         """Does all that stages store of micro-batches in flight lie in their slots?
 
-        If not even the latest does, new slots are made for values of its form.
+        If not even values of the latest do, new slots are made for values of its form.
         """
         found = True
-        for executor in self._eager_executors:
-            stage = executor.stage
+        for stage in (executor.stage for executor in self._eager_executors):
             in_slots = [stage.is_in_slot(microbatch) for microbatch in stage.in_flight]
             if in_slots and not in_slots[-1]:
                 self.clear()
                 stage.ring = None
-            found = found and all(in_slots)
+            others = any(held.buffers or held.original for held in stage.in_flight.values())
+            found = found and all(in_slots) and not others
         return found
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
