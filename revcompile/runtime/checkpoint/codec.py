@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError, RevcompileError
-from revcompile.runtime.stage.tensors import overlaps
+from revcompile.runtime.stage.tensors import overlaps, span
 
 Special = Callable[[Any], dict[str, Any] | None]
 """Encodes values that the caller treats itself (tensors); None: encode as usual."""
@@ -284,8 +284,8 @@ def has_few_gaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
     Strides with more are not kept: whoever reads them allocates that memory.
     """
-    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return min(stride, default=0) >= 0 and span <= _GAPS * max(1, math.prod(shape))
+    most = _GAPS * max(1, math.prod(shape))
+    return min(stride, default=0) >= 0 and span(shape, stride) <= most
 
 
 def _leaf(value: Any, path: tuple[str, ...]) -> Any:

@@ -22,7 +22,7 @@ from revcompile.runtime.checkpoint.codec import decode, encode, has_few_gaps, pa
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Message, MessageKind, PacketForm
 from revcompile.runtime.stage.static_buffers import Layout
-from revcompile.runtime.stage.tensors import aligned
+from revcompile.runtime.stage.tensors import aligned, overlap, span
 
 HEADER: Final = 8
 """How many int64 a header has."""
@@ -117,7 +117,7 @@ class TensorFormat:
         on_host = tensor.device.type == "cpu" and device.type != "cpu"
         stride = tuple(tensor.stride())
         core = _core(tensor.shape, stride)
-        if not (_is_injective(core, stride) and has_few_gaps(core, stride)):  # a sliding window
+        if overlap(core, stride) or not has_few_gaps(core, stride):  # a sliding window
             stride = torch.empty(tensor.shape, device="meta").stride()
         return cls(tensor.dtype, tuple(tensor.shape), stride, on_host)
 
@@ -146,14 +146,14 @@ class TensorFormat:
         if self.on_host:
             elements = elements.cpu()
         if not self._dense:
-            spread = elements.new_empty(_span(self.core, self.stride))
+            spread = elements.new_empty(span(self.core, self.stride))
             spread.as_strided(self.core, self.stride).copy_(elements.view(self.core))
             elements = spread
         return elements.as_strided(self.shape, self.stride)
 
     @property
     def _dense(self) -> bool:
-        return _span(self.core, self.stride) == self.numel
+        return span(self.core, self.stride) == self.numel
 
     @property
     def is_plain(self) -> bool:
@@ -166,23 +166,6 @@ def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     return tuple(
         min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)
     )
-
-
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory a tensor reaches over."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
-def _is_injective(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Does every element have a memory location of its own?"""
-    reach = 0
-    for step, size in sorted((p, s) for s, p in zip(shape, stride, strict=True) if s > 1):
-        if step <= reach:
-            return False
-        reach += (size - 1) * step
-    return True
 
 
 @dataclass(frozen=True)
@@ -357,7 +340,7 @@ def _format(content: Any) -> TensorFormat:
         sizes = (*form.shape, *form.stride)
         is_known = isinstance(dtype, torch.dtype) and type(on_host) is bool
         is_known &= all(type(size) is int and 0 <= size < _MOST_BYTES for size in sizes)
-        if is_known and _is_injective(form.core, stride) and has_few_gaps(form.core, stride):
+        if is_known and not overlap(form.core, stride) and has_few_gaps(form.core, stride):
             return form
     except (TypeError, ValueError, KeyError):
         pass

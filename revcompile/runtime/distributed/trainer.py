@@ -107,9 +107,7 @@ class DistributedTrainer(Trainer):
             "average_statistics": average_statistics,
             "device": self.device.type,
         }
-        check_ranks_agree(
-            gather_plain(run_facts(model, partition, programs, settings, options), control)
-        )
+        check_ranks_agree(gather_plain(run_facts(task, options), control))
         stages, world = len(programs), distributed.get_world_size()
         default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, world))
         layout = make_layout(stages, world, stage_to_rank, default)

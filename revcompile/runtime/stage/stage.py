@@ -188,10 +188,9 @@ class Stage:
         return self.ring.put(microbatch, kept) if self.slots and self.ring is not None else kept
 
     def is_in_slot(self, microbatch: int) -> bool:
-        """Does all that is stored of a micro-batch lie in its slot?"""
+        """Do the values that are stored of a micro-batch lie in its slot?"""
         held = self.in_flight[microbatch]
-        is_there = self.ring is not None and held.kept is self.ring.value(microbatch)
-        return is_there and not held.buffers and not held.original
+        return self.ring is not None and held.kept is self.ring.value(microbatch)
 
     def hold(self, microbatch: int, kept: tuple[Any, ...], age: int) -> None:
         """Store these values of a micro-batch, whose forward pass was so many updates ago."""

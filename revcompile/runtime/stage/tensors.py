@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -70,12 +70,23 @@ def overlaps(tensor: Tensor) -> bool:
     >>> overlaps(torch.zeros(1, 3).expand(2, 3)), overlaps(torch.zeros(4, 6)[:, ::2])
     (True, False)
     """
-    span = 1  # elements that the dimensions of smaller strides cover
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < span:
+    return overlap(tensor.shape, tensor.stride())
+
+
+def overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """The same of a tensor with this form."""
+    covered = 1  # elements that the dimensions of smaller strides cover
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step < covered:
             return True
-        span += stride * (size - 1)
+        covered += step * (size - 1)
     return False
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory a tensor reaches over."""
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return 0 if 0 in shape else 1 + reach
 
 
 def clone_tree(tree: Any) -> Any:

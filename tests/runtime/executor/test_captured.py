@@ -355,6 +355,19 @@ def test_settings_that_change_are_captured_anew(monkeypatch: pytest.MonkeyPatch)
     assert Clearing.cleared == before + 1
 
 
+def test_steps_that_are_measured_leave_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "EagerReplay", Clearing)
+    _, trainer = made("static", measure_every=FULL + 2)
+    for batch in even(FULL):
+        trainer.step(*batch)
+    before, active = Clearing.cleared, []
+    for batch in even(FULL):
+        trainer.step(*batch)
+        active.append(is_active(trainer))
+    assert active[0] and not active[2] and active[-1]
+    assert Clearing.cleared == before
+
+
 def test_settings_that_change_all_the_time_are_not_captured() -> None:
     cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100)
     _, trainer = made("static", lr_schedule=cycle)

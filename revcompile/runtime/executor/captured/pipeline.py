@@ -147,7 +147,7 @@ class StaticPipeline(StaticState):
             before_backward: Those that backward passes and updates need.
             updating: Those that average their gradients with their replicas before they update.
         """
-        entering, accumulated = schedule.injected, schedule.accumulated
+        entering = schedule.injected
         rest: list[deque[Action]] = []
 
         def forward() -> None:
@@ -163,7 +163,7 @@ class StaticPipeline(StaticState):
             with self._cudnn_benchmark():
                 if self._streams is not None and self._boundary.is_split:
                     self._streams.after_all_forward(self._stages)
-                self._load_executors(entering, due, accumulated)
+                self._load_executors(schedule, due)
                 self._transport.queues |= self._boundary.queues(before_backward)
                 self._scheduler.finish(rest, self._is_continuous, may_stop=bool(updating))
                 if self._streams is not None:
@@ -223,22 +223,16 @@ class StaticPipeline(StaticState):
         for executor in self.executors:
             executor.prepare_stage(captured=True)
 
-    def _load_executors(
-        self,
-        entering: int,
-        due: Mapping[int, int],
-        accumulated: Sequence[int],
-    ) -> None:
+    def _load_executors(self, schedule: Schedule, due: Mapping[int, int]) -> None:
         """Put the static buffers where backward passes look for weights and gradients.
 
         Args:
-            entering: The micro-batch of the forward passes.
-            due: By stage, that of its backward pass.
-            accumulated: By stage, how many are in the accumulated gradient.
+            schedule: Before the step.
+            due: By stage, the micro-batch of its backward pass.
         """
         for position, (index, executor) in enumerate(self._by_stage.items()):
-            executor.age = self._age(due[index], entering, accumulated, index)
-            if accumulated[index]:
+            executor.age = self._age(schedule, due[index], index)
+            if schedule.accumulated[index]:
                 executor.stage.gradients = dict(self._gradients[index].value)
             executor.count = self._counts[position]
 

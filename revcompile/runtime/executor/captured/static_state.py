@@ -197,16 +197,16 @@ class StaticState:
     def _is_in_slots(self) -> bool:
         """Does all that stages store of micro-batches in flight lie in their slots?
 
-        If not even the latest does, new slots are made for values of its form.
+        If not even values of the latest do, new slots are made for values of its form.
         """
         found = True
-        for executor in self._eager_executors:
-            stage = executor.stage
+        for stage in (executor.stage for executor in self._eager_executors):
             in_slots = [stage.is_in_slot(microbatch) for microbatch in stage.in_flight]
             if in_slots and not in_slots[-1]:
                 self.clear()
                 stage.ring = None
-            found = found and all(in_slots)
+            others = any(held.buffers or held.original for held in stage.in_flight.values())
+            found = found and all(in_slots) and not others
         return found
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
@@ -223,19 +223,18 @@ class StaticState:
 
     def _has_steady_ages(self, schedule: Schedule) -> bool:
         """Are stashed weights as old as they will be from here on? Not right after a start."""
-        entering, accumulated = schedule.injected, schedule.accumulated
         return all(
             held.used
-            == executor.stage.weights.of_age(
-                self._age(microbatch, entering, accumulated, executor.index)
-            )
+            == executor.stage.weights.of_age(self._age(schedule, microbatch, executor.index))
             for executor in self._eager_executors
             if executor.stage.weights.has_past
             for microbatch, held in executor.stage.in_flight.items()
         )
 
-    def _age(self, microbatch: int, entering: int, accumulated: Sequence[int], stage: int) -> int:
-        return updates_since_forward(microbatch, entering, accumulated[stage], self._accumulate)
+    def _age(self, schedule: Schedule, microbatch: int, stage: int) -> int:
+        """A stage's updates since its forward pass of a micro-batch, in a full pipeline."""
+        newest_updated = schedule.injected - 1 - schedule.accumulated[stage]
+        return max(0, (newest_updated - microbatch) // self._accumulate + 1)
 
     def _matches(self, messages: Messages, batch: StepInputs) -> bool:
         if self._inputs is None or not self._inputs.matches(batch.local):
@@ -311,7 +310,7 @@ class StaticState:
             stage, index = eager.stage, eager.index
             for microbatch in schedule.outstanding[index]:
                 assert stage.ring is not None
-                age = self._age(microbatch, schedule.injected, schedule.accumulated, index)
+                age = self._age(schedule, microbatch, index)
                 stage.hold(microbatch, stage.ring.value(microbatch), age)
             if accumulated := schedule.accumulated[index]:
                 eager.contributed = int(count) if self._has_flags else accumulated
@@ -350,22 +349,6 @@ class StaticState:
     def is_outdated(self) -> bool:
         """Have optimizer settings other than learning rates changed since `enter`?"""
         return self._settings is not None and self._settings.have_changed()
-
-
-def updates_since_forward(microbatch: int, entering: int, accumulated: int, accumulate: int) -> int:
-    """A stage's updates since its forward pass of a micro-batch, once the pipeline is full.
-
-    Args:
-        entering: The micro-batch that enters with the step to come.
-        accumulated: Micro-batches in the stage's gradient since its last update.
-        accumulate: Micro-batches of one update.
-
-    >>> [updates_since_forward(microbatch, 7, 0, accumulate=1) for microbatch in (4, 5, 6, 7)]
-    [3, 2, 1, 0]
-    >>> [updates_since_forward(microbatch, 7, 1, accumulate=2) for microbatch in (4, 5, 6, 7)]
-    [1, 1, 0, 0]
-    """
-    return max(0, (entering - 1 - accumulated - microbatch) // accumulate + 1)
 
 
 def waiting_messages(
