@@ -21,6 +21,7 @@ measured too:
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 import warnings
 from collections.abc import Iterator
@@ -93,6 +94,7 @@ class Variant:
         if self.device.type != "cuda":
             return 0
         torch.cuda.synchronize()
+        gc.collect()  # trainers of other variants
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_reserved()

@@ -158,6 +158,8 @@ class Outbound:
 
 Packets = Callable[[], list[Tensor]]
 """What to send over gloo, made by the thread that sends it."""
+Wait = Callable[[str], None]
+"""Waits for another thread; says for what."""
 
 
 # -- gloo -----------------------------------------------------------------------------------------
@@ -202,6 +204,9 @@ class PacketSender:
         self._expected = _ExpectedPacket(packings)
         self._size = 0
         self._packets = BufferPool(limit=_MOST_PACKETS)
+
+    def start(self) -> None:
+        """Called by the thread that sends."""
 
     def packets(self, outbound: Outbound) -> tuple[Packets, None]:
         """What to send over gloo, copied: the message's own memory may be written to."""
@@ -284,29 +289,75 @@ class PacketReceiver:
 # -- NCCL -----------------------------------------------------------------------------------------
 
 
+class DeviceSending:
+    """A message that a thread sends over NCCL, after what the device was given to do before it.
+
+    Args:
+        wait: Waits until `notify` is called, or raises if a rank is gone.
+    """
+
+    def __init__(
+        self, channel: Channel, memory: Tensor, notify: Callable[[], None], wait: Wait
+    ) -> None:
+        self._channel, self._memory = channel, memory
+        self._notify, self._wait = notify, wait
+        self._computed = torch.cuda.current_stream(channel.device).record_event()
+        self._work: Any = None
+        self._is_awaited = False
+
+    def enqueue(self) -> Any:
+        """Called by the thread; the work to wait for."""
+        torch.cuda.current_stream().wait_event(self._computed)
+        self._work = self._channel.exchange(self._memory, sends=True)
+        if self._is_awaited:
+            self._notify()
+        return self._work
+
+    def wait(self) -> None:
+        """Have the current stream wait until the message's memory may be written to."""
+        self._is_awaited = True
+        while self._work is None:
+            self._wait(f"a message to stage {self._channel.target} that is not sent yet")
+        self._work.wait()
+
+
+def _use_own_stream(channel: Channel, purpose: str) -> None:
+    """In a thread, which gets a stream of its own."""
+    torch.cuda.set_device(channel.device)
+    name = f"{purpose} {channel.source}, {channel.target}"
+    torch.cuda.set_stream(stream_for(name, channel.device))
+
+
 class DeviceSender:
     """The sending end of a channel between two GPUs."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, notify: Callable[[], None], wait: Wait) -> None:
+        self._channel, self._notify, self._wait = channel, notify, wait
         self._unfinished: deque[tuple[Any, Tensor]] = deque()
         """Sends with their memory, which must not be freed meanwhile."""
 
-    def packets(self, outbound: Outbound) -> tuple[Packets, Any]:
-        """Enqueue the send of the tensors; what to send over gloo, and a `Sending`."""
-        work = None
-        if outbound.packing is not None and outbound.packing.size:
-            memory = outbound.tensors
-            if not isinstance(memory, Tensor):
-                memory = torch.empty(
-                    outbound.packing.size, dtype=torch.uint8, device=self._channel.device
-                )
-                outbound.write(memory)
-            work = self._channel.exchange(memory, sends=True)
-            self._unfinished.append((work, memory))
+    def start(self) -> None:
+        """Called by the thread that sends."""
+        _use_own_stream(self._channel, "send")
+
+    def packets(self, outbound: Outbound) -> tuple[Packets, DeviceSending | None]:
+        """What to send over gloo, after the send of the tensors is enqueued."""
+        if outbound.packing is None or not outbound.packing.size:
+            return outbound.described, None
+        memory = outbound.tensors
+        if not isinstance(memory, Tensor):
+            size = outbound.packing.size
+            memory = torch.empty(size, dtype=torch.uint8, device=self._channel.device)
+            outbound.write(memory)
+        sending = DeviceSending(self._channel, memory, self._notify, self._wait)
+
+        def enqueue() -> list[Tensor]:
+            self._unfinished.append((sending.enqueue(), memory))
             while self._unfinished and self._unfinished[0][0].is_completed():
                 self._unfinished.popleft()
-        return outbound.described, work
+            return outbound.described()
+
+        return enqueue, sending
 
 
 class DeviceReceiver:
@@ -316,11 +367,8 @@ class DeviceReceiver:
         self._channel = channel
 
     def start(self) -> None:
-        """Called by the thread that receives, which gets a stream of its own."""
-        channel = self._channel
-        torch.cuda.set_device(channel.device)
-        purpose = f"receive {channel.source}, {channel.target}"
-        torch.cuda.set_stream(stream_for(purpose, channel.device))
+        """Called by the thread that receives."""
+        _use_own_stream(self._channel, "receive")
 
     def post(self) -> None:
         """Receives are posted when they are waited for."""

@@ -45,6 +45,7 @@ from revcompile.runtime.distributed.p2p import (
     Packets,
     PacketSender,
     Packings,
+    Wait,
 )
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
@@ -64,11 +65,22 @@ _DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class SendThread:
     """Sends a channel's messages in order.
 
-    What is sent over NCCL is enqueued at once, and what is sent over gloo is copied: the thread
-    only waits for gloo.
+    What is sent over NCCL must not be written to before `Sending.wait`, and what is sent over gloo
+    is copied.
+
+    Args:
+        on_failure: Called by the thread.
+        notify: Ends a call of `wait`.
+        wait: Waits for something that the thread does.
     """
 
-    def __init__(self, channel: Channel, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        on_failure: Callable[[str], None],
+        notify: Callable[[], None],
+        wait: Wait,
+    ) -> None:
         self.channel = channel
         self.sent = 0
         """How many messages were handed over."""
@@ -77,7 +89,7 @@ class SendThread:
         self._describers: dict[MessageKind, Describer] = {}
         packings: Packings = {}
         self._by_tag: list[DeviceSender | PacketSender] = (
-            [DeviceSender(channel)]
+            [DeviceSender(channel, notify, wait)]
             if channel.uses_cuda
             else [PacketSender(packings) for _ in range(channel.tags)]
         )
@@ -128,6 +140,7 @@ class SendThread:
 
     def _run(self) -> None:
         try:
+            self._by_tag[0].start()
             while (waiting := self._packets.get()) is not None:
                 tag, make = waiting
                 packets = make()
@@ -241,7 +254,8 @@ class DistributedTransport(Transport):
             peer = next(rank for rank in channel.ranks if rank != ranks.rank)
             lost = self._on_lost(ranks.named(peer))
             if channel.ranks[0] == ranks.rank:
-                self._senders[channel.source, channel.target] = SendThread(channel, lost)
+                sender = SendThread(channel, lost, self._monitor.notify, self.wait)
+                self._senders[channel.source, channel.target] = sender
             else:
                 receiver = ReceiveThread(channel, self._deliver, self._on_end, lost)
                 self._receivers.append(receiver)
@@ -251,10 +265,7 @@ class DistributedTransport(Transport):
     def send(self, route: Route, message: Message) -> Sending | None:
         sender = self._senders.get(route[:2])
         if sender is not None:
-            try:
-                return sender.send(route[2], message)
-            except distributed.DistBackendError as error:  # NCCL has noticed first
-                self._stop_for_lost_rank(error)
+            return sender.send(route[2], message)
         return super().send(route, message)
 
     def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:

@@ -21,7 +21,13 @@ from revcompile.runtime.distributed.message_format import (
     TensorFormat,
     describe,
 )
-from revcompile.runtime.distributed.p2p import Arrival, Outbound, PacketReceiver, PacketSender
+from revcompile.runtime.distributed.p2p import (
+    Arrival,
+    DeviceSending,
+    Outbound,
+    PacketReceiver,
+    PacketSender,
+)
 from revcompile.runtime.distributed.rank_weights import _as_bytes, _with_values
 from revcompile.runtime.executor.transport import Message, MessageKind
 
@@ -197,6 +203,39 @@ def test_whoever_reads_a_message_waits_for_it_once(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.cuda, "current_stream", partial(Stream, number))
         arrival.ready()
     assert calls == ["wait", "used by 0", "wait", "used by 7"]
+
+
+def test_a_message_is_sent_after_what_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is free when the thread has enqueued the send, and the device is done with it."""
+    calls: list[str] = []
+
+    class Stub:
+        device, target = CPU, 1
+
+        def record_event(self) -> str:
+            calls.append("computed")
+            return "event"
+
+        def wait_event(self, event: str) -> None:
+            calls.append(f"after {event}")
+
+        def exchange(self, memory: torch.Tensor, sends: bool) -> Stub:
+            calls.append("send")
+            return self
+
+        def wait(self) -> None:
+            calls.append("wait")
+
+    def thread(what: str) -> None:
+        assert "to stage 1" in what
+        sending.enqueue()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stub())
+    memory = torch.zeros(2)
+    sending = DeviceSending(cast(Any, Stub()), memory, lambda: calls.append("notify"), thread)
+    sending.wait()
+    sending.wait()
+    assert calls == ["computed", "after event", "send", "notify", "wait", "wait"]
 
 
 def test_plain_values_arrive_as_they_were() -> None:
