@@ -99,6 +99,19 @@ def reversified(model: Any) -> nn.Module:
     return revcompile.reversify(model, None, example, policy="pretrained", check="off")
 
 
+def reversified_on_host(model: Any) -> nn.Module:
+    """The same, with all that backward needs of it in pinned memory of the host."""
+    net: Any = reversified(model)
+    forward = net.forward
+
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    net.forward = on_host
+    return net  # type: ignore[no-any-return]
+
+
 def chunked(method: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
     """A method with the loss in chunks."""
     return lambda model: method(chunk_loss(model))
@@ -115,6 +128,7 @@ METHODS: Final[dict[str, Callable[[Any], nn.Module]]] = {
     "checkpoint + offload, chunked loss": chunked(offloaded),
     "memory budget 0.5, chunked loss": chunked(budgeted),
     "reversify, chunked loss": chunked(reversified),
+    "reversify + offload, chunked loss": chunked(reversified_on_host),
 }
 
 

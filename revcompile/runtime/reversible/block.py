@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from revcompile.kernels.repeatable import RepeatableConvolutions
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.hooks import ShardedModule
@@ -44,6 +45,8 @@ class Block:
     """The streams' dimension that counts samples, if there is one."""
     weights: BlockWeights = field(default_factory=BlockWeights)
     """What autocast would convert one by one."""
+    repeats_convolutions: bool = False
+    """Does F have convolutions, which have to give the same bits in the rebuild?"""
 
 
 class Coupled(NamedTuple):
@@ -92,7 +95,12 @@ def run_branch(
     root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """F(b) and the extras; `cast` is the model's own dtype where streams have more bits."""
-    result = block.branch(root, b if cast is None else b.to(cast), *sides)
+    read = b if cast is None else b.to(cast)
+    if block.repeats_convolutions:
+        with RepeatableConvolutions():
+            result = block.branch(root, read, *sides)
+    else:
+        result = block.branch(root, read, *sides)
     return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
 
 

@@ -377,6 +377,7 @@ def _block(
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
         batch_dim=None if kind is None else kind.batch_dim,
         weights=BlockWeights() if sharded else BlockWeights.of(coupling.branch, root, bindings),
+        repeats_convolutions=coupling.kept_bits > 0 and convolves(coupling.branch, root),
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revcompile.ir.module_tree import TreeReads
+from revcompile.ir.module_tree import TreeReads, convolves
 from revcompile.ir.program import StageProgram
+from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep, Order, Weights
 
 
@@ -40,3 +41,11 @@ def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn
     """Buffers the stage might write into, other than batch norms' statistics."""
     buffers = TreeReads(program.forward, root).buffers
     return [(module, name) for module, name in buffers if not isinstance(module, _BatchNorm)]
+
+
+def repeats_convolutions(program: StageProgram, root: nn.Module) -> bool:
+    """Is there an averaged coupling with convolutions, which have to give the same bits twice?"""
+    pieces = (piece for unit in program.units for piece in unit.pieces)
+    return any(
+        isinstance(p, Coupling) and p.kept_bits > 0 and convolves(p.branch, root) for p in pieces
+    )

@@ -127,6 +127,37 @@ def test_windows_and_rolls_between_blocks() -> None:
     assert torch.equal(net.eval()(x), model.eval()(x))
 
 
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def test_convolutions_are_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward and in the rebuild; in stages around the whole program."""
+    flags = []
+    convolve = nn.Conv2d._conv_forward
+
+    def watched(*args: Any) -> Tensor:
+        flags.append((torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark))
+        return convolve(*args)
+
+    x = torch.randn(2, 3, 4, 4)
+    net = revcompile.reversify(Convolutions(), x, policy="pretrained", check="off").train()
+    stages = revcompile.petrafy(Convolutions(), 1, x, policy="pretrained", check="off")
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", watched)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    net(x).sum().backward()
+    stages.trainer(lambda p: torch.optim.SGD(p, lr=0.1), lambda y, _: y.sum()).step(x, None)
+    assert len(flags) >= 6 and set(flags) == {(True, False)}
+    assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
+
+
 def test_a_block_alone_keeps_its_input_and_has_no_noise() -> None:
     model, net, x = made(1, dropout=0.0)
     assert torch.equal(net(x), model(x))
