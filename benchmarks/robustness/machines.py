@@ -168,7 +168,8 @@ def tell(control: Path, *words: object) -> None:
 
 
 def _join_namespace(descriptor: int) -> None:
-    os.nice(-10)  # as little as may be of what else this machine does
+    with suppress(OSError):
+        os.nice(-10)  # what else this machine does should not matter
     if ctypes.CDLL(None).setns(descriptor, 0):
         os._exit(1)
 

@@ -135,7 +135,8 @@ def _checksum(content: bytes) -> int:
 
 def main() -> None:
     """Until standard input ends."""
-    os.nice(-15)  # else it is a slower cable than it says
+    with contextlib.suppress(OSError):
+        os.nice(-15)  # else it is a slower cable than it says
     pipe, own, other, *numbers = sys.argv[1:]
     link = Link(*map(float, numbers))
     control = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # open for writing too: it never ends

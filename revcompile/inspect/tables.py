@@ -317,7 +317,7 @@ def _balance(partition: Partition, facts: Sequence[StageFacts]) -> str:
     return (
         f"reversible: {share(flops[True], sum(flops.values()))} of the forward FLOPs, {blocks} of "
         f"{pieces} pieces; balance: the largest (stage {largest.index}) has "
-        f"{largest.work_share * len(facts):.2f}x the mean work"
+        f"{largest.work_share * len(facts):.2f}x the mean work, which counts memory traffic, too"
     )
 
 

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from distributed_worker import Run, batches, fed, free_port, trainer_of
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -47,8 +47,8 @@ class Course:
     end: End | None = None
 
 
-TORCHRUN: Final = Course(Run(model="vit", steps=12), saves=(5, 9), end=End(rank=1, step=7))
-"""What the script trains."""
+TORCHRUN: Final = Course(Run(steps=12), saves=(5, 9), end=End(rank=1, step=7))
+"""What torchrun starts."""
 
 
 def train(course: Course, folder: Path, note: Note) -> None:
@@ -119,12 +119,18 @@ class Ended:
         return "".join(line["error"] for line in self.lines if "error" in line)
 
 
-def launch(course: Course, ranks: int, folder: Path) -> list[Ended]:
-    """Train on so many ranks, forked from the server that `distributed_worker` uses too."""
+def _server() -> Any:
+    """The server that `distributed_worker` uses too: what it forks has imported everything."""
     roots = [str(path) for path in Path(__file__).resolve().parents[:3]]
     os.environ["PYTHONPATH"] = os.pathsep.join(roots)  # the server has no other
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distributed_preload"])
+    return context
+
+
+def launch(course: Course, ranks: int, folder: Path) -> list[Ended]:
+    """Train on so many ranks."""
+    context = _server()
     files = [folder.with_suffix(f".{rank}") for rank in range(ranks)]
     shared, started = (ranks, free_port(), course, folder), []
     for rank, file in enumerate(files):
@@ -167,12 +173,28 @@ def noted(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def main() -> None:
-    """As a script, under torchrun: the first attempt ends, the second goes on."""
-    folder, attempt = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-    course = TORCHRUN if attempt == "0" else replace(TORCHRUN, end=None)
-    live(course, folder, folder.with_suffix(f".{os.environ['RANK']}.{attempt}"))
+def under_torchrun(ranks: int, folder: Path) -> None:
+    """What torchrun's command does, with ranks from the server: started again once if one dies."""
+    _server()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    elastic_launch(config, attempt)(folder)
 
 
-if __name__ == "__main__":
-    main()
+def attempt(folder: Path) -> None:
+    """The first one ends, the second goes on."""
+    number = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    course = TORCHRUN if number == "0" else replace(TORCHRUN, end=None)
+    try:
+        live(course, folder, folder.with_suffix(f".{os.environ['RANK']}.{number}"))
+    finally:
+        atexit._run_exitfuncs()  # as at the end of a script

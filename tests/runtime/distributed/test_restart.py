@@ -8,10 +8,7 @@ and optimizer state. Learning rates follow a schedule, and every batch is change
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from distributed_worker import MODELS, Run, inputs, trainer_of
-from paths import ROOT, SUPPORT
 from restart_worker import (
     TORCHRUN,
     Course,
@@ -29,6 +25,7 @@ from restart_worker import (
     launch,
     noted,
     schedule,
+    under_torchrun,
     undisturbed,
 )
 from torch import nn
@@ -107,13 +104,7 @@ def test_after_a_kill_every_step_is_the_undisturbed_runs(
 
 def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     expected = undisturbed(TORCHRUN, tmp_path / "alone")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
-    command += [str(SUPPORT / "restart_worker.py"), str(tmp_path / "ranks")]
-    roots = [str(SUPPORT), str(ROOT)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    under_torchrun(2, tmp_path / "ranks")
     first, again = (
         [noted(tmp_path / f"ranks.{rank}.{attempt}") for rank in range(2)] for attempt in range(2)
     )
