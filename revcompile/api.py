@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from revcompile.arguments import (
+    CallBackendName,
     CheckName,
     CostName,
     KeepName,
-    CallBackendName,
     OverlapName,
     PolicyName,
     check_cost,
@@ -43,8 +43,8 @@ from revcompile.interop import huggingface
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Rewired, TensorType
 from revcompile.kernels.fixed_point import STREAM_RANGE
-from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.captured_calls import CapturedCalls
+from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose

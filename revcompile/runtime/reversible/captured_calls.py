@@ -287,9 +287,7 @@ class _Captured:
 
         def backward() -> None:
             with gradient_hooks_silenced(reads.parameters):
-                self._gradients = torch.autograd.grad(
-                    ends, targets, self._given, allow_unused=True
-                )
+                self._gradients = torch.autograd.grad(ends, targets, self._given, allow_unused=True)
 
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             self.replay_backward = graphs.capture(backward)
