@@ -42,6 +42,7 @@ BackendName = Literal["auto", "eager", "cudagraphs", "inductor", "static"]
 PolicyName = Literal["paper", "pretrained", "same_parameters"]
 CheckName = Literal["full", "fast", "off"]
 CostName = Literal["analytic", "measured", "replayed"]
+CallBackendName = Literal["eager", "cudagraphs"]
 OverlapName = Literal["auto", "on", "off"]
 
 

@@ -216,6 +216,7 @@ class StagedModel(StageReport):
         memory_budget: int | str | None = None,
         batch_size: int | None = None,
         buffers: BuffersLike = None,
+        messages: torch.dtype | None = None,
         # execution
         backend: BackendName | Backend = "auto",
         device: torch.device | str | None = None,
@@ -280,6 +281,8 @@ class StagedModel(StageReport):
             buffers: How stages that are not reversible keep their float32 inputs until backward:
                 rounded to torch.bfloat16 (half the memory) or torch.float8_e4m3fn (a quarter),
                 in the host's memory ("offload"), or both (a `Buffers`).
+            messages: torch.bfloat16: float32 gradients are rounded to it where one stage hands
+                them to the stage before. Values of streams, which are rebuilt, stay exact.
 
         Args: execution
             backend: How the steps of a full pipeline are run. "eager": action by action;
@@ -330,6 +333,7 @@ class StagedModel(StageReport):
             measure_every=measure_every,
             backend=backend_of(backend),
             buffers=buffers_of(buffers),
+            messages=messages,
         )
         if method == "petra" and weights is None:  # what suits the policy, unless weights= says
             method = self._default_method

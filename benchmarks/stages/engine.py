@@ -3,7 +3,8 @@
     python -m benchmarks run engine --model revnet18 --backends eager cudagraphs
     python -m benchmarks run engine --model revnet50 --backends eager cudagraphs inductor
     python -m benchmarks run engine --model revnet50 --orders 1f1b paper --buffers bf16
-    python -m benchmarks run engine --model revnet50 --orders 1f1b backprop --backends inductor
+    python -m benchmarks run engine --model revnet50 --orders 1f1b backprop --backends inductor \
+        --buffers bf16 --messages bf16
     python -m benchmarks run engine --device cpu --batch 4 --backends eager static
     python -m benchmarks run engine --model conv-12x64 --size 32 --sweep depth 6 12 24
 
@@ -138,6 +139,7 @@ class Bench:
             autocast=torch.bfloat16 if self.options.dtype == "bf16" else None,
             backend=row.backend,
             buffers=torch.bfloat16 if self.options.buffers == "bf16" else None,
+            messages=torch.bfloat16 if self.options.messages == "bf16" else None,
         )
 
     def run(self) -> list[Row]:
@@ -271,7 +273,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, help=help)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--buffers", choices=("as they are", "bf16"), default="as they are")
+    for name in ("buffers", "messages"):
+        parser.add_argument(f"--{name}", choices=("as they are", "bf16"), default="as they are")
     parser.add_argument("--backends", nargs="+", default=["eager", "cudagraphs"])
     parser.add_argument("--orders", nargs="+", default=["1f1b"])
     parser.add_argument("--lr", type=float, default=1e-3)

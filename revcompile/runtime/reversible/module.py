@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.runtime.reversible.bindings import Bindings, Watch
 from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.block_weights import BlockWeights
+from revcompile.runtime.reversible.captured_calls import CapturedCalls
 from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.hooks import (
@@ -55,6 +57,7 @@ _RESERVED = frozenset(
         "rewired_tensors",
         "to_original",
         "_original",
+        "_captured_calls",
         "_cases",
         "_plans",
         "_inlined",
@@ -97,6 +100,7 @@ class Reversible(OriginalSurface):
         tolerance: the largest relative error of a rebuilt input; "auto": by the dtype of the
             streams; None: no check.
         overlap: whether a block is rebuilt while the next one is differentiated.
+        captured_calls: where given, forward and backward are replayed as CUDA graphs.
 
     Raises:
         InputError: the model has a member of a name that this module needs itself.
@@ -107,6 +111,7 @@ class Reversible(OriginalSurface):
         rewired: Rewired,
         tolerance: Tolerance = None,
         overlap: Overlap = Overlap.OFF,
+        captured_calls: CapturedCalls | None = None,
     ) -> None:
         super().__init__()
         root = rewired.root
@@ -133,6 +138,7 @@ class Reversible(OriginalSurface):
         self.__dict__["check_every"] = 50
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
+        self.__dict__["_captured_calls"] = captured_calls
         self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
         self.__dict__["_inlined"] = Inlined(rewired, self)
         self.__dict__["_has_class_forward"] = "forward" not in vars(root)
@@ -149,6 +155,7 @@ class Reversible(OriginalSurface):
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, _Plan]
+    _captured_calls: CapturedCalls | None
     _has_class_forward: bool
     """Is the original's forward that of its class?"""
     _inlined: Inlined
@@ -175,9 +182,23 @@ class Reversible(OriginalSurface):
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
-        values = self._run(body, values)
-        flat = [values[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
+        found = self._called(body, values)
+        flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
+
+    def _called(self, body: Body, values: dict[str, Any]) -> Mapping[str, Any]:
+        calls = self._captured_calls
+        if calls is None or not (self.reversible and self.training and torch.is_grad_enabled()):
+            return self._run(body, values)
+        steps = self._plan(body)
+        return calls.run(
+            partial(self._run, body),
+            values,
+            [leaf.name for leaf in body.result if isinstance(leaf, Live)],
+            [bindings for step in steps for bindings in step.bindings],
+            steps,
+            self.check_every,
+        )
 
     @property
     def inlined_hooks(self) -> tuple[str, ...]:
@@ -221,7 +242,8 @@ class Reversible(OriginalSurface):
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.is_importable else None
         cases = Cases(self.rewired, recapture, self._cases.any_arguments)
-        return {**self.__dict__, "_plans": {}, "_cases": cases}
+        calls = None if self._captured_calls is None else CapturedCalls()
+        return {**self.__dict__, "_plans": {}, "_cases": cases, "_captured_calls": calls}
 
     def _run(
         self,

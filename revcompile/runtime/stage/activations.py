@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
@@ -103,6 +103,7 @@ class ActivationStore:
     def __init__(self, program: StageProgram, settings: Buffers) -> None:
         self._settings, self._kept = settings, program.kept
         self._names = _inputs_kept(program) if settings != Buffers() else frozenset()
+        self._sent = frozenset(program.sends_back)
         self._is_first = program.index == 0
         self.pool: PinnedPool | None = None
         """The host memory for offloaded inputs, from the first one on."""
@@ -138,20 +139,29 @@ class ActivationStore:
             self.pool = PinnedPool(device, waits=self._is_first)
         return self.pool
 
-    def load(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Stored values as a backward pass computes with them."""
+    def load(self, kept: tuple[Any, ...], as_stored: bool = False) -> tuple[Any, ...]:
+        """Stored values as a backward program takes them.
+
+        Those that it sends to the stage before are left as they are stored, or all of them; an
+        element of float8 has no meaning without its scale.
+        """
         if not self._names:
             return kept
         pairs = zip(self._kept, kept, strict=True)
-        return tuple(self._load(v) if name in self._names else v for name, v in pairs)
+        return tuple(
+            self._load(v, as_stored or name in self._sent) if name in self._names else v
+            for name, v in pairs
+        )
 
-    def _load(self, value: Any) -> Any:
+    def _load(self, value: Any, as_stored: bool) -> Any:
         if isinstance(value, OffloadedTensor):
             assert self.pool is not None
             value = self.pool.take(value)
-        return (
-            decompress(value) if isinstance(value, Scaled) or self._is_compressed(value) else value
-        )
+        return value if as_stored and not isinstance(value, Scaled) else widened(value)
+
+    def are_read_in(self, dtype: torch.dtype | None) -> bool:
+        """Are values stored in the dtype in which layers read them under autocast to it?"""
+        return bool(self._names) and dtype is not None and dtype == self._settings.dtype
 
     def _is_compressed(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dtype == self._settings.dtype
@@ -192,6 +202,30 @@ class ActivationStore:
         if pool is not None:
             return pool.put(offloaded)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), offloaded)
+
+
+def widened(value: Any) -> Any:
+    """A value that is stored, or was sent, in fewer bits as a program computes with it."""
+    is_low = isinstance(value, Tensor) and value.dtype in _DTYPES
+    return decompress(value) if is_low or isinstance(value, Scaled) else value
+
+
+def taking_stored(program: StageProgram) -> fx.Graph:
+    """A copy of a stage's backward program that may be given inputs as they are stored.
+
+    It sends them to the stage before as they are, whose program takes that.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.backward, {}))
+    _, *given = graph.find_nodes(op="placeholder")
+    for name, node in zip((*program.kept, *program.needs_back), given, strict=False):
+        computing = [user for user in node.users if user.op != "output"]
+        if computing and (name in program.needs_back or name in _inputs_kept(program)):
+            with graph.inserting_before(given[-1].next):
+                wide = graph.call_function(widened, (node,))
+            for user in computing:
+                user.replace_input_with(node, wide)
+    return graph
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:

@@ -21,7 +21,7 @@ from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
-from revcompile.runtime.stage.activations import ActivationStore, Buffers
+from revcompile.runtime.stage.activations import ActivationStore, Buffers, taking_stored
 from revcompile.runtime.stage.cast_streams import cast_streams
 from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.loss_scale import unscaled
@@ -80,6 +80,7 @@ class Stage:
         replicas: Sequence[str] = (),
         check_finite: bool = True,
         buffers: Buffers | None = None,
+        messages: torch.dtype | None = None,
         delay: float = 0.0,
         tolerance: Tolerance = None,
     ) -> None:
@@ -89,6 +90,8 @@ class Stage:
         self.autocast = autocast
         self.check_finite = check_finite
         self.activations = ActivationStore(program, buffers or Buffers())
+        self._messages = messages
+        """The dtype in which float32 gradients are sent to the stage before; None: their own."""
         self.parameters = parameters_of(program, root)
         self.parameter_guard = ParameterGuard(program, root, self.parameters, replicas)
         self._slots = ParameterSlots(root, self.parameters)
@@ -108,7 +111,7 @@ class Stage:
         self._early_statistics = (
             statistics_of(program, root) if statistics_move_early(program) else []
         )
-        graphs = [program.forward, program.backward]
+        graphs = [program.forward, taking_stored(program)]
         if autocast is not None:
             graphs = [cast_streams(graph, root, autocast) for graph in graphs]
             graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
@@ -277,7 +280,9 @@ class Stage:
         self._check_unwritten(microbatch, held)
         if self.ring is not None and held.kept is self.ring.value(microbatch):
             held.kept = clone_tree(held.kept)  # what backward returns outlives the slot's contents
-        kept, held.kept = self.activations.load(held.kept), ()  # frees what is stored
+        is_compiled = self._backward is not self._generated[1]
+        kept = self.activations.load(held.kept, is_compiled)
+        held.kept = ()  # frees what is stored
         arguments = (
             *kept,
             *(values[name] for name in program.needs_back),
@@ -299,8 +304,14 @@ class Stage:
         own_grads = self.cast_weights.to_weight_dtype(
             dict(zip(program.parameters, dense, strict=True))
         )
-        input_grads = dict(zip(program.inputs_with_grad, of_inputs, strict=True))
+        sent = map(self._as_sent, of_inputs)
+        input_grads = dict(zip(program.inputs_with_grad, sent, strict=True))
         return dict(zip(program.sends_back, returned, strict=True)), input_grads, own_grads
+
+    def _as_sent(self, gradient: Tensor | None) -> Tensor | None:
+        if self._messages is None or gradient is None or gradient.dtype != torch.float32:
+            return gradient
+        return gradient.to(self._messages)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient (a sum over micro-batches), which is then reset."""

@@ -53,6 +53,7 @@ def build_executor(
         replicas=replicas,
         check_finite=settings.check_finite,
         buffers=settings.buffers,
+        messages=settings.messages,
         delay=delay,
         tolerance=model.tolerance,
     )

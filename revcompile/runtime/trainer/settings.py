@@ -34,6 +34,7 @@ class Settings:
     measure_every: int | None = None
     backend: Backend = Backend.AUTO
     buffers: Buffers = field(default_factory=Buffers)
+    messages: torch.dtype | None = None
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +66,10 @@ class Settings:
             raise InputError(
                 f"autocast={self.autocast}; use torch.bfloat16, torch.float16 (with a scaled "
                 "loss) or None"
+            )
+        if self.messages not in (None, torch.bfloat16):
+            raise InputError(
+                f"messages={self.messages!r}; use torch.bfloat16, or None (gradients as they are)"
             )
         if self.loss_scale is not None and self.loss_scale.dynamic and not self.check_finite:
             raise InputError(

@@ -15,6 +15,11 @@ from training import plain_sgd, same, through_a_file, weights
 
 import revcompile
 from revcompile.errors import InputError
+from revcompile.runtime.executor.captured import stages as captured_stages
+from revcompile.runtime.executor.captured.fusion import FusedOps
+from revcompile.runtime.executor.captured.graphs import EagerReplay
+from revcompile.runtime.executor.captured.pipeline import StaticPipeline
+from revcompile.runtime.executor.transport import MessageKind
 from revcompile.runtime.stage.activations import Buffers, Scaled, compress, decompress
 from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
 from revcompile.runtime.trainer.core import Trainer
@@ -147,6 +152,93 @@ def test_inputs_of_what_is_not_reversible_wait_wherever_it_is_in_a_stage() -> No
     found = [value for value in held.kept if isinstance(value, Tensor)]
     assert sorted(value.shape[1] for value in found) == [5, 8, 8]  # before stem and transition
     assert {value.dtype for value in found} == {torch.bfloat16}
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
+    data = [(x.float(), y) for x, y in even(2 * FULL)]
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, dtype=torch.float32, messages=torch.bfloat16)
+        for batch in data:
+            trainer.step(*batch)
+        assert is_active(trainer) == (backend == "static")
+        trainer.runner.leave(trainer.schedule, trainer.transport)
+        back = [m for queue in trainer.transport.queues.values() for m in queue if m.gradients]
+        assert {t.dtype for m in back for t in m.gradients.values()} == {torch.bfloat16}
+        values = [t for m in back for t in m.values.values() if t is not None]
+        assert {t.dtype for t in values} == {torch.float32}
+        trainer.flush()
+        found.append(weights(net))
+    assert same(*found)
+    net, trainer = made("eager", dtype=torch.float32)
+    for batch in data:
+        trainer.step(*batch)
+    trainer.flush()
+    exact = weights(net)
+    assert not same(exact, found[0])
+    for name, value in exact.items():
+        torch.testing.assert_close(found[0][name], value, rtol=0.02, atol=0.02)
+    with pytest.raises(InputError, match=r"messages=torch\.float16"):
+        made("eager", messages=torch.float16)
+
+
+class Convolved(nn.Module):
+    """Shortcuts, one of them projected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 1), nn.Linear(8, 3)
+        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(8, 8, 1)
+        self.down = nn.Sequential(nn.Conv2d(4, 8, 2, 2), nn.ReLU(), nn.Conv2d(8, 8, 1))
+        self.shortcut = nn.Conv2d(4, 8, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + torch.relu(self.first(x))
+        x = self.down(x) + self.shortcut(x)
+        x = x + torch.relu(self.second(x))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("order", ["1f1b", "paper"])
+def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be rounded again for the layers that read it, to the same numbers."""
+    found = []
+    for reads in (True, False):
+        if not reads:
+            monkeypatch.setattr(captured_stages, "_is_read", lambda node: False)
+        torch.manual_seed(0)
+        net = revcompile.petrafy(Convolved(), 5, torch.zeros(4, 3, 4, 4), check="off")
+        trainer = net.trainer(
+            *(plain_sgd, F.cross_entropy),
+            order=order,
+            autocast=torch.bfloat16,
+            buffers=torch.bfloat16,
+            backend="static",
+        )
+        runner = trainer.runner
+        runner._pipeline = StaticPipeline(
+            *(trainer.executors, runner._loss_head, trainer.schedule, EagerReplay()),
+            fused=FusedOps(lambda function: function),
+        )
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(12 if order == "1f1b" else 24):
+            x = torch.randn(4, 3, 4, 4, generator=generator)
+            trainer.step(x, torch.zeros(4, dtype=torch.long))
+        assert runner.is_active
+        runner.leave(trainer.schedule, trainer.transport)
+        sent = trainer.transport.queues[2, 1, MessageKind.DY][0].values.values()
+        assert {value.dtype for value in sent} == {torch.bfloat16}
+        found.append(weights(net))
+    assert same(*found)
+
+
+# -- what is learned ------------------------------------------------------------------------------
 
 
 def digits() -> tuple[Tensor, Tensor]:

@@ -152,11 +152,12 @@ def _identity(x: Any) -> Any:
 
 
 def _is_cast(region: FusionRegion, node: fx.Node) -> bool:
-    """Is an input read once, by a layer for which autocast casts it to low precision?"""
+    """Do only layers read an input, for which autocast casts it to low precision?"""
     users = [user for user in node.users if user in region.nodes]
-    if len(users) != 1 or users[0].op != "call_module":
-        return False
-    return f"{users[0].target}.weight" in region.autocast_weights
+    return bool(users) and all(
+        user.op == "call_module" and f"{user.target}.weight" in region.autocast_weights
+        for user in users
+    )
 
 
 def cast_leaf(x: Any) -> Any:

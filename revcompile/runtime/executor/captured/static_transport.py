@@ -26,6 +26,7 @@ from revcompile.runtime.executor.transport import Message, Route, Sending, Trans
 from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.static_buffers import (
     Flat,
+    StaticMemory,
     copy_tensors,
     empty_on,
     storage,
@@ -63,10 +64,11 @@ class StaticTransport(Transport):
     ) -> None:
         super().__init__(stages)
         self._take, self._hands_on = take, hands_on
-        self.clear()
+        self.clear(StaticMemory(torch.device("cpu")))
 
-    def clear(self) -> None:
-        """Forget all buffers."""
+    def clear(self, memory: StaticMemory) -> None:
+        """Forget all buffers; allocate new ones there."""
+        self._memory = memory
         self.rings: dict[Route, RingBuffer] = {}
         """Of routes on which many messages wait, and are copied when they are received."""
         self._counts: dict[Route, int] = {}
@@ -191,7 +193,8 @@ class StaticTransport(Transport):
             elif before is not None and buffer is before.payload.leaves[number]:
                 buffer = None
             if buffer is None:
-                buffer = torch.empty_like(like, device=leaf.device)
+                with self._memory.allocating():
+                    buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
                 self._storages.add(storage(buffer))
             copies.append((buffer, leaf))

@@ -1,0 +1,348 @@
+"""Calls of a model as CUDA graphs: one for its forward pass, one for its backward pass.
+
+A deep model of small kernels keeps the host busy longer than the GPU, the more so if branches run
+a second time in backward. Captured, a step takes the host two calls:
+
+    1st and 2nd call of a kind    run as they are
+    3rd                           both passes are captured
+    from then on                  inputs are copied to where the graph reads them, it is replayed,
+                                  and results are copied out: nobody sees memory of the graphs
+
+Calls are of one kind if nothing differs that the host looks at: shapes, types, autocast, settings
+of layers, where parameters and buffers are. All graphs share a pool of memory, in which what one
+forward pass saves stays until its backward pass. A call that comes between the two is run as it is,
+and so is whatever a graph cannot hold: calls without gradients, on other devices, with hooks on
+layers, under `torch.func`, in a capture of the caller's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.nn.modules.module import _has_any_global_hook
+
+from revcompile.errors import InputError, RevcompileWarning
+from revcompile.runtime.reversible.bindings import Bindings, Column
+from revcompile.runtime.reversible.hooks import gradient_hooks_silenced
+from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
+
+_log: Final = logging.getLogger("revcompile")
+_WARM_UP: Final = 2
+"""Calls of a kind that are run as they are: libraries set themselves up."""
+_MOST_KINDS: Final = 8
+"""Each takes memory for the gradients of all parameters."""
+_MOST_SEEN: Final = 64
+_BACKWARD_HOOKS: Final = ("_backward_hooks", "_backward_pre_hooks")
+_GRADIENT_TYPES: Final = (Tensor, nn.Parameter)
+
+Run = Callable[[dict[str, Any]], dict[str, Any]]
+"""Computes a model's values from those of its inputs."""
+
+
+class CudaGraphs:
+    """Captures functions as CUDA graphs, all in one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def can_capture(self, tensors: Sequence[Tensor]) -> bool:
+        return all(t.is_cuda for t in tensors) and not torch.cuda.is_current_stream_capturing()
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """What to call instead of the function, which has been run without effect."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[stream.device_index]
+        random_state = generator.graphsafe_get_state().clone_state()
+        try:
+            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+                function()
+        except BaseException:
+            # A capture that fails leaves its stream current, and generator and pool in use.
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(random_state)
+            self._pool = None
+            raise
+        return graph.replay
+
+
+class CapturedCalls:
+    """The captured calls of one model.
+
+    Args:
+        graphs: What captures functions.
+    """
+
+    def __init__(self, graphs: CudaGraphs | None = None) -> None:
+        self._graphs = graphs or CudaGraphs()
+        self._seen: dict[Hashable, int] = {}
+        self._captured: dict[Hashable, _Captured] = {}
+        self._latest: weakref.ref[_Ticket] | None = None
+        self._is_on = True
+        self._calls = 0
+
+    def run(
+        self,
+        run: Run,
+        values: dict[str, Any],
+        results: Sequence[str],
+        bindings: Sequence[Bindings],
+        plan: object,
+        check_every: int,
+    ) -> Mapping[str, Any]:
+        """The values that a call results in.
+
+        Args:
+            run: Computes them.
+            values: Of the inputs.
+            results: The names of those that are returned.
+            bindings: What `run` reads of the module tree.
+            plan: Another object if `run` computes something else.
+            check_every: So often `run` is called all the same, which checks reconstructions.
+        """
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        if not self._is_on or not self._is_capturable(list(tensors.values()), bindings):
+            return run(values)
+        kind = id(plan), _kind(values)
+        captured = self._captured.get(kind)
+        if captured is not None and not captured.reads.are_same():
+            del self._captured[kind]
+            self._seen[kind], captured = 0, None
+        if captured is None:
+            captured = self._warmed_up(kind, run, values, results, _Reads(bindings, plan))
+        self._calls += 1
+        is_between = self._latest is not None and _is_waiting(self._latest())
+        if captured is None or is_between or self._calls % check_every == 0:
+            return run(values)
+        ticket = _Ticket(self)
+        self._latest = weakref.ref(ticket)
+        captured.load(tensors)
+        given = *(tensors[name] for name in captured.differentiated), *captured.reads.parameters
+        found = _Replayed.apply(captured, ticket, *given)
+        return captured.others | dict(zip(captured.outputs, found, strict=True))
+
+    def is_latest(self, ticket: _Ticket) -> bool:
+        """Is what this call has saved still there?"""
+        return self._latest is not None and self._latest() is ticket
+
+    def _is_capturable(self, tensors: Sequence[Tensor], bindings: Sequence[Bindings]) -> bool:
+        is_watched = (
+            torch.compiler.is_compiling()
+            or is_transformed()
+            or _has_any_global_hook()
+            or _len_torch_function_stack()
+            or _len_torch_dispatch_stack()
+            or torch.is_anomaly_enabled()
+            or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        )
+        if is_watched or not tensors or not self._graphs.can_capture(tensors):
+            return False
+        return not any(
+            any(each.hooks.read())
+            or any(vars(module)[name] for module in each.modules for name in _BACKWARD_HOOKS)
+            for each in bindings
+        )
+
+    def _warmed_up(
+        self,
+        kind: Hashable,
+        run: Run,
+        values: Mapping[str, Any],
+        results: Sequence[str],
+        reads: _Reads,
+    ) -> _Captured | None:
+        """The captured call, from the third of its kind on."""
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        self._seen[kind] = self._seen.get(kind, 0) + 1
+        if self._seen[kind] <= _WARM_UP or len(self._captured) >= _MOST_KINDS:
+            return None
+        if any(type(p) not in _GRADIENT_TYPES or not p.is_leaf for p in reads.parameters):
+            return None  # computed ones, as of `functional_call`, or sharded ones
+        try:
+            captured = _Captured(self._graphs, run, values, results, reads)
+        except Exception as error:
+            self._is_on = False
+            warnings.warn(
+                "backend='cudagraphs': the model's calls are run as they are, because capturing "
+                f"one has failed: {type(error).__name__}: {error}",
+                RevcompileWarning,
+                stacklevel=6,
+            )
+            return None
+        self._captured[kind] = captured
+        _log.info("backend='cudagraphs': forward and backward are captured (%s)", kind)
+        return captured
+
+
+def _is_waiting(ticket: _Ticket | None) -> bool:
+    return ticket is not None and not ticket.is_done
+
+
+def _kind(values: Mapping[str, Any]) -> Hashable:
+    """Equal for calls of which the host does the same, as far as their arguments go."""
+    given = tuple(
+        (name, v.shape, v.stride(), v.dtype, v.device, v.requires_grad)
+        if isinstance(v, Tensor)
+        else (name, type(v), repr(v))
+        for name, v in values.items()
+    )
+    autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+    backends = torch.backends
+    return (
+        *(given, autocast),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
+        backends.cudnn.allow_tf32,
+    )
+
+
+_DEVICES: Final = ("cpu", "cuda")
+
+
+class _Reads:
+    """What a call reads of the module tree: parameters, buffers and settings as they are now."""
+
+    def __init__(self, bindings: Sequence[Bindings], plan: object) -> None:
+        self._plan = plan  # held, so that no other has its id
+        self._columns: list[tuple[Column, list[Any]]] = [
+            (each.entries, each.entries.read()) for each in bindings
+        ]
+        entries = [entry for _, values in self._columns for entry in values]
+        self._tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+        self._places = list(map(_place, self._tensors))
+        unique = {id(p): p for p in self._tensors if p.requires_grad}
+        self.parameters = list(unique.values())
+        """Those that require a gradient, each once."""
+
+    def are_same(self) -> bool:
+        return (
+            all(column.holds(values) for column, values in self._columns)
+            and list(map(_place, self._tensors)) == self._places
+        )
+
+
+def _place(tensor: Tensor) -> tuple[int, bool]:
+    return tensor.data_ptr(), tensor.requires_grad
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """One call: its backward pass finds in the pool what its forward pass has saved there."""
+
+    calls: CapturedCalls
+    is_done: bool = field(default=False)
+
+
+class _Captured:
+    """Both passes of one kind of call, and the memory through which they are given values."""
+
+    def __init__(
+        self,
+        graphs: CudaGraphs,
+        run: Run,
+        values: Mapping[str, Any],
+        results: Sequence[str],
+        reads: _Reads,
+    ) -> None:
+        self.reads = reads
+        statics = {name: _static(value) for name, value in values.items()}
+        self._inputs = {n: value for n, value in statics.items() if isinstance(value, Tensor)}
+        self.differentiated = [n for n, value in self._inputs.items() if value.requires_grad]
+        """The inputs that get gradients."""
+        found: dict[str, Any] = {}
+
+        def forward() -> None:
+            computed = run(dict(statics))
+            found.update((name, computed[name]) for name in results)
+
+        # Weights that autocast has converted are those of this step only.
+        is_caching = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            self.replay_forward = graphs.capture(forward)
+        finally:
+            torch.set_autocast_cache_enabled(is_caching)
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        self.outputs = list(tensors)
+        self.others = {name: value for name, value in found.items() if name not in tensors}
+        """Results that are not tensors."""
+        ends = [value for value in tensors.values() if value.requires_grad]
+        if not ends:
+            raise InputError("no result of the model has a gradient")
+        self.has_gradient = [value.requires_grad for value in tensors.values()]
+        self._given = [torch.zeros_like(end, requires_grad=False) for end in ends]
+        targets = [*(self._inputs[n] for n in self.differentiated), *reads.parameters]
+        self._gradients: tuple[Tensor | None, ...] = ()
+
+        def backward() -> None:
+            with gradient_hooks_silenced(reads.parameters):
+                self._gradients = torch.autograd.grad(ends, targets, self._given, allow_unused=True)
+
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            self.replay_backward = graphs.capture(backward)
+        self.results = [value.detach() for value in tensors.values()]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, static in self._inputs.items():
+            static.detach().copy_(tensors[name].detach(), non_blocking=True)
+
+    def differentiate(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of inputs and parameters, in memory of their own."""
+        pairs = zip(gradients, self.has_gradient, strict=True)
+        torch._foreach_copy_(self._given, [gradient for gradient, has in pairs if has])
+        self.replay_backward()
+        copies = iter(_copies([g for g in self._gradients if g is not None]))
+        return [None if gradient is None else next(copies) for gradient in self._gradients]
+
+
+def _static(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors, by few kernels."""
+    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+class _Replayed(torch.autograd.Function):
+    """A captured call."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: _Captured, ticket: _Ticket, *given: Tensor) -> Any:
+        ctx.captured, ctx.ticket = captured, ticket
+        # Autograd then refuses a backward pass after weights were written to, or a second one.
+        ctx.save_for_backward(*given)
+        captured.replay_forward()
+        results = _copies(captured.results)
+        pairs = zip(results, captured.has_gradient, strict=True)
+        ctx.mark_non_differentiable(*(result for result, has in pairs if not has))
+        return tuple(results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        captured, ticket, _ = ctx.captured, ctx.ticket, ctx.saved_tensors
+        if not ticket.calls.is_latest(ticket):
+            raise InputError(
+                "a second backward pass through a captured call, after another call; "
+                "reversify(..., backend='eager') keeps what each call needs"
+            )
+        found = captured.differentiate(gradients)
+        ticket.is_done = True
+        return None, None, *found
