@@ -353,6 +353,7 @@ def _start(updates: int, size: str) -> Iterator[Training]:
 def _averaged(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, "muon-feedback"),
+        ("petra", "rewound", "muon-feedback"),
         ("backprop", None, "muon"),
         updates=updates,
         size=size,
