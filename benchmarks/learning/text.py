@@ -392,10 +392,12 @@ def _orders(updates: int, size: str) -> Iterator[Training]:
 
 def _wide(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
+        ("petra", None, "muon-feedback"),
         ("petra_stashed", None, "muon-feedback"),
-        ("backprop", None, "adamw"),
+        ("backprop", None, "muon"),
         updates=updates,
         size=size if size == "tiny" else "wide",
+        accumulate=8,
     )
 
 

@@ -157,13 +157,17 @@ class DelayAwareMuon(Optimizer):
     def _by_kernels(self, params: Sequence[Tensor]) -> bool:
         """Are these matrices updated by Triton kernels? On GPUs, if possible."""
         on_gpu = all(p.is_cuda for p in params) if self._is_fused is None else self._is_fused
-        return bool(on_gpu and _kernels().supports(params))
+        states = [t for p in params for t in self.state.get(p, {}).values()]
+        return bool(on_gpu and _kernels().supports([*params, *states]))
 
     def _fused_step(self, group: Mapping[str, Any], params: list[Any]) -> None:
         """The update of matrices by kernels."""
         kernels, flag = _kernels(), getattr(self, "found_inf", None)
         feedback = group["feedback"] * self.delay
         last = last_updates(params, self.state, params) if feedback else [None] * len(params)
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and rate.device != params[0].device:
+            rate = float(rate)
         settings = group["weight_decay"], feedback, flag
         for indices in _by_shape(params):
             first = params[indices[0]]
@@ -176,7 +180,7 @@ class DelayAwareMuon(Optimizer):
             scale = _scale(rows, columns)
             directions = _newton_schulz(batch, group["ns_steps"])
             for index, direction in zip(indices, directions, strict=True):
-                kernels.update(params[index], direction, last[index], group["lr"], scale, *settings)
+                kernels.update(params[index], direction, last[index], rate, scale, *settings)
 
     def _adamw_updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
