@@ -6,6 +6,11 @@ Where the loss is a parabola, the parameter, the mean of gradients and the delay
 linear recurrence, which is stable as long as no eigenvalue is larger than 1. Printed is the largest
 curvature for which that holds, times the effective step: how far a gradient moves its parameter in
 the end.
+
+Muon and Adam divide by what they find, so that no recurrence describes them. The second table
+trains a matrix W on the loss tr(W' H W) / 2 with curvatures from 1 to 100 in directions of their
+own, and noise in the gradients: printed is how many times larger the loss is in the end than
+without delay, at the best of some learning rates each.
 """
 
 from __future__ import annotations
@@ -16,14 +21,32 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from benchmarks.harness import show
 from benchmarks.learning.pictures import draw_stability
 from benchmarks.registry import Benchmark, Row
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, ErrorFeedback
 from revcompile.optim.delay_aware import averaging_horizon, look_ahead
 
 Momentum = Callable[[int], tuple[float, float]]
 """From a delay in updates to the averaging horizon of gradients, and the look-ahead, in updates."""
+
+Make = Callable[[list[nn.Parameter], float], Optimizer]
+_RATES: Final = (0.003, 0.01, 0.03)
+TRAINED: Final[Mapping[str, tuple[Make, tuple[float, ...]]]] = {
+    "AdamW": (lambda p, rate: AdamW(p, rate, betas=(0.9, 0.99), weight_decay=0.0), _RATES),
+    "AdamW, error feedback": (
+        lambda p, rate: ErrorFeedback(AdamW(p, rate, betas=(0.9, 0.99), weight_decay=0.0)),
+        _RATES,
+    ),
+    "DelayAwareAdamW": (lambda p, rate: DelayAwareAdamW(p, rate, weight_decay=0.0), _RATES),
+    "Muon": (lambda p, rate: DelayAwareMuon(p, rate, feedback=0.0), (0.01, 0.03, 0.1)),
+    "DelayAwareMuon": (DelayAwareMuon, (0.01, 0.03, 0.1)),
+}
+"""Optimizers, and learning rates to try."""
 
 KINDS: Final[Mapping[str, Momentum]] = {
     "momentum 0.9, as Adam has it": lambda delay: (10, 0),
@@ -69,10 +92,32 @@ def most_curved(horizon: float, ahead: float, delay: int) -> float:
     return low
 
 
+def trained(make: Make, rate: float, delay: int, updates: int, size: int = 12) -> float:
+    """The loss after so many updates, each with the gradient of the weights `delay` updates ago."""
+    generator = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
+    curved = axes @ torch.diag(torch.logspace(0, 2, size)) @ axes.T
+    weight = nn.Parameter(torch.randn(size, size, generator=generator))
+    optimizer = make([weight], rate)
+    if hasattr(optimizer, "delay"):
+        optimizer.delay = delay
+    schedule = CosineAnnealingLR(optimizer, updates)
+    history = [weight.detach().clone()] * (delay + 1)
+    with torch.no_grad():
+        for _ in range(updates):
+            weight.grad = curved @ history.pop(0)
+            weight.grad += torch.randn(size, size, generator=generator)
+            optimizer.step()
+            schedule.step()
+            history.append(weight.detach().clone())
+        return float((weight * (curved @ weight)).sum() / 2)
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("--delays", type=int, nargs="+", default=[0, 1, 2, 3, 5, 9, 18])
     parser.add_argument("--out", type=Path, help="draw it here")
+    parser.add_argument("--updates", type=int, default=600, help="of trained matrices")
 
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
@@ -86,10 +131,25 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         ("", *map(str, options.delays)),
         [(kind, *(f"{value:.2f}" for value in values)) for kind, values in largest.items()],
     )
+    losses = {
+        kind: [min(trained(make, rate, delay, options.updates) for rate in rates) for delay in late]
+        for late in [[0, *(delay for delay in options.delays if 0 < delay < 10)]]
+        for kind, (make, rates) in TRAINED.items()
+    }
+    show(
+        "loss of a matrix in the end, by delay in updates, relative to none",
+        ("", "loss at 0", *(str(delay) for delay in options.delays if 0 < delay < 10)),
+        [
+            (kind, f"{first:.3g}", *(f"{value / first:.2f}" for value in rest))
+            for kind, (first, *rest) in losses.items()
+        ],
+    )
     if options.out is not None:
         draw_stability(options.delays, largest, options.out)
     for kind, values in largest.items():
         yield {"kind": kind, **dict(zip(map(str, options.delays), values, strict=True))}
 
 
-BENCHMARK = Benchmark("stability", arguments, main, smallest=("--delays", "0", "2"))
+BENCHMARK = Benchmark(
+    "stability", arguments, main, smallest=("--delays", "0", "2", "--updates", "9")
+)

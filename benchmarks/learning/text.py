@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -33,11 +34,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import revcompile
 from benchmarks.harness import show
+from benchmarks.learning.planned import seconds_an_update, updates_to
 from benchmarks.learning.results import gather
 from benchmarks.learning.workers import OutOfTime, train
 from benchmarks.registry import Benchmark, Row
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
 
+_CHARACTERS = 65
+"""Of Tiny Shakespeare."""
 SEQUENCES = 64
 """In an update, at any `accumulate`."""
 WARM_UP = 0.05
@@ -353,6 +357,7 @@ def _start(updates: int, size: str) -> Iterator[Training]:
 def _averaged(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, "muon-feedback"),
+        ("petra", "rewound", "muon-feedback"),
         ("backprop", None, "muon"),
         updates=updates,
         size=size,
@@ -387,10 +392,12 @@ def _orders(updates: int, size: str) -> Iterator[Training]:
 
 def _wide(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
+        ("petra", None, "muon-feedback"),
         ("petra_stashed", None, "muon-feedback"),
-        ("backprop", None, "adamw"),
+        ("backprop", None, "muon"),
         updates=updates,
         size=size if size == "tiny" else "wide",
+        accumulate=8,
     )
 
 
@@ -432,12 +439,34 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
             f"{loss:.3f}",
             f"{result['log'][-1]['train_loss']:.3f}",
             f"{result['log'][-1]['seconds']:.0f}",
+            *(_reached(result, options.reach) if options.reach else ()),
         )
         for setting, (loss, result) in best.items()
     ]
-    columns = ("setting", "learning rate", "validation loss", "last training loss", "seconds")
+    columns = ["setting", "learning rate", "validation loss", "last training loss", "seconds"]
+    if options.reach:
+        columns += [f"updates to {options.reach:g}", "ms by the planner"]
     show(f"character-level GPT, {options.updates} updates", columns, rows)
     yield from results
+
+
+def _reached(result: Any, loss: float) -> tuple[str, str]:
+    """Updates until a validation loss, and how long they take by the planner."""
+    training, updates = Training(**result["training"]), updates_to(loss, result["log"])
+    if updates is None:
+        return "never", ""
+    where = training.method, training.stages, training.accumulate, training.order
+    each = seconds_an_update(_rewired(training.size, training.policy), SEQUENCES, *where)
+    return f"{updates:.0f}", f"{1000 * updates * each:.0f}"
+
+
+@functools.cache
+def _rewired(size: str, policy: str) -> Any:
+    with torch.device("meta"):
+        model = GPT(_CHARACTERS, SIZES[size])
+        example = torch.zeros(2, SIZES[size].context, dtype=torch.long)
+    net = revcompile.petrafy(model, 2, example, policy=POLICIES[policy], check="off")
+    return net.partition.rewired
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -446,6 +475,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="a text file", default=Path("data/input.txt"))
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
     parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
+    parser.add_argument("--reach", type=float, help="say when a validation loss was reached")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--updates", type=int, default=1200)
     parser.add_argument("--until", type=int, help="stop after so many of them")

@@ -32,7 +32,10 @@ def warn_of_delay(
     accumulate: int,
     stacklevel: int,
 ) -> None:
-    """Warn where a model with attention is trained with late gradients and without compensation.
+    """Warn where a model with attention is trained with late gradients and without a remedy.
+
+    Remedies are an optimizer that compensates the delay and, in backward, the weights of the
+    forward pass; up to one update of delay none is needed.
 
     Args:
         delays: of stages of this process, the first of all among them, in updates.
@@ -42,30 +45,39 @@ def warn_of_delay(
         stacklevel: of whoever is warned, as `warnings.warn` takes it.
     """
     late = [
-        (delay, type(optimizer).__name__)
+        (delay, optimizer)
         for updater, delay in delays
         if updater.optimizer is not None and delay > _BEARABLE
         for optimizer in members(updater.optimizer)
-        if not hasattr(optimizer, "delay")
     ]
     if not late or not has_attention((program.forward for program in programs), root):
         return
-    most, optimizer = late[0]
+    most = late[0][0]
+    plain = [type(optimizer).__name__ for _, optimizer in late if not hasattr(optimizer, "delay")]
     method = programs[0].method
+    has_others = method.weights in (Weights.LATEST, Weights.PREDICTED)
+    if not plain and not has_others:
+        return
+    problems, remedies = [], []
+    if plain:
+        problems.append(f"which {plain[0]} does not compensate")
+        remedies.append(
+            "revcompile.optim.DelayAwareMuon with "
+            "param_groups=revcompile.optim.muon_groups(model), or "
+            f"revcompile.optim.ErrorFeedback({plain[0]}(...))"
+        )
+    if has_others:
+        problems.append("and backward uses other weights than forward did")
+        remedies.append(
+            "weights='stashed' (a copy of the weights for each update of delay) or "
+            "weights='rewound' (one copy, and half a byte a parameter for each)"
+        )
     enough = window(method, len(programs), 0, accumulate) - 1
-    also = (
-        ", with weights='stashed' (a copy of the weights for each update of delay) or "
-        "weights='rewound' (one copy, and half a byte a parameter for each)"
-        if method.weights is Weights.LATEST
-        else ""
-    )
     warnings.warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
-        f"which {optimizer} does not compensate: expect it to learn much less than by backprop. "
-        "Use revcompile.optim.DelayAwareMuon with "
-        "param_groups=revcompile.optim.muon_groups(model), or "
-        f"revcompile.optim.ErrorFeedback({optimizer}(...)){also}; or "
-        f"accumulate={enough}, with smaller micro-batches, to be no more than one update late",
+        f"{', '.join(problems)}: expect it to learn much less than by backprop. Use "
+        f"{', and '.join(remedies)}; or accumulate={enough}, with smaller micro-batches, to be no "
+        "more than one update late",
         RevcompileWarning,
         stacklevel=stacklevel + 1,
     )

@@ -81,10 +81,17 @@ def test_one_warning_names_the_remedies() -> None:
     assert "'stashed'" not in text and "up to 6 updates" in text and "accumulate=6" in text
 
 
+def test_other_weights_in_backward_are_warned_of() -> None:
+    (text,) = advice(net(), DelayAwareMuon)
+    assert "up to 3 updates late, and backward uses other weights than forward did" in text
+    assert "'rewound'" in text and "accumulate=3" in text and "ErrorFeedback" not in text
+
+
 def test_no_warning_where_there_is_nothing_to_say() -> None:
     muon = {"param_groups": muon_groups(net().model)}
-    assert not advice(net(), DelayAwareMuon, **muon)
-    assert not advice(net(), lambda p: [ErrorFeedback(torch.optim.AdamW(p))])
+    assert not advice(net(), DelayAwareMuon, weights="stashed", **muon)
+    assert not advice(net(), DelayAwareMuon, accumulate=3, **muon)
+    assert not advice(net(), lambda p: [ErrorFeedback(torch.optim.AdamW(p))], weights="rewound")
     assert not advice(net(), torch.optim.AdamW, accumulate=3)
     assert not advice(net(), torch.optim.AdamW, method="1f1b")
     assert not advice(fresh(Plain), torch.optim.AdamW)
