@@ -7,6 +7,7 @@ while other micro-batches pass, and store inputs unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir.program import StageProgram
+from revcompile.ir.types import TYPE, TensorType
 from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
 from revcompile.schedule import Keep, Order
 
@@ -103,7 +105,10 @@ class ActivationStore:
     def __init__(self, program: StageProgram, settings: Buffers) -> None:
         self._settings, self._kept = settings, program.kept
         self._names = _inputs_kept(program) if settings != Buffers() else frozenset()
-        self._sent = frozenset(program.sends_back)
+        self.low = self._names & _declared_wide(program)
+        """Inputs that a compiled program takes as they are stored."""
+        self.sent = self.low & frozenset(program.sends_back)
+        """Those of them that every program does: they are sent to the stage before that way."""
         self._is_first = program.index == 0
         self.pool: PinnedPool | None = None
         """The host memory for offloaded inputs, from the first one on."""
@@ -140,16 +145,16 @@ class ActivationStore:
         return self.pool
 
     def load(self, kept: tuple[Any, ...], as_stored: bool = False) -> tuple[Any, ...]:
-        """Stored values as a backward program takes them.
-
-        Those that it sends to the stage before are left as they are stored, or all of them; an
-        element of float8 has no meaning without its scale.
+        """Stored values as a backward program takes them: those in `sent`, or in `low`, as they are
+        stored, but for float8, which has no meaning without its scale.
         """
         if not self._names:
             return kept
         pairs = zip(self._kept, kept, strict=True)
         return tuple(
-            self._load(v, as_stored or name in self._sent) if name in self._names else v
+            self._load(v, name in (self.low if as_stored else self.sent))
+            if name in self._names
+            else v
             for name, v in pairs
         )
 
@@ -157,7 +162,8 @@ class ActivationStore:
         if isinstance(value, OffloadedTensor):
             assert self.pool is not None
             value = self.pool.take(value)
-        return value if as_stored and not isinstance(value, Scaled) else widened(value)
+        is_low = isinstance(value, Scaled) or (self._is_compressed(value) and not as_stored)
+        return decompress(value) if is_low else value
 
     def are_read_in(self, dtype: torch.dtype | None) -> bool:
         """Are values stored in the dtype in which layers read them under autocast to it?"""
@@ -207,25 +213,36 @@ class ActivationStore:
 def widened(value: Any) -> Any:
     """A value that is stored, or was sent, in fewer bits as a program computes with it."""
     is_low = isinstance(value, Tensor) and value.dtype in _DTYPES
-    return decompress(value) if is_low or isinstance(value, Scaled) else value
+    return decompress(value) if is_low else value
 
 
-def taking_stored(program: StageProgram) -> fx.Graph:
-    """A copy of a stage's backward program that may be given inputs as they are stored.
+def taking_stored(program: StageProgram, stored: Container[str]) -> fx.Graph:
+    """A copy of a stage's backward program that may be given some inputs as they are stored.
 
     It sends them to the stage before as they are, whose program takes that.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.backward, {}))
+    names, wide = (*program.kept, *program.needs_back), _declared_wide(program)
     _, *given = graph.find_nodes(op="placeholder")
-    for name, node in zip((*program.kept, *program.needs_back), given, strict=False):
+    for name, node in zip(names, given, strict=False):
         computing = [user for user in node.users if user.op != "output"]
-        if computing and (name in program.needs_back or name in _inputs_kept(program)):
+        if computing and name in wide and (name in program.needs_back or name in stored):
             with graph.inserting_before(given[-1].next):
-                wide = graph.call_function(widened, (node,))
+                value = graph.call_function(widened, (node,))
             for user in computing:
-                user.replace_input_with(node, wide)
+                user.replace_input_with(node, value)
     return graph
+
+
+def _declared_wide(program: StageProgram) -> frozenset[str]:
+    """What is kept or sent back, and float32 to the program: a model may be in bfloat16 itself."""
+    _, *given = program.backward.find_nodes(op="placeholder")
+    names = zip((*program.kept, *program.needs_back), given, strict=False)
+    types = ((name, node.meta.get(TYPE)) for name, node in names)
+    return frozenset(
+        name for name, t in types if isinstance(t, TensorType) and t.dtype == torch.float32
+    )
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:

@@ -111,7 +111,7 @@ class Stage:
         self._early_statistics = (
             statistics_of(program, root) if statistics_move_early(program) else []
         )
-        graphs = [program.forward, taking_stored(program)]
+        graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if autocast is not None:
             graphs = [cast_streams(graph, root, autocast) for graph in graphs]
             graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]

@@ -224,7 +224,8 @@ class CapturedStageExecutor(StageExecutor):
 
 def _fused_programs(stage: Stage, fused: FusedOps) -> Programs:
     program = stage.program
-    forward, backward = fuse(program.forward, taking_stored(program), stage.root, fused)
+    backward = taking_stored(program, stage.activations.low)
+    forward, backward = fuse(program.forward, backward, stage.root, fused)
     if stage.activations.are_read_in(stage.autocast):
         _keep_as_read(forward, [_is_read(node) for node in _kept(program, backward)])
     name = f"stage {program.index}, compiled"
