@@ -319,7 +319,7 @@ class Bound:
             return _NOTHING
         hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
         stack = ExitStack()
-        stack.enter_context(_filled(replaced))
+        stack.enter_context(filled(replaced))
         stack.enter_context(replay_hooks(hooked, self._hooks))
         return stack
 
@@ -332,7 +332,8 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 @contextmanager
-def _filled(slots: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
+def filled(slots: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
+    """Slots with other contents."""
     before = [(slot, slot[0].get(slot[1])) for slot, _ in slots]
     for (owner, name), value in slots:
         owner[name] = value

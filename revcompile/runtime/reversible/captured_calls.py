@@ -20,7 +20,8 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,8 +31,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, RevcompileWarning
-from revcompile.runtime.reversible.bindings import Bindings, Column
-from revcompile.runtime.reversible.hooks import gradient_hooks_silenced
+from revcompile.runtime.reversible.bindings import Bindings, Column, filled
 from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
 _log: Final = logging.getLogger("revcompile")
@@ -225,6 +225,16 @@ class _Reads:
         self.parameters = list(unique.values())
         """Those that require a gradient, each once."""
 
+    @contextmanager
+    def replaced(self, leaves: Sequence[Tensor]) -> Iterator[None]:
+        """Compute with these instead of the parameters that require a gradient."""
+        by_id = {id(p): leaf for p, leaf in zip(self.parameters, leaves, strict=True)}
+        with ExitStack() as stack:
+            for column, values in self._columns:
+                new = [by_id.get(id(value), value) for value in values]
+                stack.enter_context(filled(column.different(new)))
+            yield
+
     def are_same(self) -> bool:
         return (
             all(column.holds(values) for column, values in self._columns)
@@ -261,36 +271,33 @@ class _Captured:
         self.differentiated = [n for n, value in self._inputs.items() if value.requires_grad]
         """The inputs that get gradients."""
         found: dict[str, Any] = {}
+        self._gradients: tuple[Tensor | None, ...] = ()
 
         def forward() -> None:
             computed = run(dict(statics))
             found.update((name, computed[name]) for name in results)
 
-        # Weights that autocast has converted are those of this step only.
-        is_caching = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            self.replay_forward = graphs.capture(forward)
-        finally:
-            torch.set_autocast_cache_enabled(is_caching)
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        self.outputs = list(tensors)
-        self.others = {name: value for name, value in found.items() if name not in tensors}
-        """Results that are not tensors."""
-        ends = [value for value in tensors.values() if value.requires_grad]
-        if not ends:
-            raise InputError("no result of the model has a gradient")
-        self.has_gradient = [value.requires_grad for value in tensors.values()]
-        self._given = [torch.zeros_like(end, requires_grad=False) for end in ends]
-        targets = [*(self._inputs[n] for n in self.differentiated), *reads.parameters]
-        self._gradients: tuple[Tensor | None, ...] = ()
-
         def backward() -> None:
-            with gradient_hooks_silenced(reads.parameters):
-                self._gradients = torch.autograd.grad(ends, targets, self._given, allow_unused=True)
+            self._gradients = torch.autograd.grad(ends, targets, self._given, allow_unused=True)
 
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            self.replay_backward = graphs.capture(backward)
+        # Leaves of their own: autograd accumulates the gradients of a parameter on the stream of
+        # the graph that has read it first, and the user may still hold one of an earlier call.
+        leaves = [parameter.detach().requires_grad_() for parameter in reads.parameters]
+        targets = [*(self._inputs[name] for name in self.differentiated), *leaves]
+        with reads.replaced(leaves):
+            with _without_autocast_cache():
+                self.replay_forward = graphs.capture(forward)
+            tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+            self.outputs = list(tensors)
+            self.others = {name: value for name, value in found.items() if name not in tensors}
+            """Results that are not tensors."""
+            ends = [value for value in tensors.values() if value.requires_grad]
+            if not ends:
+                raise InputError("no result of the model has a gradient")
+            self.has_gradient = [value.requires_grad for value in tensors.values()]
+            self._given = [torch.zeros_like(end, requires_grad=False) for end in ends]
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                self.replay_backward = graphs.capture(backward)
         self.results = [value.detach() for value in tensors.values()]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -304,6 +311,17 @@ class _Captured:
         self.replay_backward()
         copies = iter(_copies([g for g in self._gradients if g is not None]))
         return [None if gradient is None else next(copies) for gradient in self._gradients]
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Weights that autocast has converted are those of one step only."""
+    is_caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_caching)
 
 
 def _static(value: Any) -> Any:

@@ -7,8 +7,7 @@ a later one is therefore copied into buffers that are allocated once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -122,40 +121,6 @@ class StaticBuffers(Flat):
 def empty_on(device: torch.device, tree: Any) -> Any:
     """Nested values with uninitialised tensors on a device instead of their own."""
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
-
-
-class StaticMemory:
-    """Where static buffers are allocated on a GPU: apart from what comes and goes.
-
-    A buffer that lies in a part of a larger block keeps all of that block from being freed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, None
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                self._pool = torch.cuda.MemPool()
-
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        # A capture has a pool of its own.
-        if self._pool is None or torch.cuda.is_current_stream_capturing():
-            yield
-        else:
-            with torch.cuda.use_mem_pool(self._pool, self._device):
-                yield
-
-
-_LARGE: Final = 1 << 20
-"""Bytes from which on a tensor shares its segment of memory with other large ones."""
-
-
-def move(tensors: Iterable[Tensor]) -> None:
-    """Have large tensors on a GPU lie in memory that is allocated now."""
-    for tensor in tensors:
-        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        if tensor.is_cuda and is_whole and tensor.nbytes >= _LARGE:
-            tensor.data = tensor.data.clone()
 
 
 def pooled_copy(pool: BufferPool, tree: Any) -> Any:

@@ -24,7 +24,7 @@ from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Eage
 from revcompile.runtime.executor.captured.optimizers import FixedSettings
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
-from revcompile.runtime.executor.captured.streams import StepStreams, largest_tensor
+from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
@@ -34,11 +34,10 @@ from revcompile.runtime.executor.transport import (
     Route,
     Transport,
 )
-from revcompile.runtime.reversible.overlap import SMALL
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.ring_buffer import RingBuffer
-from revcompile.runtime.stage.static_buffers import StaticBuffers, StaticMemory, empty_on, move
+from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on
 from revcompile.schedule import Order, Schedule, window
 
 Messages = dict[Route, list[Message]]
@@ -136,9 +135,7 @@ class StaticState:
         self._flags = self._current_flags()
         self._counts = torch.stack([executor.count for executor in self.executors])
         self._settings: FixedSettings | None = None
-        memory = StaticMemory(self._flags.device)
-        self._transport.clear(memory)
-        self._memory = memory  # the one before is freed, now that nothing lies there
+        self._transport.clear()
 
     def _current_flags(self) -> Tensor:
         """Of each stage's last backward pass, and that of the message from the next rank."""
@@ -189,13 +186,7 @@ class StaticState:
             sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
             if why := missing_memory(messages, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
-            with self._memory.allocating():
-                self._allocate(messages, batch)
-                for executor in self.executors:
-                    move(executor.updater.state_tensors)
-                    move(executor.stage.cast_weights.copies)
-            if self._streams is not None and 0 in self._by_stage:
-                self._streams.staying |= self._large_stages(batch)
+            self._allocate(messages, batch)
             self._boundary.allocate(batch, expected, self._by_stage, flag)
         self._load(messages, schedule, is_new)
         for route, queue in messages.items():
@@ -262,19 +253,6 @@ class StaticState:
                 self._transport.open(route, queue[0], self._waiting_counts[target])
         self._open_tied_routes()
 
-    def _large_stages(self, batch: StepInputs) -> set[int]:
-        """Stages with tensors so large that each of their kernels fills the GPU."""
-        kind, value = self.executors[0].program.inputs[0].type, batch.local.leaves[0]
-        dim = None if kind is None else kind.batch_dim
-        if dim is None or not isinstance(value, Tensor) or value.ndim <= dim:
-            return set()
-        samples = value.shape[dim]
-        return {
-            executor.index
-            for executor in self.executors
-            if largest_tensor(executor.program.forward, samples) > SMALL
-        }
-
     def _open_tied_routes(self) -> None:
         for source, target, kind in tied_routes(self.executors):
             route, holder = (source, target, kind), self._by_stage[max(source, target)]
@@ -317,8 +295,7 @@ class StaticState:
 
     def _gradient_buffers(self, stage: int, gradients: Mapping[str, Tensor]) -> StaticBuffers:
         if stage not in self._gradients or not self._gradients[stage].matches(dict(gradients)):
-            with self._memory.allocating():
-                self._gradients[stage] = StaticBuffers(dict(gradients))
+            self._gradients[stage] = StaticBuffers(dict(gradients))
         return self._gradients[stage]
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:

@@ -26,7 +26,6 @@ from revcompile.runtime.executor.transport import Message, Route, Sending, Trans
 from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.static_buffers import (
     Flat,
-    StaticMemory,
     copy_tensors,
     empty_on,
     storage,
@@ -64,11 +63,10 @@ class StaticTransport(Transport):
     ) -> None:
         super().__init__(stages)
         self._take, self._hands_on = take, hands_on
-        self.clear(StaticMemory(torch.device("cpu")))
+        self.clear()
 
-    def clear(self, memory: StaticMemory) -> None:
-        """Forget all buffers; allocate new ones there."""
-        self._memory = memory
+    def clear(self) -> None:
+        """Forget all buffers."""
         self.rings: dict[Route, RingBuffer] = {}
         """Of routes on which many messages wait, and are copied when they are received."""
         self._counts: dict[Route, int] = {}
@@ -193,8 +191,7 @@ class StaticTransport(Transport):
             elif before is not None and buffer is before.payload.leaves[number]:
                 buffer = None
             if buffer is None:
-                with self._memory.allocating():
-                    buffer = torch.empty_like(like, device=leaf.device)
+                buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
                 self._storages.add(storage(buffer))
             copies.append((buffer, leaf))
