@@ -176,13 +176,23 @@ class Column:
 
 
 class Watch:
-    """Notices modules, among those that some graphs read, that were replaced or run differently."""
+    """Notices modules, among those that some graphs read, that were replaced or run differently.
 
-    def __init__(self, bindings: Sequence[Bindings]) -> None:
+    Args:
+        only: Of all these modules.
+    """
+
+    def __init__(
+        self, bindings: Sequence[Bindings], only: Sequence[nn.Module] | None = None
+    ) -> None:
         watched, edges = dict[nn.Module, str](), dict[tuple[int, str], _Edge]()
         for each in bindings:
             watched |= each.enclosing | each.modules
             edges |= each.edges
+        if only is not None:
+            owners = set(map(id, only))
+            watched = {module: path for module, path in watched.items() if id(module) in owners}
+            edges = {place: edge for place, edge in edges.items() if place[0] in owners}
         self._root, self._paths = next((each.root for each in bindings), None), watched
         # Whole columns are compared, without a loop in Python; what differs is found afterwards.
         self._modules = list(watched)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -26,13 +26,25 @@ from revcompile.runtime.reversible.hooks import MODULE_HOOKS, NoHooks
 
 _requires_grad: Final = attrgetter("requires_grad")
 _gradient_hooks: Final = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_PART: Final = 64
+"""How many modules and parameters are looked at before a replay, which reads none of them: each in
+its turn, so that a large model does not cost the host more."""
+Item = TypeVar("Item")
+
+
+def _parts(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """At least one."""
+    return [items[start : start + _PART] for start in range(0, max(len(items), 1), _PART)]
 
 
 class TreeGuard:
     """The module tree of a model, and whether it is still the one that stages were compiled for."""
 
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
-        self._root, self._watch = root, Watch([Bindings(None, root)])
+        bindings = Bindings(None, root)
+        modules = dict.fromkeys([root, *bindings.enclosing, *bindings.modules])
+        self._root = root
+        self._watches = [Watch([bindings], part) for part in _parts(list(modules))]
         self._own = self._of_root()
         called = set(TreeReads(rewired.graphs, root).modules)
         uncalled = {m: path for path, m in root.named_modules() if m not in called}
@@ -50,9 +62,15 @@ class TreeGuard:
         # Capturing another case, in an evaluation, registers its constants: new buffers.
         return len(own["_modules"]), len(own["_parameters"]), own.get("forward")
 
-    def problem(self) -> str | None:
-        """What has changed and what to do, or None."""
-        changed = self._watch.change(with_hooks=False)
+    def problem(self, part: int | None = None) -> str | None:
+        """What has changed and what to do, or None.
+
+        Args:
+            part: Look at some modules only: at all of them in as many steps as there are parts.
+        """
+        watches = self._watches if part is None else [self._watches[part % len(self._watches)]]
+        changes = (watch.change(with_hooks=False) for watch in watches)
+        changed = next((change for change in changes if change is not None), None)
         if changed is None and self._of_root() != self._own:
             changed = "the model"
         if changed is not None:
@@ -103,12 +121,15 @@ class ParameterGuard:
         self._watch([(slot, label) for slot, label, _ in watched])
 
     @classmethod
-    def of_all(cls, guards: Iterable[ParameterGuard]) -> ParameterGuard:
-        """One guard for the parameters of several stages."""
-        joined = cls.__new__(cls)
-        joined._where = "the model"
-        joined._watch([entry for guard in guards for entry in guard._watched])
-        return joined
+    def in_parts(cls, guards: Iterable[ParameterGuard]) -> list[ParameterGuard]:
+        """Guards for parts of the parameters of several stages, to be asked in turns."""
+        parts = []
+        for watched in _parts([entry for guard in guards for entry in guard._watched]):
+            part = cls.__new__(cls)
+            part._where = "the model"
+            part._watch(watched)
+            parts.append(part)
+        return parts
 
     def _watch(self, watched: Sequence[tuple[Slot, str]]) -> None:
         self._watched = watched

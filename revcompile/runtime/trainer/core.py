@@ -218,6 +218,10 @@ class Trainer(TrainerState, ABC):
         for executor in self.executors:
             executor.weights_loaded(weights)
 
+    def _tree_problem(self) -> str | None:
+        """What has changed of the modules; in steps that are replayed a part is looked at."""
+        return self.tree.problem(self.schedule.injected if self.runner.is_replaying else None)
+
     def _check_tree(self, where: str) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
         for problem in self.everyone(self.tree.problem()):

@@ -59,7 +59,8 @@ class LocalTrainer(Trainer):
 
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
         self._check_usable()
-        self._check_tree("trainer.step")
+        if (problem := self._tree_problem()) is not None:
+            raise InputError(f"trainer.step: {problem}")
         self._set_train_mode()
         if (metrics := self._captured_step(inputs, target)) is not None:
             return metrics

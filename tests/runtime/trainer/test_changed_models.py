@@ -17,6 +17,7 @@ from training import batches, feed, fresh, plain_sgd, trainer_of
 
 import revcompile
 from revcompile.errors import InputError, TrainerStoppedError
+from revcompile.runtime.stage import module_guards
 
 
 class Block(nn.Module):
@@ -123,6 +124,22 @@ def test_a_parameter_where_there_was_none_is_refused(backend: str) -> None:
     net.model.get_submodule("head").bias = nn.Parameter(torch.ones(3))
     with pytest.raises(InputError, match=r"head\.bias was replaced"):
         trainer.step(*data[0])
+
+
+def test_a_change_is_noticed_by_one_part_of_the_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before replays, which look at no modules, the parts take turns."""
+    monkeypatch.setattr(module_guards, "_PART", 2)
+    net = staged()
+    trainer = trainer_of(net, backend="static")
+    feed(trainer, batches(9))
+    assert trainer.runner.is_active and not trainer.runner.is_replaying
+    head, guards = net.model.get_submodule("head"), trainer.runner._parameters
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    assert [guard.problem() is None for guard in guards].count(False) == 1 < len(guards)
+    net.model.blocks[1].up = Same()  # type: ignore[index, union-attr]
+    told = [trainer.tree.problem(turn) for turn in range(len(trainer.tree._watches))]
+    assert [problem is None for problem in told].count(False) == 1 < len(told)
+    assert trainer.tree.problem() in told
 
 
 def test_after_a_change_is_undone_training_goes_on() -> None:

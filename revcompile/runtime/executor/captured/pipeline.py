@@ -78,7 +78,7 @@ class StaticPipeline(StaticState):
         kind = (accumulated, entering % self._period, tuple(before_forward))
         # A graph must find messages where those of all later steps will be.
         replay = self._replay if self._transport.is_static else EagerReplay()
-        is_replay = replay.is_captured(kind)
+        is_replay = self.is_replaying = replay.is_captured(kind)
         updating = [
             executor
             for stage, executor in self._by_stage.items()

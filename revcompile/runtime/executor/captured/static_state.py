@@ -123,6 +123,7 @@ class StaticState:
         advice = loss_head.overflow_advice
         self._reports = NonFiniteReports(self._stages, 8 if is_alone else 2, advice)
         self._results = BufferPool()
+        self.is_replaying = False
         self.is_active = False
         """Is what is in flight here, and not with the executors that perform single actions?"""
         self._reset()
