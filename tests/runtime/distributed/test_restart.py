@@ -8,7 +8,9 @@ and optimizer state. Learning rates follow a schedule, and every batch is change
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,13 @@ def one_thread() -> None:
 
 def resumed(course: Course) -> Course:
     return dataclasses.replace(course, end=None)
+
+
+@functools.cache
+def once(course: Course) -> Lines:
+    """An undisturbed run that several tests compare with."""
+    with tempfile.TemporaryDirectory() as place:
+        return undisturbed(course, Path(place, "alone"))
 
 
 def assert_steps(ranks: Sequence[Lines], expected: Lines, first: int) -> None:
@@ -123,7 +132,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
 )
 def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path, end: End, left: int) -> None:
     course = Course(Run(steps=10), saves=(4, 8), end=end)
-    expected = undisturbed(course, tmp_path / "alone")
+    expected = once(resumed(course))
     ended = launch(course, 2, tmp_path / "ranks")
     assert_named(ended, end.rank, end.step)
     assert Checkpoint(find_checkpoint(tmp_path / "ranks")).step == left
