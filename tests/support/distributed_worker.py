@@ -345,6 +345,8 @@ def rank_main(rank: int, world: int, port: int, scenario: Any, folder: str, opti
     os.environ |= {key: value.format(rank=rank) for key, value in options.get("env", {}).items()}
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(options.get("device", "cpu") == "cpu")
+    # As in the process it is compared with: rounded products differ more than captured steps may.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     found = (SCENARIOS[scenario] if isinstance(scenario, str) else scenario)(rank, options)
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
