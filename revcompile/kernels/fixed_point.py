@@ -21,6 +21,7 @@ with it all that is computed from the streams, becomes NaN: an overflow, as one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -71,12 +72,34 @@ def unit_of(a: Tensor, b: Tensor, formats: Mapping[torch.dtype, _Format] = _FORM
 
 def fixed(x: Tensor, unit: Tensor, formats: Mapping[torch.dtype, _Format] = _FORMATS) -> Tensor:
     """A stream in units, rounded."""
-    return (x.detach() / unit).round_().to(formats[x.dtype].integers)
+    return with_usual_strides((x.detach() / unit).round_().to(formats[x.dtype].integers))
 
 
 def value(stream: Tensor, unit: Tensor) -> Tensor:
     """A stream of integers as floating-point numbers of the unit's type."""
-    return stream.to(unit.dtype).mul_(unit)
+    return with_usual_strides(stream.to(unit.dtype).mul_(unit))
+
+
+@functools.lru_cache(maxsize=256)
+def _strides(shape: torch.Size, memory_format: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
+
+
+def with_usual_strides(x: Tensor) -> Tensor:
+    """The tensor, with the strides that its memory format has for these sizes.
+
+    Dimensions of size 1 can have any stride. Sums and differences give them the usual one, but
+    what enters a chain may have others, and layers choose their kernels by them: a convolution of
+    images of 1 x 1 would take another kernel in the rebuild, and give other last bits.
+    """
+    if 1 not in x.shape:
+        return x
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for memory_format in (torch.contiguous_format, formats.get(x.ndim)):
+        if memory_format is not None and x.is_contiguous(memory_format=memory_format):
+            usual = _strides(x.shape, memory_format)
+            return x if x.stride() == usual else x.as_strided(x.shape, usual)
+    return x
 
 
 def pack_bits(numbers: Tensor, count: int = 1) -> Tensor:

@@ -233,6 +233,8 @@ class _Call:
     """Of what that block was given, if the reconstruction is checked."""
     addend_dtypes: list[torch.dtype] = field(default_factory=list)
     """Of each block's F(b)."""
+    strides: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each block's `b`. Averaged couplings give F the same again: kernels are chosen by them."""
     cast_copy: Tensor | None = None
     """In forward: the latest sum in the dtype of autocast, if a kernel wrote that too."""
     output: _Output | None = None
@@ -308,6 +310,7 @@ class _Reversible(torch.autograd.Function):
                 with_cast=call.wants_cast(index, 1),
             )
         call.addend_dtypes.append(addend_dtype)
+        call.strides.append(b.stride())
         ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.finish()
         used = [sides[i] for i in block.sides]
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
@@ -421,6 +424,8 @@ def _rebuild(
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b)
+        if call.chain.kept_bits:
+            value = _laid_out(value, call.strides[node.index])
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)
         try:
@@ -430,6 +435,14 @@ def _rebuild(
         wants_cast = call.wants_cast(node.index, -1)
         a, copy = call.sums.undo(node.index, y, b, addend, wants_cast)
     return _Rebuilt(node.index, a, b, x, sides, parameters, (addend, *extras), copy, stream)
+
+
+def _laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
+        value
+    )
 
 
 def _differentiate(

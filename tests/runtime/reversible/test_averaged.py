@@ -139,22 +139,23 @@ class Convolutions(nn.Module):
 
 
 def test_convolutions_are_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward and in the rebuild; in stages around the whole program."""
-    flags = []
+    """In forward and in the rebuild, chains and stages: flags of cuDNN, strides of 1 x 1 images."""
+    flags, strides = [], []
     convolve = nn.Conv2d._conv_forward
 
     def watched(*args: Any) -> Tensor:
         flags.append((torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark))
+        strides.append(args[1].stride())
         return convolve(*args)
 
-    x = torch.randn(2, 3, 4, 4)
+    x = torch.randn(2, 3, 1, 1).as_strided((2, 3, 1, 1), (3, 1, 3, 3))  # channels last
     net = revcompile.reversify(Convolutions(), x, policy="pretrained", check="off").train()
     stages = revcompile.petrafy(Convolutions(), 1, x, policy="pretrained", check="off")
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", watched)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     net(x).sum().backward()
     stages.trainer(lambda p: torch.optim.SGD(p, lr=0.1), lambda y, _: y.sum()).step(x, None)
-    assert len(flags) >= 6 and set(flags) == {(True, False)}
+    assert len(flags) == 8 and set(flags) == {(True, False)} and len(set(strides)) == 1
     assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
 
 
