@@ -132,8 +132,8 @@ class DistributedTrainer(Trainer):
             executor.stage.device = self.device
             if executor.loss_head is not None:
                 executor.check_data = self._check_data
-            replicas = (name for names in executor.tied_owners.values() for name in names)
-            weights.adopt(model, {name: executor.stage.parameters[name] for name in replicas})
+            tied = {name: executor.stage.parameters[name] for name in executor.replicas}
+            weights.adopt(model, tied)
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
         self.runner = GraphRunner(
@@ -278,7 +278,9 @@ class DistributedTrainer(Trainer):
         return self.binder.count_samples(outputs)
 
     def _raise_failures(self) -> None:
-        refused = [error for executor in self.executors for error in executor.take_forward_errors()]
+        refused = [error for executor in self.executors for error in executor.forward_errors]
+        for executor in self.executors:
+            executor.forward_errors = []
         super()._raise_failures()
         for error in refused:
             if isinstance(error, RevcompileError):
@@ -470,12 +472,9 @@ class DistributedTrainer(Trainer):
 
     def _until_signal(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
         """Once any rank has received a SIGTERM, all save."""
-        method, stages, accumulate = (
-            self.schedule.method,
-            self.schedule.stages,
-            self.schedule.accumulate,
-        )
-        lag = max(stages, window(method, stages, 0, accumulate))
+        schedule = self.schedule
+        in_flight = window(schedule.method, schedule.stages, 0, schedule.accumulate)
+        lag = max(schedule.stages, in_flight)
         consensus = SignalConsensus(self.ranks.control, lag, self.transport.collective)
         return until_signal(loader, save, agree=consensus.ask, agree_at_end=consensus.remaining)
 

@@ -37,6 +37,7 @@ from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
+from revcompile.runtime.stage.program_facts import needed_in_flight
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
 from revcompile.runtime.stage.update import Updater
@@ -129,16 +130,6 @@ class StageExecutor:
         if observer is not None:
             observer.ends(self.index, action, done)
         return done
-
-    def take_failures(self) -> list[NonFiniteError]:
-        """Bad gradients since the last call."""
-        failures, self.failures = self.failures, []
-        return failures
-
-    def take_forward_errors(self) -> list[Exception]:
-        """Why micro-batches were skipped in forward passes, since the last call."""
-        errors, self.forward_errors = self.forward_errors, []
-        return errors
 
     def forget(self, microbatch: int) -> None:
         """Drop everything of a micro-batch."""
@@ -411,7 +402,7 @@ class StageExecutor:
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""
-        replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self._replicas}
+        replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self.replicas}
         # Updates that wait will be received before the replicas are read again.
         for message in self.transport.queued(self.index, MessageKind.TIED_WEIGHT):
             replicas |= message.values
@@ -445,13 +436,13 @@ class StageExecutor:
             self.gradient_predictor.load_state_dict(state["gradient_predictor"])
 
     @property
-    def _replicas(self) -> list[str]:
+    def replicas(self) -> list[str]:
         """Tied parameters that another stage owns and this one has a copy of."""
         return [name for names in self.tied_owners.values() for name in names]
 
     def _load_replicas(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name in self._replicas:
+            for name in self.replicas:
                 self.stage.parameters[name].copy_(weights[name])
 
     # -- messages -----------------------------------------------------------------------------
@@ -467,14 +458,6 @@ class StageExecutor:
                 f"{source}, got that of {message.index}"
             )
         return message
-
-
-def needed_in_flight(program: StageProgram) -> list[str]:
-    """The values of a micro-batch in flight that a stage's backward pass needs.
-
-    They depend on the memory budget: a state in flight fits only stages that need the same.
-    """
-    return [*program.kept, *program.needs_back]
 
 
 def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:

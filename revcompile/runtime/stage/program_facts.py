@@ -49,3 +49,11 @@ def repeats_convolutions(program: StageProgram, root: nn.Module) -> bool:
     return any(
         isinstance(p, Coupling) and p.kept_bits > 0 and convolves(p.branch, root) for p in pieces
     )
+
+
+def needed_in_flight(program: StageProgram) -> list[str]:
+    """The values of a micro-batch in flight that a stage's backward pass needs.
+
+    They depend on the memory budget: a state in flight fits only stages that need the same.
+    """
+    return [*program.kept, *program.needs_back]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
+from revcompile.errors import InputError, TrainerStoppedError
 from revcompile.runtime.checkpoint import until_signal
 from revcompile.runtime.executor.captured import GraphRunner, StepResult
 from revcompile.runtime.executor.scheduler import LocalScheduler
@@ -228,13 +228,13 @@ class Trainer(TrainerState, ABC):
             if problem is not None:
                 raise InputError(f"{where}: {problem}")
 
-    def _failures(self) -> list[NonFiniteError]:
-        """Bad gradients that have become known since the last step."""
-        later = (error for executor in self.executors for error in executor.take_failures())
-        return [*self.runner.failures(), *later]
-
     def _raise_failures(self) -> None:
-        for failure in self._failures():
+        """Raise the first bad gradient that has become known since the last step."""
+        failures = self.runner.failures()
+        for executor in self.executors:
+            failures += executor.failures
+            executor.failures = []
+        for failure in failures:
             raise failure
 
     # -- evaluation and diagnostics -----------------------------------------------------------

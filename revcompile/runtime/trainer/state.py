@@ -14,9 +14,10 @@ from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.checkpoint.codec import well_formed
 from revcompile.runtime.checkpoint.weights import first_few, model_mismatches
-from revcompile.runtime.executor.stage_executor import StageExecutor, needed_in_flight
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.program_facts import needed_in_flight
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.runtime.trainer.settings import Settings
