@@ -142,6 +142,22 @@ def test_a_change_is_noticed_by_one_part_of_the_guards(monkeypatch: pytest.Monke
     assert trainer.tree.problem() in told
 
 
+def test_parameters_in_other_memory_are_captured_anew() -> None:
+    """A graph would go on with the memory they had before."""
+    found = []
+    for replaces in (False, True):
+        net = staged()
+        trainer = trainer_of(net, backend="static")
+        data = [batch for batch in batches(16) if len(batch[1]) == 4]
+        feed(trainer, data[:7])
+        for parameter in net.model.parameters() if replaces else ():
+            parameter.data = parameter.data.clone()
+        feed(trainer, data[7:])
+        assert trainer.runner.is_active and trainer.runner._changes == replaces
+        found.append([p.detach().clone() for p in net.model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_after_a_change_is_undone_training_goes_on() -> None:
     net = staged()
     trainer, data = trainer_of(net), batches(4)

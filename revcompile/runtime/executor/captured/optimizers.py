@@ -231,9 +231,14 @@ class CapturedUpdater(Updater):
 
 
 class FixedSettings:
-    """What captured steps hold fixed of their optimizers: all settings but learning rates."""
+    """What captured steps hold fixed.
 
-    def __init__(self, updaters: Iterable[CapturedUpdater]) -> None:
+    All settings of their optimizers but learning rates, and where parameters lie in memory, which
+    `weight.data = ...` changes.
+    """
+
+    def __init__(self, updaters: Iterable[CapturedUpdater], parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
         self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
         self._members = [member for o in self._optimizers for member in members(o)]
         names = [[n for n in group if n not in _NOT_FIXED] for group in self._groups()]
@@ -244,11 +249,12 @@ class FixedSettings:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
-    def _now(self) -> tuple[list[int], list[Any], list[float]]:
+    def _now(self) -> tuple[list[Any], ...]:
         groups = self._groups()
         sizes = [len(group) - ("initial_lr" in group) for group in groups]
         values = [read(group) for read, group in zip(self._read, groups, strict=True)]
-        return sizes, values, [getattr(member, "delay", 0.0) for member in self._members]
+        delays = [getattr(member, "delay", 0.0) for member in self._members]
+        return sizes, values, delays, list(map(Tensor.data_ptr, self._parameters))
 
     def have_changed(self) -> bool:
         try:

@@ -34,7 +34,7 @@ _log: Final = logging.getLogger("revcompile")
 _MOST_KINDS: Final = 16
 """Each position of a step between two updates is captured for itself: at most so many."""
 _MOST_CHANGES: Final = 3
-"""After more changes of optimizer settings, each of which needs a new capture, capturing ends."""
+"""After more changes of what captured steps hold fixed, which need new ones, capturing ends."""
 _MOST_FAILURES: Final = 2
 """After so many failed captures capturing ends. One may be bad luck: others use the device too."""
 
@@ -230,8 +230,9 @@ class GraphRunner:
             self._changes += pipeline.is_outdated
         if self._changes > _MOST_CHANGES:
             self._give_up(
-                "the optimizer's settings change from step to step (of schedules only learning "
-                "rates may; OneCycleLR takes cycle_momentum=False)"
+                "the optimizer's settings, or where parameters lie in memory, change all the time "
+                "(of schedules only learning rates may: OneCycleLR takes cycle_momentum=False; "
+                "write weights with copy_, not by .data = ...)"
             )
             return None
         try:

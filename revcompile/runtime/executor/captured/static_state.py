@@ -291,7 +291,10 @@ class StaticState:
             eager.stage.in_flight.clear()
             eager.stage.gradients, eager.contributed = {}, 0
             captured.updater.enter()
-        self._settings = FixedSettings(executor.updater for executor in self.executors)
+        self._settings = FixedSettings(
+            [executor.updater for executor in self.executors],
+            [p for executor in self.executors for p in executor.stage.parameters.values()],
+        )
         self.is_active = True
 
     def _gradient_buffers(self, stage: int, gradients: Mapping[str, Tensor]) -> StaticBuffers:
@@ -348,7 +351,7 @@ class StaticState:
 
     @property
     def is_outdated(self) -> bool:
-        """Have optimizer settings other than learning rates changed since `enter`?"""
+        """Has something changed since `enter` that captured steps hold fixed?"""
         return self._settings is not None and self._settings.have_changed()
 
 
