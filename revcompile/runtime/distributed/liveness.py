@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import threading
 import time
@@ -112,12 +113,20 @@ class LivenessCheck:
         self._store, self._rank, self._world = store, rank, world
 
     def missing(self, grace: float) -> set[int]:
-        """The ranks without a key after `grace` seconds; none if the store does not answer."""
+        """The ranks without a key after `grace` seconds; none if the store does not answer.
+
+        If the store's process has ended, the rank that had it: the first one, unless torchrun's
+        agent has it.
+        """
 
         def check() -> set[int]:
-            self._store.set(f"here/{self._rank}", "yes")
-            time.sleep(grace)
-            return {r for r in range(self._world) if not self._store.check([f"here/{r}"])}
+            try:
+                self._store.set(f"here/{self._rank}", "yes")
+                time.sleep(grace)
+                return {r for r in range(self._world) if not self._store.check([f"here/{r}"])}
+            except distributed.DistNetworkError:
+                has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                return set() if has_agent else {0} - {self._rank}
 
         return _ask_store(check, 2 * grace) or set()
 

@@ -56,7 +56,8 @@ def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         # As many hardware queues as a GPU has, so that no communicator waits behind another.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        store, rank, world = _rendezvous(timeout)
+        everyone = range(world_size())
+        store, rank, world = _bounded(lambda: _rendezvous(timeout), everyone, timeout)
         _bounded(
             lambda: distributed.init_process_group(
                 backend, timeout=timeout, store=store, rank=rank, world_size=world
@@ -152,7 +153,8 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
 def _bounded(make: Callable[[], Made], ranks: Sequence[int], timeout: timedelta) -> Made:
     """What `make` returns, or an error in time: a thread of its own makes it.
 
-    Gloo has timeouts, but waits for ever for a rank that ends while the two connect.
+    Gloo has timeouts, but waits for ever for a rank that ends while the two connect; so does
+    torch's store for an answer of whoever has taken the port of a rank 0 that has ended.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

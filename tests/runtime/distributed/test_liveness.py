@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch import distributed
+from torch import distributed, nn
 
 from revcompile.errors import RankError
 from revcompile.runtime.distributed import process_groups, trainer, transport
@@ -136,11 +137,28 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     store.let_go.set()
 
 
-def test_the_liveness_check_finds_who_does_not_answer() -> None:
+def test_the_liveness_check_finds_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     assert LivenessCheck(store, 2, 3).missing(0.01) == {0, 1}
     assert LivenessCheck(store, 0, 3).missing(0.01) == {1}
     assert LivenessCheck(Gone(), 0, 3).missing(0.01) == set()
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert LivenessCheck(Gone(), 2, 3).missing(0.01) == {0}  # which had the store
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert LivenessCheck(Gone(), 2, 3).missing(0.01) == set()
+
+
+def test_somebody_else_at_the_port_of_rank_0_is_an_error_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes the connection, and never answers."""
+    monkeypatch.setattr(process_groups, "_GRACE", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", **address}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RankError, match=r"ranks 0, 1 were not connected within 0.05 s"):
+            process_groups.join(nn.Linear(1, 1), None, timedelta(seconds=0.05))
 
 
 def test_ranks_that_never_connect_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
