@@ -289,7 +289,7 @@ class StagedModel(StageReport):
                 "cudagraphs": each step captured as one CUDA graph, on a rank as one for its forward
                 and one for its backward passes, which reports bad gradients some steps late (they
                 are never applied); "inductor": the same, and the code around convolutions and
-                matrix products compiled; "auto": CUDA graphs on a GPU, else eager.
+                matrix products compiled; "auto": CUDA graphs on a GPU in one process, else eager.
             device: Where to train. Default: where the model is. On ranks only a rank's own stages
                 are moved there.
             seed: Of everything random in the stages.
