@@ -106,16 +106,12 @@ class StaticBuffers(Flat):
         """Can these values be copied in? They may be on another device."""
         return self.is_alike(Flat.of(tree))
 
-    def pairs(self, tree: Any) -> list[tuple[Tensor, Tensor]]:
-        """Each buffer with the tensor that is to be copied into it."""
-        pairs = zip(self.leaves, Flat.of(tree).leaves, strict=True)
-        return [(buffer, leaf) for buffer, leaf in pairs if isinstance(buffer, Tensor)]
-
     def copy_(self, tree: Any) -> None:
         if isinstance(tree, StaticBuffers) and self.layout and tree.layout == self.layout:
             self.memory.copy_(tree.memory)
         else:
-            copy_tensors(self.pairs(tree))
+            pairs = zip(self.leaves, Flat.of(tree).leaves, strict=True)
+            copy_tensors([(buffer, leaf) for buffer, leaf in pairs if isinstance(buffer, Tensor)])
 
 
 def empty_on(device: torch.device, tree: Any) -> Any:
