@@ -330,8 +330,9 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 _ADVICE: Final = (
-    "Make the module in question a leaf module with leaf_modules=[...], and please report it: "
-    'this is a bug in revcompile (check="off" skips the comparison)'
+    "Make the module in question a leaf module with leaf_modules=[...]. If it makes values grow by "
+    "orders of magnitude, its input cannot be rebuilt in this precision; if it does not, this is a "
+    'bug in revcompile: please report it (check="off" skips the comparison)'
 )
 
 
