@@ -265,7 +265,7 @@ class Tape:
 def recorded() -> list[bytes]:
     """The packets of a few messages, and of the end."""
     tape = Tape()
-    sender = SendThread(cast(Channel, tape), lambda error: None)
+    sender = SendThread(cast(Channel, tape), print, notify=lambda: None, wait=print)
     for index in range(4):
         x = torch.full((2, 5), float(index))
         values = {"x": x.t(), "n": 3, "mask": (None, torch.float16, x[:1].expand(2, 5))}
