@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -119,6 +120,28 @@ def test_the_same_training_as_eager(name: str) -> None:
 def test_updates_are_restored_where_a_batch_was_bad(name: str, case: str) -> None:
     found = trained_with(name, "cudagraphs", case, "cuda")
     assert_alike(found, trained_with(name, "eager", case, "cuda"), 1e-7)
+
+
+def test_a_loaded_state_of_an_optimizer_is_used() -> None:
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net, trainer = net_and_trainer(backend, optimizer=adam)
+        optimizers = [executor.updater.optimizer for executor in trainer.executors]
+        data = even(40)
+        for batch in data[:14]:
+            trainer.step(*batch)
+        saved = [copy.deepcopy(o.state_dict()) for o in optimizers if o is not None]
+        for batch in data[14:25]:
+            trainer.step(*batch)
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            assert optimizer is not None
+            optimizer.load_state_dict(state)
+        for batch in data[25:]:
+            trainer.step(*batch)
+        assert trainer.runner.is_active == (backend == "cudagraphs")
+        trainer.flush()
+        found.append(weights(net))
+    assert off_by(*found) < 1e-6
 
 
 def test_leaving_and_coming_back() -> None:

@@ -142,16 +142,20 @@ def test_a_change_is_noticed_by_one_part_of_the_guards(monkeypatch: pytest.Monke
     assert trainer.tree.problem() in told
 
 
-def test_parameters_in_other_memory_are_captured_anew() -> None:
-    """A graph would go on with the memory they had before."""
+@pytest.mark.parametrize("what", ["parameters", "state"])
+def test_what_lies_in_other_memory_is_captured_anew(what: str) -> None:
+    """A graph would go on with the memory it had before."""
     found = []
     for replaces in (False, True):
         net = staged()
         trainer = trainer_of(net, backend="static")
         data = [batch for batch in batches(16) if len(batch[1]) == 4]
         feed(trainer, data[:7])
-        for parameter in net.model.parameters() if replaces else ():
+        for parameter in net.model.parameters() if replaces and what == "parameters" else ():
             parameter.data = parameter.data.clone()
+        for executor in trainer.executors if replaces and what == "state" else ():
+            optimizer = executor.updater.optimizer
+            optimizer.load_state_dict(optimizer.state_dict())
         feed(trainer, data[7:])
         assert trainer.runner.is_active and trainer.runner._changes == replaces
         found.append([p.detach().clone() for p in net.model.parameters()])

@@ -225,22 +225,24 @@ class CapturedUpdater(Updater):
             return
         counts, parameters = self._counts.tolist(), list(self.parameters.values())
         for (row, column), own in self._own_counters.items():
-            state = self.optimizer.state[parameters[row]]
-            state[COUNTERS[column]] = own.fill_(counts[row][column])
+            state, key = self.optimizer.state[parameters[row]], COUNTERS[column]
+            if key in state and state[key]._base is self._counts:  # else another state was loaded
+                state[key] = own.fill_(counts[row][column])
         self._own_counters.clear()
 
 
 class FixedSettings:
     """What captured steps hold fixed.
 
-    All settings of their optimizers but learning rates, and where parameters lie in memory, which
-    `weight.data = ...` changes.
+    All settings of their optimizers but learning rates; the dictionaries of their state, which
+    `load_state_dict` replaces; where parameters lie in memory, which `weight.data = ...` changes.
     """
 
     def __init__(self, updaters: Iterable[CapturedUpdater], parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
         self._members = [member for o in self._optimizers for member in members(o)]
+        self._states = [member.state for member in self._members]
         names = [[n for n in group if n not in _NOT_FIXED] for group in self._groups()]
         # One call reads all settings of a group: they are compared before every step.
         self._read = [itemgetter(*fixed) if fixed else len for fixed in names]
@@ -257,8 +259,9 @@ class FixedSettings:
         return sizes, values, delays, list(map(Tensor.data_ptr, self._parameters))
 
     def have_changed(self) -> bool:
+        pairs = zip(self._members, self._states, strict=True)
         try:
-            return self._now() != self._before
+            return any(m.state is not s for m, s in pairs) or self._now() != self._before
         except (KeyError, ValueError):  # other settings, or another number of groups
             return True
 
