@@ -86,7 +86,7 @@ class CapturedCalls:
         self._graphs = graphs or CudaGraphs()
         self._seen: dict[Hashable, int] = {}
         self._captured: dict[Hashable, _Captured] = {}
-        self._latest: weakref.ref[_Ticket] | None = None
+        self._latest: weakref.ref[_Call] | None = None
         self._is_on = True
         self._calls = 0
 
@@ -118,21 +118,21 @@ class CapturedCalls:
             del self._captured[kind]
             self._seen[kind], captured = 0, None
         if captured is None:
-            captured = self._warmed_up(kind, run, values, results, _Reads(bindings, plan))
+            captured = self._warmed_up(kind, run, values, results, bindings, plan)
         self._calls += 1
         is_between = self._latest is not None and _is_waiting(self._latest())
         if captured is None or is_between or self._calls % check_every == 0:
             return run(values)
-        ticket = _Ticket(self)
-        self._latest = weakref.ref(ticket)
+        call = _Call(self)
+        self._latest = weakref.ref(call)
         captured.load(tensors)
         given = *(tensors[name] for name in captured.differentiated), *captured.reads.parameters
-        found = _Replayed.apply(captured, ticket, *given)
+        found = _Replayed.apply(captured, call, *given)
         return captured.others | dict(zip(captured.outputs, found, strict=True))
 
-    def is_latest(self, ticket: _Ticket) -> bool:
+    def is_latest(self, call: _Call) -> bool:
         """Is what this call has saved still there?"""
-        return self._latest is not None and self._latest() is ticket
+        return self._latest is not None and self._latest() is call
 
     def _is_capturable(self, tensors: Sequence[Tensor], bindings: Sequence[Bindings]) -> bool:
         is_watched = (
@@ -158,7 +158,8 @@ class CapturedCalls:
         run: Run,
         values: Mapping[str, Any],
         results: Sequence[str],
-        reads: _Reads,
+        bindings: Sequence[Bindings],
+        plan: object,
     ) -> _Captured | None:
         """The captured call, from the third of its kind on."""
         if len(self._seen) > _MOST_SEEN:
@@ -166,6 +167,7 @@ class CapturedCalls:
         self._seen[kind] = self._seen.get(kind, 0) + 1
         if self._seen[kind] <= _WARM_UP or len(self._captured) >= _MOST_KINDS:
             return None
+        reads = _Reads(bindings, plan)
         if any(type(p) not in _GRADIENT_TYPES or not p.is_leaf for p in reads.parameters):
             return None  # computed ones, as of `functional_call`, or sharded ones
         try:
@@ -184,8 +186,8 @@ class CapturedCalls:
         return captured
 
 
-def _is_waiting(ticket: _Ticket | None) -> bool:
-    return ticket is not None and not ticket.is_done
+def _is_waiting(call: _Call | None) -> bool:
+    return call is not None and not call.is_done
 
 
 def _kind(values: Mapping[str, Any]) -> Hashable:
@@ -247,7 +249,7 @@ def _place(tensor: Tensor) -> tuple[int, bool]:
 
 
 @dataclass(eq=False)
-class _Ticket:
+class _Call:
     """One call: its backward pass finds in the pool what its forward pass has saved there."""
 
     calls: CapturedCalls
@@ -342,8 +344,8 @@ class _Replayed(torch.autograd.Function):
     """A captured call."""
 
     @staticmethod
-    def forward(ctx: Any, captured: _Captured, ticket: _Ticket, *given: Tensor) -> Any:
-        ctx.captured, ctx.ticket = captured, ticket
+    def forward(ctx: Any, captured: _Captured, call: _Call, *given: Tensor) -> Any:
+        ctx.captured, ctx.call = captured, call
         # Autograd then refuses a backward pass after weights were written to, or a second one.
         ctx.save_for_backward(*given)
         captured.replay_forward()
@@ -355,12 +357,12 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        captured, ticket, _ = ctx.captured, ctx.ticket, ctx.saved_tensors
-        if not ticket.calls.is_latest(ticket):
+        captured, call, _ = ctx.captured, ctx.call, ctx.saved_tensors
+        if not call.calls.is_latest(call):
             raise InputError(
                 "a second backward pass through a captured call, after another call; "
                 "reversify(..., backend='eager') keeps what each call needs"
             )
         found = captured.differentiate(gradients)
-        ticket.is_done = True
+        call.is_done = True
         return None, None, *found

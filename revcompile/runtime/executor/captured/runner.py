@@ -230,7 +230,8 @@ class GraphRunner:
             self._changes += pipeline.is_outdated
         if self._changes > _MOST_CHANGES:
             self._give_up(
-                "the optimizer's settings, or where parameters lie in memory, change all the time "
+                "the optimizer's settings or state, or where parameters lie in memory, change all "
+                "the time "
                 "(of schedules only learning rates may: OneCycleLR takes cycle_momentum=False; "
                 "write weights with copy_, not by .data = ...)"
             )
