@@ -17,6 +17,7 @@ __all__ = [
     "as_read",
     "attribute",
     "batch_norm",
+    "called",
     "device_of",
     "fuse_mean",
     "is_random_operator",
@@ -131,6 +132,14 @@ def attribute(root: Any, path: str) -> Any:
     torch.Size([3])
     """
     return functools.reduce(getattr, path.split("."), root)
+
+
+def called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What the function or method that a node calls returns for these arguments."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
 
 
 def op_name(node: fx.Node) -> str:

@@ -73,6 +73,13 @@ def source_of(graph: fx.Graph) -> str:
     return python_code(graph).src.strip()
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph, to be rewritten."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
 def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
     """A function from a graph; tracebacks show the generated lines under the segment's name."""
     code = python_code(graph)
@@ -90,8 +97,7 @@ def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callabl
     A module's members are found by a slow search (`nn.Module.__getattr__`), and a layer of a deep
     net has many modules around it. Whoever calls the function has to notice replaced modules.
     """
-    flat, modules = fx.Graph(), SimpleNamespace()
-    flat.output(flat.graph_copy(graph, {}))
+    flat, modules = copied(graph), SimpleNamespace()
     for node in flat.nodes:
         path = str(node.target)
         if node.op not in ("call_module", "get_attr"):

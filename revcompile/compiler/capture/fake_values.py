@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng
 from revcompile.compiler.capture.memory import STORAGES, WRITES, tensors_in
 from revcompile.compiler.capture.trace_errors import BatchDependent
+from revcompile.ir.ops import called
 from revcompile.ir.types import TensorType
 
 NEEDS_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
@@ -139,10 +140,7 @@ def _folded(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:
     if is_written or node.op in ("placeholder", "get_attr", "call_module"):
         raise TraceError("control flow depends on the contents of a tensor")
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _folded(n, fakes))
-    target: Any = node.target
-    if node.op == "call_method":
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    return target(*args, **kwargs)
+    return called(node, args, kwargs)
 
 
 def run_on_data(

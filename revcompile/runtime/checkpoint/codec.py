@@ -230,7 +230,6 @@ def decode_tree(
         tensors: its tensors by name.
         device_for: from a tensor's name and the type of device it was on to its new device.
     """
-
     taken: set[str] = set()
 
     def read(content: Any) -> Tensor:
@@ -244,9 +243,7 @@ def decode_tree(
             return tensor
         if not has_few_gaps(tensor.shape, stride):
             raise InputError(f"the tensor {name!r} has strides {reprlib.repr(stride)}")
-        return torch.empty_strided(
-            tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
+        return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
     return decode(plain, {"tensor": read})
 

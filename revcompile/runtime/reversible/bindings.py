@@ -12,10 +12,9 @@ right. The second run of a branch must read what the first one read (`Bound`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import repeat
-from operator import is_
 from typing import Any, Final
 
 from torch import Tensor, fx, nn
@@ -28,14 +27,13 @@ from revcompile.runtime.reversible.hooks import (
     record_hooks,
     replay_hooks,
 )
+from revcompile.runtime.reversible.slots import Column, Slot, filled
 
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module: compared in other ways."""
 _PLAIN: Final = (bool, int, float, str, tuple)
 """Types of settings that are restored. Tensors are not: they would be held until backward."""
 _MEMBERS: Final = ("_modules", "_parameters", "_buffers")
-Slot = tuple[dict[str, Any], str]
-"""A dict of a module (`_parameters`, `_buffers`, `__dict__`) and a key."""
 _NOTHING: Final = nullcontext()
 _Edge = tuple[dict[str, Any], str, nn.Module]
 """A member access on the way to a module: where, name, and the module found there."""
@@ -150,29 +148,6 @@ class Bindings:
 def has_forward_hooks(module: nn.Module) -> bool:
     own = vars(module)
     return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
-
-
-class Column:
-    """Entries of dicts, read without a loop in Python: every block does that in every call."""
-
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self._slots = tuple(slots)
-        self._owners = [owner for owner, _ in self._slots]
-        self._names = [name for _, name in self._slots]
-
-    def read(self) -> list[Any]:
-        return list(map(dict.get, self._owners, self._names))
-
-    def holds(self, values: Sequence[Any]) -> bool:
-        """Are the entries these very objects?"""
-        return all(map(is_, map(dict.get, self._owners, self._names), values))
-
-    def different(self, values: Sequence[Any]) -> Sequence[tuple[Slot, Any]]:
-        """The slots that hold something else now, each with its entry of `values`."""
-        if self.holds(values):
-            return ()
-        each = zip(self._slots, self.read(), values, strict=True)
-        return [(slot, value) for slot, current, value in each if current is not value]
 
 
 class Watch:
@@ -339,16 +314,3 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
         return [0 if tensor is None else tensor._version for tensor in tensors]
     except RuntimeError:  # tensors made in inference mode have none
         return [0 if t is None or t.is_inference() else t._version for t in tensors]
-
-
-@contextmanager
-def filled(slots: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
-    """Slots with other contents."""
-    before = [(slot, slot[0].get(slot[1])) for slot, _ in slots]
-    for (owner, name), value in slots:
-        owner[name] = value
-    try:
-        yield
-    finally:
-        for (owner, name), value in before:
-            owner[name] = value

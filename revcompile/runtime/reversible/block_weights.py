@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from revcompile.ir.module_tree import is_cast
 from revcompile.kernels.autocast import converted
 from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.slots import filled
 
 
 class BlockWeights:
@@ -63,31 +64,11 @@ class BlockWeights:
         """Let the layers read the copies."""
         if not copies:
             return _NOTHING
-        values = [(owner, name, owner[name]) for _, owner, name in self._slots]
-        copied = [(owner, name, value) for owner, name, value in values if id(value) in copies]
-        return _Replaced(copied, copies)
+        pairs = [((owner, name), copies.get(id(owner[name]))) for _, owner, name in self._slots]
+        return filled([(slot, copy) for slot, copy in pairs if copy is not None])
 
 
 _NOTHING: Final = nullcontext()
-
-
-class _Replaced(AbstractContextManager[None]):
-    """Not a generator: it is entered for every block."""
-
-    __slots__ = ("_before", "_copies")
-
-    def __init__(
-        self, before: Sequence[tuple[dict[str, Any], str, Tensor]], copies: Mapping[int, Tensor]
-    ) -> None:
-        self._before, self._copies = before, copies
-
-    def __enter__(self) -> None:
-        for owner, name, value in self._before:
-            owner[name] = self._copies[id(value)]
-
-    def __exit__(self, *_: Any) -> None:
-        for owner, name, value in self._before:
-            owner[name] = value
 
 
 def to_dtypes_of(

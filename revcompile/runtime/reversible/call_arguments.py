@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -82,22 +83,12 @@ def _what_differs(signature: Signature, bound: inspect.BoundArguments) -> str:
 
 
 def _example(signature: Signature) -> dict[str, Any]:
-    """The example's arguments, with a placeholder for each tensor."""
-    leaves: list[Any] = [_TENSOR] * signature.in_spec.num_leaves
+    """The example's arguments, with an empty tensor for each tensor."""
+    leaves: list[Any] = [torch.empty(0)] * signature.in_spec.num_leaves
     for index, value in signature.fixed:
         leaves[index] = value
     args, kwargs = pytree.tree_unflatten(leaves, signature.in_spec)
     return _arguments(signature, signature.forward.bind(*args, **kwargs).arguments)
-
-
-class _Tensor:
-    """Stands for a tensor of the example."""
-
-    def __repr__(self) -> str:
-        return "a tensor"
-
-
-_TENSOR = _Tensor()
 
 
 def _arguments(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +107,7 @@ def _cache_advice(argument: str, value: Any) -> str:
 
 
 def _other_value(signature: Signature, bound: inspect.BoundArguments, index: int, leaf: Any) -> str:
-    marks = [_Mark(i) for i in range(signature.in_spec.num_leaves)]
+    marks = [object() for _ in range(signature.in_spec.num_leaves)]  # found again by identity
     args, kwargs = pytree.tree_unflatten(marks, signature.in_spec)
     places = _arguments(signature, signature.forward.bind(*args, **kwargs).arguments)
     argument = next(
@@ -130,13 +121,6 @@ def _other_value(signature: Signature, bound: inspect.BoundArguments, index: int
     )
 
 
-class _Mark:
-    """A leaf that can be found again."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
 def _shown(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"a tensor of shape {tuple(leaf.shape)}"
@@ -146,14 +130,10 @@ def _shown(leaf: Any) -> str:
 
 def _form(value: Any) -> str:
     """The form of a nested value in words."""
-    if isinstance(value, (Tensor, _Tensor)):
+    if isinstance(value, Tensor):
         return "a tensor"
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with {_listed(map(repr, value))}"
+        return f"a {type(value).__name__} with {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return _shown(value)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "nothing"

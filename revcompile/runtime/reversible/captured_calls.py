@@ -20,8 +20,8 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,7 +31,9 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, RevcompileWarning
-from revcompile.runtime.reversible.bindings import Bindings, Column, filled
+from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.replay import without_autocast_cache
+from revcompile.runtime.reversible.slots import Column, filled
 from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
 _log: Final = logging.getLogger("revcompile")
@@ -56,11 +58,19 @@ class CudaGraphs:
     def can_capture(self, tensors: Sequence[Tensor]) -> bool:
         return all(t.is_cuda for t in tensors) and not torch.cuda.is_current_stream_capturing()
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """What to call instead of the function, which has been run without effect."""
+    def capture(
+        self, function: Callable[[], None], generators: Iterable[torch.Generator] = ()
+    ) -> Callable[[], None]:
+        """What to call instead of the function, which has been run without effect.
+
+        Args:
+            generators: Those that it draws from, besides the default one.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        for each in generators:
+            graph.register_generator_state(each)
         generator = torch.cuda.default_generators[stream.device_index]
         random_state = generator.graphsafe_get_state().clone_state()
         try:
@@ -227,15 +237,16 @@ class _Reads:
         self.parameters = list(unique.values())
         """Those that require a gradient, each once."""
 
-    @contextmanager
-    def replaced(self, leaves: Sequence[Tensor]) -> Iterator[None]:
+    def replaced(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Compute with these instead of the parameters that require a gradient."""
         by_id = {id(p): leaf for p, leaf in zip(self.parameters, leaves, strict=True)}
-        with ExitStack() as stack:
-            for column, values in self._columns:
-                new = [by_id.get(id(value), value) for value in values]
-                stack.enter_context(filled(column.different(new)))
-            yield
+        return filled(
+            [
+                entry
+                for column, values in self._columns
+                for entry in column.different([by_id.get(id(v), v) for v in values])
+            ]
+        )
 
     def are_same(self) -> bool:
         return (
@@ -287,7 +298,8 @@ class _Captured:
         leaves = [parameter.detach().requires_grad_() for parameter in reads.parameters]
         targets = [*(self._inputs[name] for name in self.differentiated), *leaves]
         with reads.replaced(leaves):
-            with _without_autocast_cache():
+            # Weights that autocast has converted are those of one step only.
+            with without_autocast_cache():
                 self.replay_forward = graphs.capture(forward)
             tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
             self.outputs = list(tensors)
@@ -313,17 +325,6 @@ class _Captured:
         self.replay_backward()
         copies = iter(_copies([g for g in self._gradients if g is not None]))
         return [None if gradient is None else next(copies) for gradient in self._gradients]
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Weights that autocast has converted are those of one step only."""
-    is_caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(is_caching)
 
 
 def _static(value: Any) -> Any:

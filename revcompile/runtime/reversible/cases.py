@@ -66,12 +66,20 @@ class Cases:
         is_closed = only_known or not self.any_arguments or self.recapture is None
         if is_closed or len(self._forms) >= _MOST_FORMS:
             raise problem
+        self._forms.insert(0, Cases(self._captured(root, args, kwargs), self.recapture))
+        return self.bound(root, args, kwargs)
+
+    def _captured(
+        self,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        fixed_batch: bool = False,
+    ) -> Rewired:
         assert self.recapture is not None
         guards = tuple(rewired.guards for rewired, _ in self._cases)
-        rewired = self.recapture(root, guards, args, kwargs, False)
-        rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
-        self._forms.insert(0, Cases(rewired, self.recapture))
-        return self.bound(root, args, kwargs)
+        rewired = self.recapture(root, guards, args, kwargs, fixed_batch)
+        return replace(rewired, root=root, guards=rewired.guards.for_copy(root))
 
     def matching(
         self,
@@ -87,16 +95,6 @@ class Cases:
             if case[1].failing(root, values) is None:
                 self._last = case
                 return case[0]
-        return self._recapture(problem, root, values, args, kwargs)
-
-    def _recapture(
-        self,
-        problem: Mismatch,
-        root: nn.Module,
-        values: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Rewired:
         name = self._cases[0][0].name
         if self.recapture is None:
             raise problem.error(name, "Compile the model again for this case.")
@@ -115,8 +113,7 @@ class Cases:
         remaining: Mismatch | None = problem
         for fixed_batch in (False, True):
             try:
-                guards = tuple(r.guards for r, _ in self._cases)
-                rewired = self.recapture(root, guards, args, kwargs, fixed_batch)
+                rewired = self._captured(root, args, kwargs, fixed_batch)
             except Exception as error:
                 raise problem.error(
                     name,
@@ -124,7 +121,6 @@ class Cases:
                     "example inputs of this case, or keep the module that reads this as one piece "
                     "with leaf_modules=[...].",
                 ) from error
-            rewired = replace(rewired, root=root, guards=rewired.guards.for_copy(root))
             case = rewired, GuardChecker(rewired.guards)
             remaining = case[1].failing(root, values)
             if remaining is None:

@@ -52,6 +52,7 @@ from revcompile.runtime.reversible.replay import (
     Replay,
     Surroundings,
     is_capturing,
+    without_autocast_cache,
 )
 from revcompile.runtime.reversible.stream_sums import (
     Added,
@@ -198,7 +199,7 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
     extras: tuple[Tensor, ...] = ()
     check = call.chain.check
     is_checked = check.is_on and not is_capturing(a.device)
-    with call.around.without_autocast_cache():
+    with without_autocast_cache():  # each weight is read once
         for index, block in enumerate(call.chain.blocks):
             tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
             if block.sharded:
@@ -424,8 +425,9 @@ def _rebuild(
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b)
-        if call.chain.kept_bits:
-            value = _laid_out(value, call.strides[node.index])
+        strides = call.strides[node.index]
+        if call.chain.kept_bits and value.stride() != strides:
+            value = value.new_empty_strided(value.shape, strides).copy_(value)
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)
         try:
@@ -435,14 +437,6 @@ def _rebuild(
         wants_cast = call.wants_cast(node.index, -1)
         a, copy = call.sums.undo(node.index, y, b, addend, wants_cast)
     return _Rebuilt(node.index, a, b, x, sides, parameters, (addend, *extras), copy, stream)
-
-
-def _laid_out(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if value.stride() == strides:
-        return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
-        value
-    )
 
 
 def _differentiate(

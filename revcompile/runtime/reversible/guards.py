@@ -34,10 +34,11 @@ from revcompile.ir.guards import (
     input_types,
 )
 from revcompile.ir.module_tree import copy_module
-from revcompile.ir.ops import attribute
+from revcompile.ir.ops import attribute, called
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.autocast import is_autocasting
+from revcompile.runtime.reversible.slots import Column, Slot
 
 _ABSENT: Final = object()
 _META: Final = torch.device("meta")
@@ -143,9 +144,7 @@ class _ModeChecker:
         try:
             values = self._direct(self._skeleton, *inputs)
         except Exception:  # a guard may be computed from another one that fails
-            return _first_mismatch(
-                self._mode.direct, _each(self._mode.direct, self._skeleton, inputs)
-            )
+            values = _Sizes(self._mode.direct, self._skeleton, inputs).results()
         if values == self._expected:
             return None
         return _first_mismatch(self._mode.direct, values)
@@ -169,8 +168,9 @@ class _ModeChecker:
                 if fake is not None and skeleton is not None:
                     skeleton = _fake_copy(skeleton, device)
                 shapes = [_without_data(tensor, device) for tensor in inputs]
-                results = (_first_mismatch(g, _each(g, skeleton, shapes)) for g in groups)
-                self._verdicts[key] = next(filter(None, results), None)
+                results = ((g, _Sizes(g, skeleton, shapes).results()) for g in groups)
+                problems = (_first_mismatch(*result) for result in results)
+                self._verdicts[key] = next(filter(None, problems), None)
         return self._verdicts[key]
 
 
@@ -213,23 +213,18 @@ def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
     return copied
 
 
-def _each(sizes: SizeGuards, root: nn.Module | None, inputs: list[Tensor]) -> list[Any]:
-    """The guards' values one by one; `_ABSENT` where one cannot be computed."""
-    assert sizes.graph is not None and root is not None
-    return _Sizes(sizes, root, inputs).results()
-
-
 class _Sizes:
     """Evaluates the graph of guards, each node at most once."""
 
-    def __init__(self, sizes: SizeGuards, root: nn.Module, inputs: list[Tensor]) -> None:
-        assert sizes.graph is not None
+    def __init__(self, sizes: SizeGuards, root: nn.Module | None, inputs: list[Tensor]) -> None:
+        assert sizes.graph is not None and root is not None
         self._sizes, self._root = sizes, root
         self._graph = sizes.graph
         placeholders = self._graph.find_nodes(op="placeholder")
         self._known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
 
     def results(self) -> list[Any]:
+        """The guards' values; `_ABSENT` where one cannot be computed."""
         with torch.enable_grad(), torch.random.fork_rng(devices=()):
             for node in self._graph.nodes:
                 if node.op != "output" and node not in self._known:
@@ -256,15 +251,12 @@ class _Sizes:
             return _ABSENT
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        target: Any = node.target
         if node.op == "get_attr":
-            return attribute(self._root, target)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
+            return attribute(self._root, str(node.target))
         if node.op != "call_module":
-            return target(*args, **kwargs)
+            return called(node, args, kwargs)
         try:
-            return self._root.get_submodule(target)(*args, **kwargs)
+            return self._root.get_submodule(str(node.target))(*args, **kwargs)
         except Exception:
             return self._extrapolated(node)
 
@@ -295,11 +287,7 @@ class _Sizes:
             return torch.device("cpu")
         if not isinstance(value, (Tensor, tuple, list)):
             return value
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._contents)
-        target: Any = node.target
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+        return called(node, *fx.node.map_arg((node.args, node.kwargs), self._contents))
 
 
 def _batch(kind: TensorType, value: Any) -> int | None:
@@ -340,8 +328,8 @@ class _Attributes:
 
     def _finds_the_same(self) -> bool:
         return (
-            all(map(is_, map(dict.get, self._dicts, self._names, repeat(self)), self._values))
-            and all(map(is_not, map(dict.get, self._parameters, self._set), repeat(None)))
+            self._found.holds(self._values)
+            and all(map(is_not, self._present.read(), repeat(None)))
             and all(map(is_, map(getattr, self._classes, self._named, repeat(ABSENT)), self._plain))
         )
 
@@ -366,13 +354,13 @@ class _Attributes:
         pairs: Iterable[tuple[AttributeGuard, nn.Module]],
     ) -> None:
         self._pairs = []
-        found: list[tuple[dict[str, Any], str, Any]] = []
-        present: list[tuple[dict[str, Any], str]] = []
-        classes: list[tuple[type, str, Any]] = []
+        found: list[Slot] = []
+        present: list[Slot] = []
+        classes: list[tuple[type, str]] = []
         for path in filter(None, modules):
             outer, _, name = path.rpartition(".")
             if (owner := modules[outer]) is not None:
-                found.append((owner._modules, name, owner._modules.get(name, self)))
+                found.append((owner._modules, name))
         for guard, module in pairs:
             own, name, kind = vars(module), guard.name, type(module)
             places = (own, own["_parameters"], own["_buffers"], own["_modules"])
@@ -382,15 +370,16 @@ class _Attributes:
                 present.append((own["_parameters"], name))
             elif any(name in place for place in places):
                 place = next(place for place in places if name in place)
-                found += [(p, name, p.get(name, self)) for p in (own, place)]
+                found += [(p, name) for p in (own, place)]
             elif look_up(module, name) is getattr(kind, name, ABSENT):
-                found += [(place, name, self) for place in places]
-                classes.append((kind, name, getattr(kind, name, ABSENT)))
+                found += [(place, name) for place in places]
+                classes.append((kind, name))
             else:
                 self._pairs.append((guard, module))
-        self._dicts, self._names, self._values = _columns(found, 3)
-        self._parameters, self._set = _columns(present, 2)
-        self._classes, self._named, self._plain = _columns(classes, 3)
+        self._found, self._present = Column(found, missing=self), Column(present)
+        self._values = self._found.read()
+        self._classes, self._named = [kind for kind, _ in classes], [name for _, name in classes]
+        self._plain = [getattr(kind, name, ABSENT) for kind, name in classes]
 
 
 def _is_immutable(value: Any) -> bool:
@@ -402,10 +391,6 @@ def _is_immutable(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _columns(rows: Sequence[tuple[Any, ...]], count: int) -> list[list[Any]]:
-    return [[row[i] for row in rows] for i in range(count)]
 
 
 def _mismatch(guard: AttributeGuard, module: nn.Module) -> Mismatch | None:

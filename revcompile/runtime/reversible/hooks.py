@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from revcompile.errors import InputError
+from revcompile.runtime.reversible.slots import Slot, filled
 
 # -- FSDP2 modules --------------------------------------------------------------------------------
 
@@ -102,24 +103,21 @@ HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
 """For each module with hooks: which to run in a rebuild, by kind and handle."""
 
 
-@contextmanager
-def record_hooks(modules: Sequence[nn.Module], record: HookRecord) -> Iterator[None]:
+def record_hooks(modules: Sequence[nn.Module], record: HookRecord) -> AbstractContextManager[None]:
     """Note in `record`, while a branch runs, which of the modules' hooks are to run again."""
-    before = [(module, {kind: vars(module)[kind] for kind in FORWARD_HOOKS}) for module in modules]
-    for module, hooks in before:
-        rerun = record[module] = {}
-        for kind, entries in hooks.items():
-            rerun[kind] = OrderedDict.fromkeys(entries, _skipped)
-            vars(module)[kind] = OrderedDict(
-                (handle, _marking(module, hook, handle, rerun[kind]))
+    marking: list[tuple[Slot, Any]] = []
+    for module in modules:
+        record[module] = {}
+        for kind in FORWARD_HOOKS:
+            entries = vars(module)[kind]
+            rerun = record[module][kind] = OrderedDict.fromkeys(entries, _skipped)
+            hooks = OrderedDict(
+                (handle, _marking(module, hook, handle, rerun))
                 for handle, hook in entries.items()
                 if not is_sharding_hook(hook)
             )
-    try:
-        yield
-    finally:
-        for module, hooks in before:
-            vars(module).update(hooks)
+            marking.append(((vars(module), kind), hooks))
+    return filled(marking)
 
 
 def _marking(
@@ -198,18 +196,12 @@ def _same(before: list[Any], after: list[Any]) -> bool:
     )
 
 
-@contextmanager
-def replay_hooks(modules: Iterable[nn.Module], record: HookRecord) -> Iterator[None]:
+def replay_hooks(modules: Iterable[nn.Module], record: HookRecord) -> AbstractContextManager[None]:
     """Run the recorded hooks instead of those that the modules have now."""
-    before = [(module, {kind: vars(module)[kind] for kind in FORWARD_HOOKS}) for module in modules]
-    for module, _ in before:
-        none: dict[str, OrderedDict[int, Hook]] = {kind: OrderedDict() for kind in FORWARD_HOOKS}
-        vars(module).update(record.get(module, none))
-    try:
-        yield
-    finally:
-        for module, hooks in before:
-            vars(module).update(hooks)
+    kinds = [(module, kind) for module in modules for kind in FORWARD_HOOKS]
+    return filled(
+        [((vars(m), kind), record.get(m, {}).get(kind, OrderedDict())) for m, kind in kinds]
+    )
 
 
 class NoHooks:

@@ -14,8 +14,8 @@ from torch import fx, nn
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import PATH, Rewired
-from revcompile.runtime.reversible.bindings import Column
 from revcompile.runtime.reversible.hooks import MODULE_HOOKS, is_sharding_hook
+from revcompile.runtime.reversible.slots import Column
 
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers: a new member would change what the model computes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,29 +44,6 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
-
-_RESERVED = frozenset(
-    {
-        "rewired",
-        "tolerance",
-        "reversible",
-        "check_every",
-        "overlap",
-        "inversion_errors",
-        "inlined_hooks",
-        "summary",
-        "rewired_tensors",
-        "to_original",
-        "_original",
-        "_captured_calls",
-        "_cases",
-        "_plans",
-        "_inlined",
-        "_has_class_forward",
-        "computes_original",
-        "keeps_function",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -114,8 +92,11 @@ class Reversible(OriginalSurface):
         captured_calls: CapturedCalls | None = None,
     ) -> None:
         super().__init__()
-        root = rewired.root
-        taken = _RESERVED & {*root._modules, *root._parameters, *root._buffers}
+        root, kinds = rewired.root, type(self).__mro__
+        own = kinds[: kinds.index(nn.Module)]
+        names = (name for kind in own for name in (*vars(kind), *inspect.get_annotations(kind)))
+        reserved = frozenset(names)
+        taken = reserved & {*root._modules, *root._parameters, *root._buffers}
         if taken:
             raise InputError(
                 f"reversify: {rewired.name} has a member called {sorted(taken)[0]!r}, a name the "
@@ -139,7 +120,7 @@ class Reversible(OriginalSurface):
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
         self.__dict__["_captured_calls"] = captured_calls
-        self.__dict__["_original"] = Original.adopted_by(self, root, _RESERVED)
+        self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
         self.__dict__["_has_class_forward"] = "forward" not in vars(root)
         self.__dict__["_cases"] = Cases(self.rewired)
@@ -285,13 +266,10 @@ class Reversible(OriginalSurface):
         key = id(body)
         plan = self._plans.get(key)
         if plan is None or plan.watch.change() is not None:
-            steps = self._steps(body)
+            steps = _steps(body, self)
             watch = Watch([bindings for step in steps for bindings in step.bindings])
             plan = self._plans[key] = _Plan(steps, watch)
         return plan.steps
-
-    def _steps(self, body: Body) -> tuple[_Step, ...]:
-        return _steps(body, self)
 
 
 def _float32_streams(

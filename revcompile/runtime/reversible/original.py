@@ -274,14 +274,12 @@ class Original:
 
     @property
     def is_importable(self) -> bool:
-        return self.kind is not None and _is_importable(self.kind)
-
-
-def _is_importable(kind: type) -> bool:
-    imported: Any = sys.modules.get(kind.__module__)
-    for step in kind.__qualname__.split("."):
-        imported = getattr(imported, step, None)
-    return imported is kind
+        if self.kind is None:
+            return False
+        imported: Any = sys.modules.get(self.kind.__module__)
+        for step in self.kind.__qualname__.split("."):
+            imported = getattr(imported, step, None)
+        return imported is self.kind
 
 
 def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -358,7 +356,20 @@ class OriginalSurface(nn.Module):
 
     def of_original(self, name: str) -> Any:
         """An attribute of the original's class; methods are watched."""
-        return _of_original(self, self._original, name)
+        original, missing = self._original, object()
+        assert original.kind is not None
+        view, call = original.view(self), f"{original.kind.__name__}.{name}"
+        member = inspect.getattr_static(type(view), name, missing)
+        if member is missing and not original.overrides("__getattr__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if member is not missing and not hasattr(member, "__get__"):
+            return member
+        with watched(call, self.rewired_tensors, self):
+            if member is missing:
+                value = type(view).__getattr__(view, name)
+            else:
+                value = member.__get__(view, type(view))
+            return _for_user(self, view, call, value)
 
     def __dir__(self) -> list[str]:
         original = self.__dict__.get("_original")
@@ -372,23 +383,6 @@ class OriginalSurface(nn.Module):
             return super().train(mode)
         original.view(self).train(mode)
         return self
-
-
-def _of_original(module: OriginalSurface, original: Original, name: str) -> Any:
-    assert original.kind is not None
-    view = original.view(module)
-    call = f"{original.kind.__name__}.{name}"
-    missing = object()
-    member = inspect.getattr_static(type(view), name, missing)
-    if member is missing:
-        if not original.overrides("__getattr__"):
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-        with watched(call, module.rewired_tensors, module):
-            return _for_user(module, view, call, type(view).__getattr__(view, name))
-    if not hasattr(member, "__get__"):
-        return member
-    with watched(call, module.rewired_tensors, module):
-        return _for_user(module, view, call, member.__get__(view, type(view)))
 
 
 def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:

@@ -18,15 +18,9 @@ from torch.nn import functional as F
 from revcompile.ir.coupling_ops import call_bn_relu, call_norm
 from revcompile.ir.module_tree import casts_input
 from revcompile.ir.ops import as_read, matching
+from revcompile.ir.python_code import copied
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
-
 
 # -- cast_down ------------------------------------------------------------------------------------
 
@@ -46,7 +40,7 @@ def cast_down(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     that only move elements (windows, rolls, padding) are in between, a cast before those lets them,
     and their gradients, move half the bytes. Moving elements commutes with rounding.
     """
-    copy = _copied(graph)
+    copy = copied(graph)
     for node in list(copy.nodes):
         if _is_layer_norm(node, root) and _is_only_read_cast(node, root):
             if any(map(_only_moves_elements, node.users)):
@@ -114,7 +108,7 @@ _RELU_FUNCTIONS: Final = (F.relu, torch.relu)
 
 def fuse_bn_relu(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """A copy of a graph in which batch norms are joined with the ReLU that alone reads them."""
-    copy = _copied(graph)
+    copy = copied(graph)
     for node in list(copy.nodes):
         relu = next(iter(node.users), None)
         if relu and len(node.users) == 1 and _is_batch_norm(node, root) and _is_relu(relu, root):
@@ -178,7 +172,7 @@ def match_dtypes(graph: fx.Graph) -> fx.Graph:
     """
     if not any(_operation(node) in _SOURCE_ARGUMENT for node in graph.nodes):
         return graph
-    copy = _copied(graph)
+    copy = copied(graph)
     for node in list(copy.nodes):
         if _operation(node) in _SOURCE_ARGUMENT:
             _match_source(node)

@@ -21,6 +21,7 @@ from revcompile.errors import InputError, ModifiedError
 from revcompile.ir import ops
 from revcompile.ir.random_numbers import RandomReads
 from revcompile.kernels.batch_norm import Statistics
+from revcompile.runtime.reversible.slots import filled
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -212,10 +213,6 @@ class StatefulBuffers:
         return [known[self._candidates[position]] for position in changed]
 
     @property
-    def has_candidates(self) -> bool:
-        return bool(self._candidates)
-
-    @property
     def is_empty(self) -> bool:
         """Does no buffer change, as far as is known?"""
         return not (self._changing if self._modes_seen else self._candidates)
@@ -223,17 +220,9 @@ class StatefulBuffers:
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module, _ in self._candidates)
 
-    @contextmanager
-    def replay(self, snapshots: list[BufferSnapshot]) -> Iterator[None]:
+    def replay(self, snapshots: list[BufferSnapshot]) -> AbstractContextManager[None]:
         """Around the second run: buffers with the contents they had before the first."""
-        current = [(s.module, s.name, s.module._buffers[s.name]) for s in snapshots]
-        for snapshot in snapshots:
-            snapshot.module._buffers[snapshot.name] = snapshot.copy.clone()
-        try:
-            yield
-        finally:
-            for module, name, buffer in current:
-                module._buffers[name] = buffer
+        return filled([((s.module._buffers, s.name), s.copy.clone()) for s in snapshots])
 
 
 def _identity(buffer: Tensor | None) -> _Identity:
@@ -293,6 +282,17 @@ class _Autocast(NamedTuple):
         torch.set_autocast_cache_enabled(self.cache)
 
 
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """The cache would hold every cast weight until the model's forward pass ends."""
+    is_caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_caching)
+
+
 # -- one run of a branch --------------------------------------------------------------------------
 
 
@@ -323,18 +323,6 @@ class Surroundings:
         self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
         """Is there code of others around every operation, which may draw random numbers, too?"""
         self._random: _RandomState | None = None
-
-    @contextmanager
-    def without_autocast_cache(self) -> Iterator[None]:
-        """Around the first runs, of which each reads a weight once.
-
-        The cache would hold every cast weight until the model's forward pass ends.
-        """
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(self.autocast.cache)
 
     def before_draws(self) -> None:
         """Before a run that may draw random numbers."""
@@ -370,11 +358,8 @@ class Replay:
             around.before_draws()
         self.masks = Masks() if around.captures else None
         self.random: _RandomState | None = None
-        self.buffers: list[BufferSnapshot] = []
-        self._identities: list[_Identity] = []
-        if branch.stateful.has_candidates:
-            self.buffers = branch.stateful.snapshot()
-            self._identities = branch.stateful.identities()
+        self.buffers = branch.stateful.snapshot()
+        self._identities = branch.stateful.identities()
         self.statistics = Statistics() if branch.norms else None
 
     def record(self) -> AbstractContextManager[Any]:

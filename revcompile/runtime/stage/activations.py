@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir.program import StageProgram
+from revcompile.ir.python_code import copied
 from revcompile.ir.types import TYPE, TensorType
 from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
 from revcompile.schedule import Keep, Order
@@ -221,8 +222,7 @@ def taking_stored(program: StageProgram, stored: Container[str]) -> fx.Graph:
 
     It sends them to the stage before as they are, whose program takes that.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.backward, {}))
+    graph = copied(program.backward)
     names, wide = (*program.kept, *program.needs_back), _declared_wide(program)
     _, *given = graph.find_nodes(op="placeholder")
     for name, node in zip(names, given, strict=False):

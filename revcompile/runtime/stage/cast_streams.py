@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import called_module, casts_input, is_cast
+from revcompile.ir.python_code import copied
 
 _KEEPS_DTYPE: Final[tuple[Any, ...]] = (nn.Dropout, nn.GELU, nn.Identity, nn.ReLU, nn.SiLU)
 _KEEPING_DTYPE: Final[frozenset[Any]] = frozenset((F.dropout, F.gelu, F.relu, F.silu, torch.relu))
@@ -29,8 +30,7 @@ _KEEPING_DTYPE: Final[frozenset[Any]] = frozenset((F.dropout, F.gelu, F.relu, F.
 
 def cast_streams(graph: fx.Graph, root: nn.Module, dtype: torch.dtype) -> fx.Graph:
     """A copy of a stage's program that computes the same under autocast to `dtype`."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy = copied(graph)
     for node in copy.find_nodes(op="call_function", target=coupling_ops.stream_leaf):
         _read_leaf(node, root)
     for node in copy.find_nodes(op="call_function", target=coupling_ops.plus):

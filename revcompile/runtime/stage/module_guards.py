@@ -21,8 +21,9 @@ from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.ops import attribute
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Rewired
-from revcompile.runtime.reversible.bindings import Bindings, Column, Slot, Watch
+from revcompile.runtime.reversible.bindings import Bindings, Watch
 from revcompile.runtime.reversible.hooks import MODULE_HOOKS, NoHooks
+from revcompile.runtime.reversible.slots import Column, Slot
 
 _requires_grad: Final = attrgetter("requires_grad")
 _gradient_hooks: Final = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")

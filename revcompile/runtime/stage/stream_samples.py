@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor, fx
 
 from revcompile.ir.program import StageProgram
+from revcompile.ir.python_code import copied
 from revcompile.ir.types import LIVE_VALUES, Coupling
 from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, Tolerance, samples_of
 from revcompile.schedule import Keep
@@ -46,8 +47,7 @@ class StreamSamples:
         """A copy of the forward or backward program that hands such streams to this object."""
         if not self.is_on:
             return graph
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(graph, {}))
+        copy = copied(graph)
         for node in tuple(copy.nodes):
             for name in node.meta.get(LIVE_VALUES, ()):
                 if name in self._names:

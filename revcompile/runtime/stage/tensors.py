@@ -60,8 +60,7 @@ def clone_preserving_strides(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     if plain.layout is not torch.strided or overlaps(plain):
         return plain.clone()
-    copy = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
-    return copy.copy_(plain)
+    return plain.new_empty_strided(plain.shape, plain.stride()).copy_(plain)
 
 
 def overlaps(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Final
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
 from revcompile.kernels.autocast import converted
+from revcompile.runtime.reversible.slots import Slot, filled
 from revcompile.schedule import Order, Weights
 
 _version: Final = attrgetter("_version")
@@ -34,24 +35,16 @@ class ParameterSlots:
 
     def __init__(self, root: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         names = {id(parameter): name for name, parameter in parameters.items()}
-        self._slots = [
-            (module._parameters, attribute, names[id(parameter)])
+        self._slots: list[tuple[Slot, str]] = [
+            ((module._parameters, attribute), names[id(parameter)])
             for module in root.modules()
             for attribute, parameter in module._parameters.items()
             if id(parameter) in names
         ]
 
-    @contextmanager
-    def filled(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+    def filled(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Let the modules read `values`, by parameter name, instead."""
-        before = [owner[attribute] for owner, attribute, _ in self._slots]
-        for owner, attribute, name in self._slots:
-            owner[attribute] = values[name]  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for (owner, attribute, _), value in zip(self._slots, before, strict=True):
-                owner[attribute] = value
+        return filled([(slot, values[name]) for slot, name in self._slots])
 
 
 class StashedWeights:

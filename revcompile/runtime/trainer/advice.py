@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import torch
 from torch import fx, nn
 
 from revcompile.errors import RevcompileWarning
+from revcompile.ir.ops import op_name
 from revcompile.ir.program import StageProgram
 from revcompile.optim.combined import members
 from revcompile.runtime.stage.update import Updater
@@ -110,7 +110,4 @@ def _operator(node: fx.Node, root: nn.Module) -> str:
         if isinstance(module, nn.MultiheadAttention):
             return "multi_head_attention_forward"
         return "softmax" if isinstance(module, nn.Softmax) else ""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    return str(getattr(target, "__name__", target)).strip("_")
+    return op_name(node).strip("_")

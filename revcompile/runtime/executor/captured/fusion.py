@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from revcompile.ir import coupling_ops
 from revcompile.ir.ops import as_read, attribute
+from revcompile.ir.python_code import copied
 from revcompile.kernels.exact_sum import is_imprecise, make_grid
 from revcompile.runtime.executor.captured.fusion_regions import (
     FusedAdd,
@@ -112,9 +113,7 @@ def fuse(
     forward: fx.Graph, backward: fx.Graph, root: nn.Module, fused: FusedOps
 ) -> tuple[fx.Graph, fx.Graph]:
     """Copies of a stage's two programs with their fusion regions compiled."""
-    programs = [fx.Graph(), fx.Graph()]
-    for new, old in zip(programs, (forward, backward), strict=True):
-        new.output(new.graph_copy(old, {}))
+    programs = [copied(forward), copied(backward)]
     regions = [find_regions(graph, root) for graph in programs]
     for region in regions[1]:
         for node in region.inputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +10,7 @@ import torch
 
 from revcompile.errors import RevcompileError
 from revcompile.ir.coupling_ops import seed_of, seeding
+from revcompile.runtime.reversible.captured_calls import CudaGraphs
 
 
 class CaptureUnsupported(RevcompileError):
@@ -57,7 +57,8 @@ class _Capture:
 
     draws: list[tuple[Pass, int] | None] | None = None
     """For each seeding of random numbers: what was seeded, if numbers were drawn."""
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Callable[[], None] | None = None
+    """Replays it."""
     generators: list[tuple[torch.Generator, Pass, int]] = field(default_factory=list)
 
     def replay(self, keys: RandomKeys) -> None:
@@ -65,7 +66,7 @@ class _Capture:
         for generator, seeded, piece in self.generators:
             generator.manual_seed(seed_of(seeds[seeded], piece))
         assert self.graph is not None
-        self.graph.replay()
+        self.graph()
 
 
 class CudaGraphReplay(EagerReplay):
@@ -82,7 +83,7 @@ class CudaGraphReplay(EagerReplay):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._captures: dict[Hashable, list[_Capture]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = CudaGraphs()
 
     def is_captured(self, kind: Hashable) -> bool:
         captures = self._captures.get(kind)
@@ -132,34 +133,25 @@ class CudaGraphReplay(EagerReplay):
         capture.draws = [entry if drew else None for entry, drew in pieces]
 
     def _capture(self, capture: _Capture, section: Section) -> None:
-        graph = torch.cuda.CUDAGraph()
         generators = [
             (torch.Generator(self.device), *draw) if draw is not None else None
             for draw in capture.draws or ()
         ]
-        for entry in generators:
-            if entry is not None:
-                graph.register_generator_state(entry[0])
-        default, count = self._default_generator(), itertools.count()
+        capture.generators = [entry for entry in generators if entry is not None]
+        default, entries = self._default_generator(), iter(generators)
         state = default.graphsafe_get_state()
         default.graphsafe_set_state(state.clone_state())  # a capture that fails would keep it
 
         def seeder(key: int, piece: int) -> None:
-            entry = generators[next(count)]
+            entry = next(entries)
             if entry is not None:
                 default.graphsafe_set_state(entry[0])
 
-        stream = torch.cuda.current_stream(self.device)
-        capturing = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
         try:
-            with seeding(seeder), capturing:
-                section()
+            with seeding(seeder):
+                own = [generator for generator, *_ in capture.generators]
+                capture.graph = self._graphs.capture(section, own)
         except Exception as error:
-            # A capture that fails leaves its stream current, and its pool perhaps in use.
-            torch.cuda.set_stream(stream)
-            self._pool = torch.cuda.graph_pool_handle()
             raise CaptureUnsupported(f"{type(error).__name__}: {error}") from error
         finally:
             default.graphsafe_set_state(state)
-        capture.graph = graph
-        capture.generators = [entry for entry in generators if entry is not None]
