@@ -16,7 +16,6 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -198,15 +197,6 @@ def _decode_tagged(tag: str, content: Any, inner: Callable[[Any], Any]) -> Any:
 # -- trees with tensors ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A reference to a tensor by name; `stride` if it is not contiguous."""
-
-    name: str
-    device: str
-    stride: tuple[int, ...] | None
-
-
 def encode_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     """The tree as JSON, and its tensors under names made from their paths.
 
@@ -214,8 +204,7 @@ def encode_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     {'model.head.bias': tensor([0.])}
     """
     tensors: dict[str, Tensor] = {}
-    plain = _walk(tree, (), tensors)
-    return encode(plain, _as_json), tensors
+    return _walk(tree, (), tensors), tensors
 
 
 def decode_tree(
@@ -248,32 +237,28 @@ def decode_tree(
     return decode(plain, {"tensor": read})
 
 
-def _as_json(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, _Stored):
-        return {"tensor": [value.name, value.device, value.stride and list(value.stride)]}
-    return None
-
-
 def _walk(tree: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return _store(tree, ".".join(path), tensors)
     if isinstance(tree, Mapping):
-        return {_leaf(k, path): _walk(v, (*path, str(k)), tensors) for k, v in tree.items()}
+        items = {_leaf(k, path): _walk(v, (*path, str(k)), tensors) for k, v in tree.items()}
+        return {"dict": [[encode(_as_key(key)), item] for key, item in items.items()]}
     if type(tree) in (list, tuple):
-        items = [_walk(v, (*path, str(i)), tensors) for i, v in enumerate(tree)]
-        return items if type(tree) is list else tuple(items)
-    return _leaf(tree, path)
+        listed = [_walk(v, (*path, str(i)), tensors) for i, v in enumerate(tree)]
+        return listed if type(tree) is list else {"tuple": listed}
+    return encode(_leaf(tree, path))
 
 
-def _store(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> _Stored:
+def _store(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A reference to a tensor: its name and device, and its strides if it is not contiguous."""
     if name in tensors:
         raise InputError(f"two tensors would be saved as {name!r}; rename one of their owners")
     tensors[name] = tensor
     rows = torch.empty(tensor.shape, device="meta").stride()
     is_kept = tensor.stride() != rows and not overlaps(tensor)
     is_kept = is_kept and has_few_gaps(tensor.shape, tensor.stride())
-    stride = tensor.stride() if is_kept else None
-    return _Stored(name, tensor.device.type, stride)
+    stride = list(tensor.stride()) if is_kept else None
+    return {"tensor": [name, tensor.device.type, stride]}
 
 
 def has_few_gaps(shape: Sequence[int], stride: Sequence[int]) -> bool:

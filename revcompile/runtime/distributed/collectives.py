@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 from revcompile.errors import InputError, VerificationError
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import source_of
+from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.trainer.settings import Task
 
 _MOST_TEXT: Final = 1 << 28
@@ -60,17 +61,13 @@ def run_facts(task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
     named |= {name: str(value) for name, value in options.items()}
     for name, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else ", frozen"
-        named[f"parameter {name}"] = _described(parameter) + frozen
+        named[f"parameter {name}"] = described(parameter) + frozen
     for name, buffer in model.named_buffers():
-        named[f"buffer {name}"] = _described(buffer)
+        named[f"buffer {name}"] = described(buffer)
     for part, program in zip(partition.parts, programs, strict=True):
         named[f"stage {part.index}"] = ", ".join(piece.name for piece in part.pieces)
         named[f"code of stage {part.index}"] = _digest(program)
     return named
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _digest(program: StageProgram) -> str:

@@ -243,7 +243,6 @@ class DistributedTransport(Transport):
         self._ended: set[tuple[int, int]] = set()
         self._awaited: set[int] = set()
         """Ranks from which a message was missing since the last one arrived."""
-        self._totals: dict[int, Tensor] = {}
         self._channels = list(channels)
         self._closed = False
         self._senders: dict[tuple[int, int], SendThread] = {}
@@ -302,11 +301,6 @@ class DistributedTransport(Transport):
             while receiver == self.ranks.rank and self._delivered[source, target] < count:
                 self.wait(f"stage {target} for what stage {source} has sent")
 
-    def load_state_dict(self, messages: Sequence[Sequence[Any]]) -> None:
-        """Replace all queued messages; none may be in flight (see `wait_all_delivered`)."""
-        super().load_state_dict(messages)
-        self._totals.clear()
-
     def is_here(self, stage: int) -> bool:
         return self.ranks.owner(stage) == self.ranks.rank
 
@@ -342,18 +336,7 @@ class DistributedTransport(Transport):
             return super().mean(stage, gradients, count)
         return average.mean(gradients, count)
 
-    def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
-        norms = self._norms.setdefault(update, {})
-        norms[stage] = squared
-        if len(norms) < len(self.ranks.stages):
-            return None
-        if update not in self._totals:
-            self._totals = {update: self._sum(norms)}
-            self._norms = {u: n for u, n in self._norms.items() if u >= update}
-            self._monitor.notify()  # stages that wait for the sum look again
-        return self._totals[update].to(squared.device)
-
-    def _sum(self, norms: dict[int, Tensor]) -> Tensor:
+    def _sum(self, norms: Mapping[int, Tensor]) -> Tensor:
         """Every stage's norm in its own precision, added in the order of the stages."""
         some = next(iter(norms.values()))
         table = torch.zeros(len(self.ranks.layout.stage_to_rank), 2, dtype=torch.float64)
@@ -367,6 +350,7 @@ class DistributedTransport(Transport):
         total = table[0, 0].to(dtypes[0])
         for value, dtype in zip(table[1:, 0], dtypes[1:], strict=True):
             total = total + value.to(dtype)
+        self._monitor.notify()  # stages that wait for the sum look again
         return total
 
     @contextlib.contextmanager

@@ -169,6 +169,8 @@ class Transport:
         self.queues: dict[Route, deque[Any]] = {}
         """Messages that wait for their receivers: what has `Message.ready`."""
         self._norms: dict[int, dict[int, Tensor]] = {}
+        self._totals: dict[int, Tensor] = {}
+        """By update: the squared norms of stages here, and of all stages once those are known."""
 
     def send(self, route: Route, message: Message) -> Sending | None:
         """Send a message, without waiting for it to arrive; None if it is passed by reference."""
@@ -210,6 +212,7 @@ class Transport:
         for queue in list(self.queues.values()):
             queue.clear()
         self._norms.clear()
+        self._totals.clear()
         for source, target, kind, message in messages:
             if self.is_here(target):
                 route = source, target, MessageKind(kind)
@@ -239,10 +242,15 @@ class Transport:
         """The sum over all stages of the squared norm of a gradient; None until all are known."""
         norms = self._norms.setdefault(update, {})
         norms[stage] = squared
-        if len(norms) < self.stages:
+        if len(norms) < sum(map(self.is_here, range(self.stages))):
             return None
-        self._norms = {u: n for u, n in self._norms.items() if u >= update}
-        # Always in the order of the stages: sums of floats depend on it.
+        if update not in self._totals:
+            self._totals = {update: self._sum(norms)}
+            self._norms = {u: n for u, n in self._norms.items() if u >= update}
+        return self._totals[update].to(squared.device)
+
+    def _sum(self, norms: Mapping[int, Tensor]) -> Tensor:
+        """Always in the order of the stages: sums of floats depend on it."""
         total = norms[0]
         for index in range(1, self.stages):
             total = total + norms[index].to(total.device)

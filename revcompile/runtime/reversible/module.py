@@ -266,10 +266,13 @@ class Reversible(OriginalSurface):
         key = id(body)
         plan = self._plans.get(key)
         if plan is None or plan.watch.change() is not None:
-            steps = _steps(body, self)
+            steps = self._steps(body)
             watch = Watch([bindings for step in steps for bindings in step.bindings])
             plan = self._plans[key] = _Plan(steps, watch)
         return plan.steps
+
+    def _steps(self, body: Body) -> tuple[_Step, ...]:
+        return _steps(body, self)
 
 
 def _float32_streams(

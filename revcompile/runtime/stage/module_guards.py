@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads
-from revcompile.ir.ops import attribute
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.bindings import Bindings, Watch
@@ -89,11 +88,6 @@ class TreeGuard:
             "never call this module: its forward is part of their programs. Undo that, and "
             f"register hooks on the layers inside, which are called{advice}"
         )
-
-
-def parameters_of(program: StageProgram, root: nn.Module) -> dict[str, Tensor]:
-    """The stage's present parameters by name."""
-    return {name: attribute(root, name) for name in program.parameters}
 
 
 class ParameterGuard:

@@ -25,7 +25,7 @@ from revcompile.runtime.stage.activations import ActivationStore, Buffers, takin
 from revcompile.runtime.stage.cast_streams import cast_streams
 from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.loss_scale import unscaled
-from revcompile.runtime.stage.module_guards import ParameterGuard, parameters_of
+from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
     outlives_updates,
@@ -92,7 +92,7 @@ class Stage:
         self.activations = ActivationStore(program, buffers or Buffers())
         self._messages = messages
         """The dtype in which float32 gradients are sent to the stage before; None: their own."""
-        self.parameters = parameters_of(program, root)
+        self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
         self.parameter_guard = ParameterGuard(program, root, self.parameters, replicas)
         self._slots = ParameterSlots(root, self.parameters)
         for name in replicas:
@@ -115,7 +115,7 @@ class Stage:
         if autocast is not None:
             graphs = [cast_streams(graph, root, autocast) for graph in graphs]
             graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
-            if not self.outlives_updates:  # the kernel computes the ReLU's mask again in backward
+            if not outlives_updates(program):  # the kernel makes the ReLU's mask again in backward
                 graphs = [fuse_bn_relu(graph, root) for graph in graphs]
         self._repeats_convolutions = repeats_convolutions(program, root)
         self._samples = StreamSamples(program, tolerance, waits=check_finite)
@@ -383,7 +383,7 @@ class Stage:
         Backward uses their latest values (PETRA, Eq. 5): activations are the forward pass's,
         parameters are not. What the forward pass computed from parameters is an activation.
         """
-        if not self.outlives_updates:
+        if not outlives_updates(self.program):
             return ()
         return tuple(
             (self.cast_weights.current() or self.replica_weights or self.parameters).values()
@@ -486,10 +486,6 @@ class Stage:
     def is_stateful(self) -> bool:
         """Do its layers change buffers in every call? Known once it has run."""
         return not self._stateful.is_empty
-
-    @property
-    def outlives_updates(self) -> bool:
-        return outlives_updates(self.program)
 
 
 def _versions(kept: tuple[Any, ...]) -> tuple[int, ...]:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.optim.combined import CombinedOptimizer, elementary, members
-from revcompile.runtime.stage.tensors import TreeCopy
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
 COUNTERS: Final = ("step", "mu_product")
 """Entries of an optimizer's state that are on the CPU whatever the parameter's device."""
@@ -209,7 +208,7 @@ class Updater:
 
     def state_dict(self, copy: TreeCopy | None = None) -> dict[str, Any]:
         """Optimizer state by parameter name, the groups' settings, and the schedule's state."""
-        copy = copy or _copy
+        copy = copy or clone_tree
         if self.optimizer is None:
             return {"state": {}, "groups": [], "lr_schedule": None}
         names = {id(p): name for name, p in self.parameters.items()}
@@ -241,7 +240,7 @@ class Updater:
                     self.optimizer.state[parameter] = {
                         key: value.to(parameter.device, copy=True)
                         if isinstance(value, Tensor) and (key not in COUNTERS or on_device)
-                        else _copy(value)
+                        else clone_tree(value)
                         for key, value in states[names[id(parameter)]].items()
                     }
         if self.lr_schedule is not None and schedule is not None:
@@ -279,7 +278,7 @@ class Updater:
         chosen = next(iter(same_lr or saved), None)
         if chosen is None:
             return None
-        return {key: _copy(value) for key, value in chosen.items() if key != "params"}
+        return {key: clone_tree(value) for key, value in chosen.items() if key != "params"}
 
     def _all_saved(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
@@ -345,16 +344,12 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _copy(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value)
-
-
 def _plain(value: Any) -> Any:
     """A schedule's state without entries that cannot be saved (functions, counters)."""
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     if type(value) is not dict:
-        return _copy(value)
+        return clone_tree(value)
     return {key: _plain(entry) for key, entry in value.items() if _is_plain(entry)}
 
 

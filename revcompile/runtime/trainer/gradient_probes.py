@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir import coupling_ops
@@ -30,6 +29,7 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.weights import detached_copies
 from revcompile.schedule import Order, delay, window
 
@@ -158,7 +158,7 @@ class Probe:
             method=self._method,
             microbatch=self.microbatch,
             stages=tuple(p.compared(j, self._delays[j]) for j, p in enumerate(products)),
-            sigma=_ratio(sum(p.method_e2e for p in products), sum(p.e2e_e2e for p in products)),
+            sigma=_ratio(*map(sum, zip(*(p.of_sigma for p in products), strict=True))),
         )
 
     # -- called by the trainer and its stages -------------------------------------------------
@@ -166,9 +166,7 @@ class Probe:
     def fed(self, microbatch: int, inputs: Mapping[str, Any], target: Any) -> None:
         """A micro-batch is about to enter. Its tensors are copied: the caller may reuse them."""
         if microbatch == self.microbatch:
-            self._data = pytree.tree_map_only(
-                Tensor, lambda t: t.detach().clone(), (dict(inputs), target)
-            )
+            self._data = clone_tree((dict(inputs), target))
 
     def rolled_back(self, microbatch: int) -> None:
         """A micro-batch's step has failed; the next one gets its number."""
@@ -188,9 +186,7 @@ class Probe:
         if index not in self._buffers:
             return
         if microbatch == self.microbatch:
-            self._of_method[index] = {
-                name: None if g is None else g.detach().clone() for name, g in gradients.items()
-            }
+            self._of_method[index] = clone_tree(dict(gradients))
         elif microbatch > self.microbatch and index not in self._of_method:
             self.lost = True
         self._save_weights(index, microbatch)
@@ -221,9 +217,8 @@ class Probe:
         for stage in [j for j in self._of_method if self._is_ready(j)]:
             current = self._current.pop(stage)
             (end_to_end,) = self._run([current[i] for i in range(len(self._stages))], [stage])
-            self._compared[stage] = _Products.of(
-                self._of_method[stage], self._delayed[stage], end_to_end
-            )
+            gradients = self._of_method[stage], self._delayed[stage], end_to_end
+            self._compared[stage] = _Products(*gradients)
 
     def _is_ready(self, stage: int) -> bool:
         return stage not in self._compared and len(self._current[stage]) == len(self._stages)
@@ -240,37 +235,24 @@ def _ratio(x: float, y: float) -> float:
 # -- comparing ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Products:
-    """Inner products of one stage's three gradients."""
+    """Inner products of one stage's gradients: the method's, delayed, end-to-end."""
 
-    method: float
-    delayed: float
-    e2e_e2e: float
-    method_delayed: float
-    method_e2e: float
-    delayed_e2e: float
+    def __init__(self, *gradients: Gradients) -> None:
+        self._dots = [[_dot(x, y) for y in gradients[: i + 1]] for i, x in enumerate(gradients)]
 
-    @classmethod
-    def of(cls, method: Gradients, delayed: Gradients, end_to_end: Gradients) -> _Products:
-        return cls(
-            _dot(method, method),
-            _dot(delayed, delayed),
-            _dot(end_to_end, end_to_end),
-            _dot(method, delayed),
-            _dot(method, end_to_end),
-            _dot(delayed, end_to_end),
-        )
+    @property
+    def of_sigma(self) -> tuple[float, float]:
+        """`<end-to-end, method>` and `|end-to-end|^2`."""
+        return self._dots[2][0], self._dots[2][2]
 
     def compared(self, stage: int, delay: int) -> StageGradients:
-        return StageGradients(
-            stage,
-            delay,
-            _similarity(self.method_delayed, self.method, self.delayed),
-            _similarity(self.method_e2e, self.method, self.e2e_e2e),
-            _similarity(self.delayed_e2e, self.delayed, self.e2e_e2e),
-            _ratio(self.method_e2e, self.e2e_e2e),
-        )
+        first, second, third = (self._similarity(*pair) for pair in ((0, 1), (0, 2), (1, 2)))
+        return StageGradients(stage, delay, first, second, third, _ratio(*self.of_sigma))
+
+    def _similarity(self, x: int, y: int) -> Similarity:
+        norms = [math.sqrt(self._dots[i][i]) for i in (x, y)]
+        return Similarity(_ratio(self._dots[y][x], norms[0] * norms[1]), _ratio(*norms))
 
 
 def _dot(x: Gradients, y: Gradients) -> float:
@@ -279,11 +261,6 @@ def _dot(x: Gradients, y: Gradients) -> float:
         (a.double() * b.double()).sum() for a, b in pairs if a is not None and b is not None
     ]
     return float(torch.stack(products).sum()) if products else 0.0
-
-
-def _similarity(dot: float, x: float, y: float) -> Similarity:
-    """From an inner product and two squared norms."""
-    return Similarity(_ratio(dot, math.sqrt(x) * math.sqrt(y)), _ratio(math.sqrt(x), math.sqrt(y)))
 
 
 # -- plain backprop -------------------------------------------------------------------------------

@@ -79,7 +79,10 @@ class RunningStatistics:
         for buffer in {id(buffer): buffer for each in buffers for buffer in each}.values():
             by_dtype.setdefault(buffer.dtype, []).append((stages[id(buffer)], buffer))
         self._groups = [
-            ([buffer for _, buffer in group], _flat([_stage_of(*each) for each in group]))
+            (
+                [buffer for _, buffer in group],
+                _flat([torch.full_like(b, stage, dtype=torch.int64) for stage, b in group]),
+            )
             for group in by_dtype.values()
         ]
         """Buffers, and for each of their elements its stage."""
@@ -105,10 +108,6 @@ class RunningStatistics:
 
 def _flat(buffers: Sequence[Tensor]) -> Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in buffers])
-
-
-def _stage_of(stage: int, buffer: Tensor) -> Tensor:
-    return torch.full_like(buffer, stage, dtype=torch.int64)
 
 
 class NonFiniteReports:
