@@ -116,7 +116,8 @@ def reversify(
     """Rewire a model so that training it stores no activations inside its residual chains.
 
     Args:
-        model: Left as it is; the result owns copies of its weights.
+        model: Left as it is; the result owns copies of its weights, and is in the same mode
+            (`train()` or `eval()`).
         example_inputs: A tensor, or a tuple of positional arguments, with a batch of two or more.
             timm models need none.
         example_kwargs: Keyword arguments of the example.
@@ -240,7 +241,7 @@ def petrafy(
 
     Args:
         model, example_inputs, example_kwargs, policy, check, leaf_modules, tolerance: As for
-            `reversify`.
+            `reversify`. Trainers train in train mode: see `StagedModel.trainer`.
         num_stages: How many stages to cut the model into.
         cost: How the work of a block is estimated. "analytic": FLOPs and bytes; "measured": timed
             on the model's device, updates included; "replayed": time of the kernels alone, as in
@@ -332,7 +333,11 @@ class InversionReport:
 
 
 def check_invertible(
-    model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    policy: PolicyName | Policy | None = None,
+    tolerance: float | None = None,
+    **kwargs: Any,
 ) -> InversionReport:
     """Run a model forward and back, and report each block's reconstruction error.
 
@@ -341,6 +346,8 @@ def check_invertible(
     Args:
         model: What `reversify` returned, or a plain model, which is then rewired first.
         args, kwargs: What the model is called with.
+        policy: How a plain model is rewired, as for `reversify`; "paper" by default. Other options
+            of `reversify`: pass its result, compiled with `check="off"`.
         tolerance: The largest relative error that is `ok`. Default: by data type, 1e-3 for float32.
 
     >>> import torch, revcompile
@@ -352,14 +359,20 @@ def check_invertible(
         number("check_invertible", "tolerance", tolerance, "use a number above 0, or None")
     if isinstance(model, StagedModel):
         raise InputError("check_invertible: got a StagedModel; pass its module, net.module()")
-    if not isinstance(model, Reversible):
+    if isinstance(model, Reversible):
+        if policy is not None and Policy.named(policy) != model.rewired.policy:
+            raise InputError(
+                f"check_invertible: policy={policy!r}, but the model was rewired with another one; "
+                "leave policy= out, or pass the original model"
+            )
+    else:
         check_model("check_invertible", model)
         model, _ = _reversified(
             "check_invertible",
             model,
             args or None,
             kwargs,
-            policy="paper",
+            policy="paper" if policy is None else policy,
             check="off",
             leaf_modules=(),
             tolerance=tolerance,

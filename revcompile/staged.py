@@ -21,6 +21,7 @@ from revcompile.arguments import (
     number,
 )
 from revcompile.compiler.cost import Workload
+from revcompile.compiler.gradient_paths import trained_parameters
 from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
@@ -118,6 +119,20 @@ class StagedModel(StageReport):
         problem = self._tree.problem()
         if problem is not None:
             raise InputError(f"{caller}: {problem}")
+
+    def _check_trainable(self, caller: str) -> None:
+        """Raise if training would change no parameter."""
+        rewired = self.partition.rewired
+        if trained_parameters(rewired):
+            return
+        if any(p.requires_grad for p in self.model.parameters()):
+            why = "no parameter that requires a gradient has a path to the result (detach, no_grad)"
+        else:
+            why = "no parameter requires a gradient"
+        raise InputError(
+            f"{caller}: {rewired.name} has nothing to train: {why}; call requires_grad_() on what "
+            "is to be trained (net.model has it under the original's names)"
+        )
 
     def module(self, original: bool = False) -> nn.Module:
         """A plain module with the current weights: a copy to evaluate, save and deploy.
@@ -232,7 +247,10 @@ class StagedModel(StageReport):
     ) -> Trainer:
         """A trainer for this model; in a script started by torchrun, that of one rank.
 
-        It takes the model over: trainers made before cannot be used any more.
+        It takes the model over: trainers made before cannot be used any more. Steps run in train
+        mode, also if the model was in eval mode when it was compiled (as those of
+        `from_pretrained` are). Only layers that were in eval mode while the model was in train
+        mode, such as frozen batch norms, stay in eval mode.
 
         Args:
             optimizer: Function from a list of parameters to a torch optimizer, or to a list of
@@ -280,8 +298,9 @@ class StagedModel(StageReport):
                 keeps. A trainer that keeps graphs cannot be saved before it is flushed.
             batch_size: Samples in a micro-batch, for that plan. Default: the example's.
             buffers: How stages that are not reversible keep their float32 inputs until backward:
-                rounded to torch.bfloat16 (half the memory) or torch.float8_e4m3fn (a quarter),
-                in the host's memory ("offload"), or both (a `Buffers`).
+                rounded to torch.bfloat16 or torch.float16 (half the memory) or
+                torch.float8_e4m3fn (a quarter), in the host's memory ("offload"), or both (a
+                `Buffers`).
             messages: torch.bfloat16: float32 gradients are rounded to it where one stage hands
                 them to the stage before. Values of streams, which are rebuilt, stay exact.
 
@@ -290,7 +309,9 @@ class StagedModel(StageReport):
                 "cudagraphs": each step captured as one CUDA graph, on a rank as one for its forward
                 and one for its backward passes, which reports bad gradients some steps late (they
                 are never applied); "inductor": the same, and the code around convolutions and
-                matrix products compiled; "auto": CUDA graphs on a GPU in one process, else eager.
+                matrix products compiled; "static": as "cudagraphs", but called instead of
+                captured, on any device, for debugging; "auto": CUDA graphs on a GPU in one process,
+                else eager.
             device: Where to train. Default: where the model is. On ranks only a rank's own stages
                 are moved there.
             seed: Of everything random in the stages.
@@ -313,6 +334,7 @@ class StagedModel(StageReport):
         """
         who = "net.trainer"
         self._check_tree(who)
+        self._check_trainable(who)
         flag(who, "check_finite", check_finite)
         flag(who, "report_loss", report_loss)
         flag(who, "average_statistics", average_statistics)

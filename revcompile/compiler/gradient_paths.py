@@ -143,6 +143,12 @@ def _results(body: Body, masks: Mapping[str, int]) -> int:
     return _union(masks.get(leaf.name, 0) for leaf in body.result if isinstance(leaf, Live))
 
 
+def trained_parameters(rewired: Rewired) -> list[str]:
+    """Parameters with `requires_grad` that have a gradient path to the results."""
+    sources, body = _Sources(rewired.root, trained=True), rewired.body
+    return sources.listed(_results(body, _walk(body.segments, body.types, sources, {})))
+
+
 # -- the stages' programs -------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from revcompile.ir.guards import Guards
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Captured, Frontend, Rewired
+from revcompile.ir.uncomputed import as_captured
 
 _PLAIN: Final = (NoneType, bool, int, float, str, type(ABSENT))
 
@@ -147,7 +148,8 @@ class Recompiler:
         modes = [mode for each in guards for mode in (each.train, each.evaluation)]
         for guard in (guard for mode in modes for guard in mode.attributes):
             if guard.path in modules and guard.name not in ("", "training"):
-                value = look_up(modules[guard.path], guard.name)
+                now = look_up(modules[guard.path], guard.name)
+                value = as_captured(now, UNKNOWN if guard.fields else guard.value)
                 if not guard.fields or isinstance(value, _PLAIN):
                     _set_plain(model.get_submodule(guard.path), guard.name, value)
                 elif id(value) not in shared:

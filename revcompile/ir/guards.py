@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.ir.conditions import ABSENT, Condition, Item, SameObject, frozen, holds, look_up
+from revcompile.ir.uncomputed import as_captured
 from revcompile.kernels.autocast import is_autocasting
 
 
@@ -92,11 +93,11 @@ class AttributeGuard:
         return text
 
     def current(self, module: nn.Module) -> Any:
-        """The value now, of the module at `path`."""
+        """The value now, of the module at `path`; as captured, where the forward pass sets it."""
         value = look_up(module, self.name) if self.name else module
         for step in self.fields:
             value = ABSENT if value is ABSENT else look_up(value, step)
-        return value
+        return as_captured(value, self.value)
 
     def rebased(self, module: nn.Module) -> AttributeGuard:
         """The same guard for a module whose attributes rewiring has changed."""

@@ -305,7 +305,7 @@ def test_a_memory_limit_that_cannot_be_met() -> None:
     with pytest.raises(InputError) as raised:
         cut(Chain(), 2, torch.randn(2, 5), memory_budget=1000, batch_size=64)
     said = str(raised.value)
-    assert said.startswith("petrafy: Chain does not fit 2 devices of 0.00 GiB at 64 samples")
+    assert said.startswith("petrafy: Chain does not fit 2 devices of 1000 B at 64 samples")
     assert "the most), and no other cut fits either. Use more stages" in said
 
 

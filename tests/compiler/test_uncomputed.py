@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.compiler.capture.attributes import UncomputedTensor
 from revcompile.errors import InputError
+from revcompile.ir.uncomputed import UncomputedTensor
 
 X = torch.randn(3, 8)
 
@@ -31,6 +31,29 @@ class Block(nn.Module):
         self.aux = h.pow(2).mean()
         self.losses["z"] = h.mean()
         return x + h
+
+
+class Caching(nn.Module):
+    """Fills a cache in eval mode, and empties it in `train()`."""
+
+    def __init__(self, is_dict: bool) -> None:
+        super().__init__()
+        self.f, self.bias = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+        self.is_dict, self.entries, self.entry = is_dict, dict[str, Tensor](), None
+
+    def train(self, mode: bool = True) -> Caching:
+        self.entries, self.entry = {}, None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias: Any = self.bias
+        if not self.training and self.is_dict:
+            if "bias" not in self.entries:
+                self.entries["bias"] = self.bias * 1
+            bias = self.entries["bias"]
+        elif not self.training:
+            self.entry = bias = self.bias * 1 if self.entry is None else self.entry
+        return x + (self.f(x) + bias).tanh()
 
 
 class Counting(nn.Module):
@@ -67,6 +90,27 @@ def test_what_stands_for_it_can_be_copied_and_pickled() -> None:
     assert "0.aux" in repr(pickle.loads(pickle.dumps(net.get_submodule("0").aux)))
     staged = revcompile.petrafy(nn.Sequential(Block(), Block(), Block()), 2, X)
     assert isinstance(staged.module().get_submodule("1").aux, UncomputedTensor)
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_a_cache_that_is_filled_in_eval_mode_is_computed_in_every_call(
+    is_dict: bool, is_filled: bool
+) -> None:
+    model = nn.Sequential(Caching(is_dict), Caching(is_dict)).train(not is_filled)
+    with torch.no_grad():
+        model(X)
+    net = revcompile.reversify(model, X, policy="pretrained")
+    for _ in range(2):
+        torch.testing.assert_close(net.eval()(X), net.to_original().eval()(X))
+        with torch.no_grad():
+            for parameter in net.train().parameters():
+                parameter.add_(1)
+    staged = revcompile.petrafy(model, 2, X)
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+    trainer.step(X, X)
+    expected = nn.functional.mse_loss(staged.module().eval()(X), X)
+    assert trainer.evaluate([(X, X)]).loss == pytest.approx(expected.item())
 
 
 def test_a_dict_changed_in_place_is_seen() -> None:

@@ -21,6 +21,7 @@ from revcompile.compiler.cost.measured import Clock
 from revcompile.errors import InputError, RevcompileWarning
 from revcompile.runtime.executor.captured import Backend
 from revcompile.runtime.reversible.overlap import Overlap
+from revcompile.runtime.stage.activations import BUFFER_DTYPES
 from revcompile.schedule import METHODS, Keep
 
 
@@ -31,6 +32,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return x + self.f(x).tanh()
+
+
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
 
 
 X = torch.randn(3, 4)
@@ -194,6 +200,10 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
         (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.module\(\)"),
         (lambda net: revcompile.check_invertible(net.module(), X, tolerance=-1), "tolerance=-1"),
+        (
+            lambda net: revcompile.check_invertible(net.module(), X, policy="pretrained"),
+            "policy='pretrained', but the model was rewired with another one",
+        ),
     ],
 )
 def test_calls_of_a_staged_model(
@@ -201,6 +211,40 @@ def test_calls_of_a_staged_model(
 ) -> None:
     with pytest.raises(InputError, match=said):
         call(staged)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda model: model.requires_grad_(False), "no parameter requires a gradient"),
+        (lambda model: model.append(Detached()), "has a path to the result"),
+    ],
+)
+def test_a_model_with_nothing_to_train_is_refused(
+    change: Callable[[nn.Module], Any], why: str
+) -> None:
+    model = nn.Sequential(Block(), Block())
+    change(model)
+    net = revcompile.petrafy(model, 2, X)
+    with pytest.raises(InputError, match=rf"Sequential has nothing to train: .*{why}.*requires_gr"):
+        net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+
+
+def test_the_trainer_documents_every_backend_and_buffer() -> None:
+    text = StagedModel.trainer.__doc__ or ""
+    assert all(f'"{name}"' in text for name in get_args(arguments.BackendName))
+    assert all(str(dtype) in text for dtype in BUFFER_DTYPES)
+
+
+def test_check_invertible_rewires_with_a_policy() -> None:
+    class Large(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x + 1e6 * self.f(x).tanh()
+
+    model = nn.Sequential(Large(), Large())
+    assert revcompile.check_invertible(model, X).worst[1] < float("inf")
+    # The fixed-point streams of averaged couplings cannot hold such numbers.
+    assert revcompile.check_invertible(model, X, policy="pretrained").worst[1] == float("inf")
 
 
 def test_a_trace_needs_a_file(staged: StagedModel) -> None:

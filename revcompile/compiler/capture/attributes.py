@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,10 +27,10 @@ from revcompile.compiler.capture.object_reads import (
     is_scalar,
 )
 from revcompile.compiler.capture.trace_errors import is_model_code, user_line
-from revcompile.errors import InputError
 from revcompile.ir.conditions import ABSENT, Condition, HasKeys, IsInstance, Item, Present, frozen
 from revcompile.ir.guards import AttributeGuard
 from revcompile.ir.module_tree import child_path
+from revcompile.ir.uncomputed import UncomputedTensor
 
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers; whoever runs a graph through one checks its members."""
@@ -181,8 +181,9 @@ def log_attributes(log: AttributeLog) -> Iterator[None]:
         return value
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
+        is_same = get(self, "__dict__").get(name, log) is value  # nothing is written
         put(self, name, value)
-        if name not in OF_NN:
+        if name not in OF_NN and not is_same:
             log.note(self, name, False, value)
 
     nn.Module.__getattribute__ = getting  # type: ignore[method-assign, assignment]
@@ -277,48 +278,6 @@ def _content(value: Any) -> Any:
 
 def _item(value: Any) -> Any:
     return _content(value) if is_scalar(value) else None
-
-
-class UncomputedTensor:
-    """In the place of a tensor that a traced forward stored in an attribute; using it raises.
-
-    The captured graph does not set the attribute: what was there before would be used silently.
-
-    >>> UncomputedTensor("blocks.0.aux") + 1
-    Traceback (most recent call last):
-    revcompile.errors.InputError: blocks.0.aux is set by a forward pass that is part of ...
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise InputError(
-            f"{self._name} is set by a forward pass that is part of the captured graph now, which "
-            "computes only what the model returns: the attribute would be out of date, and a loss "
-            "that uses it would have no gradient. Let the model return the tensor"
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        given = [*args, *(kwargs or {}).values()]
-        flat = [a for arg in given for a in (arg if isinstance(arg, list | tuple) else [arg])]
-        next(a for a in flat if isinstance(a, UncomputedTensor))._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look for optional methods
-            raise AttributeError(name)
-        self._refuse()
-
-    def __repr__(self) -> str:
-        return f"<{self.__dict__.get('_name', '?')}, which the captured graph does not set>"
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __rtruediv__ = __pow__ = __neg__ = __matmul__ = __rmatmul__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __float__ = __int__ = __bool__ = __len__ = __iter__ = __getitem__ = _refuse
 
 
 def mark_uncomputed(root: nn.Module, names: Iterable[tuple[str, str, Any]]) -> None:

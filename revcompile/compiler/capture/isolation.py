@@ -32,7 +32,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
         raise CaptureError(
             f"capture: {type(model).__name__} cannot be copied with copy.deepcopy: "
             f"{type(error).__name__}: {error}; keep what cannot be copied (open files, locks, "
-            "process groups) outside the model"
+            "process groups, results of an earlier forward pass) outside the model"
         ) from error
 
 

@@ -29,6 +29,7 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost, Rewired, Segment
 from revcompile.schedule import Tie
+from revcompile.units import format_size
 
 SPLITTING_GAIN: Final = 1.05
 """Split opaque segments if whole ones make the largest stage this much larger."""
@@ -235,11 +236,11 @@ def _does_not_fit(row: _Row) -> str:
     assert ends is not None
     needs = [row.memory.stage(j, a, b).total for j, (a, b) in enumerate(_ranges(ends))]
     worst = max(range(row.stages), key=needs.__getitem__)
-    listed = ", ".join(f"{need / 2**30:.2f}" for need in needs)
+    listed = ", ".join(map(format_size, needs))
     return (
-        f"petrafy: {row.rewired.name} does not fit {row.stages} devices of {budget / 2**30:.2f} "
-        f"GiB at {row.workload.batch_size} samples a micro-batch: balanced by work its stages need "
-        f"{listed} GiB (stage {worst} the most), and no other cut fits either. Use more stages, a "
+        f"petrafy: {row.rewired.name} does not fit {row.stages} devices of {format_size(budget)} "
+        f"at {row.workload.batch_size} samples a micro-batch: balanced by work its stages need "
+        f"{listed} (stage {worst} the most), and no other cut fits either. Use more stages, a "
         "smaller batch_size, or a larger memory_budget"
     )
 

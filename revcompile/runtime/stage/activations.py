@@ -22,7 +22,7 @@ from revcompile.ir.types import TYPE, TensorType
 from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
 from revcompile.schedule import Keep, Order
 
-_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+BUFFER_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _STATE_KEYS: Final = ({"values"}, {"values", "scale"}, {"away"})
 """Keys of the dicts by which a checkpoint describes a compressed or offloaded tensor."""
 
@@ -39,7 +39,7 @@ class Buffers:
     """Store them in the host's memory; on the CPU this does nothing."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, *_DTYPES):
+        if self.dtype not in (None, *BUFFER_DTYPES):
             raise InputError(
                 f"buffers={self.dtype}; use torch.bfloat16, torch.float16, torch.float8_e4m3fn, "
                 '"offload" or None (as they are)'
@@ -213,7 +213,7 @@ class ActivationStore:
 
 def widened(value: Any) -> Any:
     """A value that is stored, or was sent, in fewer bits as a program computes with it."""
-    is_low = isinstance(value, Tensor) and value.dtype in _DTYPES
+    is_low = isinstance(value, Tensor) and value.dtype in BUFFER_DTYPES
     return decompress(value) if is_low else value
 
 

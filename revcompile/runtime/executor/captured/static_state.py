@@ -39,6 +39,7 @@ from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on
 from revcompile.schedule import Order, Schedule, window
+from revcompile.units import format_size
 
 Messages = dict[Route, list[Message]]
 
@@ -411,4 +412,4 @@ def missing_memory(messages: Messages, snapshots: int, device: torch.device) -> 
     need = copies + 2 * (transient + snapshots)
     if need <= free:
         return None
-    return f"they need about {need / 2**30:.1f} GiB more, but {free / 2**30:.1f} GiB are free"
+    return f"they need about {format_size(need)} more, but {format_size(free)} are free"
